@@ -34,9 +34,9 @@ demo-short: setup  ## the same in a short form
 demo-stop:  ## stop the endpoint that `make demo` left running
 	@$(BIN)/eyrie demo --stop
 
-# Three workers for two cores: a third of the time tests wait for processes, servers and each other.
+# Two pytest workers per core of a small machine: half of the time tests wait for processes, servers and each other.
 test: setup  ## every test of the fast tier
-	@$(BIN)/pytest -n 3 --dist worksteal tests
+	@$(BIN)/pytest -n 4 --dist worksteal tests
 
 # CI runs the demo in this form. It needs no `setup`: building and installing happen in an environment of its own.
 test-wheel:  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`

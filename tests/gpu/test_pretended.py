@@ -41,7 +41,7 @@ from tests.benchmarks.quickstart.entropy import confidence
 from tests.gpu.pretended import GPU, Apart, PretendedGpu, pretended_flash
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
-from tests.workers.measurement.tiny_bench import stage_specs
+from tests.workers.measurement.tiny_bench import one_shape, stage_specs
 from tests.workers.stages import test_benchmark as benchmarking
 from tests.workers.stages import test_capture as capturing
 from tests.workers.stages import test_sweep as sweeping
@@ -295,7 +295,7 @@ def test_a_training_that_was_stopped_goes_on_there_and_ends_in_the_same_drafter(
 def test_drafters_are_measured_there(stage: str, stages: None, tmp_path: Path) -> None:
     benchmark_spec, tune_spec = stage_specs(tmp_path)[:2]
     room = benchmarking if stage == "benchmark" else tuning
-    assert room.run_here(room.prepare(tmp_path, benchmark_spec if stage == "benchmark" else tune_spec)) == 0
+    assert room.run_here(room.prepare(tmp_path, benchmark_spec if stage == "benchmark" else one_shape(tune_spec))) == 0
 
 
 def test_answers_are_replayed_explained_and_calibrated_there(gpu: PretendedGpu, target_dir: Path,

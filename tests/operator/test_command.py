@@ -26,14 +26,20 @@ def reply_of(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_up_is_ready_when_it_returns_and_down_leaves_nothing(tmp_path: Path) -> None:
+def test_up_is_ready_when_it_returns_also_after_a_kill_and_down_leaves_nothing(tmp_path: Path) -> None:
     home, port = tmp_path / "home", free_port()
-    up = reply_of(eyrie("up", "--detach", "--port", str(port), "--json", home=home))
+    first = eyrie("up", "--detach", "--port", str(port), home=home)
     try:
-        assert httpx.get(f"{up['url']}/readyz").status_code == 200
-        assert up["url"] == f"http://127.0.0.1:{port}"
-        again = reply_of(eyrie("up", "--detach", "--json", home=home))
-        assert (again["already"], again["pid"]) == (True, up["pid"])
+        assert f"http://127.0.0.1:{port}/docs" in first.stdout, first.stderr
+        assert f"--server http://127.0.0.1:{port}" in first.stdout  # the next line works as it stands
+        running = reply_of(eyrie("up", "--detach", "--json", home=home))
+        assert running["already"] is True
+        os.kill(running["pid"], signal.SIGKILL)
+        again = reply_of(eyrie("up", "--detach", "--port", str(port), "--json", home=home))
+        assert again["already"] is False
+        assert again["pid"] != running["pid"]
+        assert again["url"] == f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{again['url']}/readyz").status_code == 200
         second = eyrie("up", "--detach", "--port", str(port), home=tmp_path / "other")
         assert second.returncode == 69
         assert f"port {port}" in second.stderr
@@ -44,29 +50,6 @@ def test_up_is_ready_when_it_returns_and_down_leaves_nothing(tmp_path: Path) -> 
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
     assert reply_of(eyrie("down", "--json", home=home))["stopped"] is False
-
-
-def test_a_killed_plane_is_not_taken_for_a_running_one(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    first = reply_of(eyrie("up", "--detach", "--port", "0", "--json", home=home))
-    os.kill(first["pid"], signal.SIGKILL)
-    second = reply_of(eyrie("up", "--detach", "--port", "0", "--json", home=home))
-    try:
-        assert second["already"] is False
-        assert second["pid"] != first["pid"]
-    finally:
-        reply_of(eyrie("down", "--json", home=home))
-
-
-def test_up_says_where_it_is_and_what_to_type_next(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    port = free_port()
-    done = eyrie("up", "--detach", "--port", str(port), home=home)
-    try:
-        assert f"http://127.0.0.1:{port}/docs" in done.stdout
-        assert f"--server http://127.0.0.1:{port}" in done.stdout  # the next line works as it stands
-    finally:
-        reply_of(eyrie("down", "--json", home=home))
 
 
 def test_a_wrong_setting_is_told_by_the_name_of_its_variable(tmp_path: Path) -> None:

@@ -110,61 +110,53 @@ def finished(client: Client, job_id: str, seconds: float = 240) -> Job:
 
 
 @pytest.mark.slow
-def test_one_call_trains_proves_and_decides_and_the_drafter_of_a_stranger_s_model_serves(tmp_path: Path) -> None:
+def test_a_job_killed_while_it_trains_goes_on_is_decided_and_its_drafter_serves(tmp_path: Path) -> None:
+    """kill -9 of the control plane and of everything the run started. Each stage has tests of its own that kill it."""
     home = tmp_path / "home"
+    url, pid = up(home)
+    with Client(url) as client:
+        job_id = client.create_job(job_spec(tmp_path)).id
+    stages = home / "jobs" / job_id / "stages"
+    wait_for(lambda: list((stages / "train").rglob("events.jsonl")), 120, "training begun")
+    run = json.loads((home / "jobs" / job_id / "run" / "run.json").read_text())
+    os.kill(pid, signal.SIGKILL)
+    with _already_gone():  # the run may have ended in between, which is as good a moment as any
+        os.killpg(run["process"]["pid"], signal.SIGKILL)
+    manifests = {path: path.stat().st_mtime_ns for path in stages.rglob("manifest.json")}
     with plane(home) as (client, _):
-        job = client.create_job(job_spec(tmp_path))
-        done = finished(client, job.id)
-        conditions = {one.type: one for one in done.status.conditions}
-        assert conditions["Succeeded"].status == "True", conditions
-        assert done.status.decision is not None
-        assert done.status.decision.checks
-        assert {stage.stage for stage in done.status.stages} == set(STAGES)
-        assert all(stage.state == "Succeeded" for stage in done.status.stages)
-
-        board = client.leaderboard()
-        assert board
-        assert all(entry.lossless for entry in board if entry.job_id == job.id)
-
-        # The job leaves an endpoint that answers: with the drafter, or with the target alone if that is as fast.
-        client.promote("default", job_id=job.id)
-        endpoint = wait_for(lambda: drafted(client.endpoint("default")), 120, "the drafter serves")
-        answer = httpx.post(f"{endpoint.url}/chat/completions", timeout=60, json={
-            "model": endpoint.model, "messages": [{"role": "user", "content": "Name three towns."}],
-            "max_tokens": 12, "temperature": 0, "return_spec_tokens_details": True})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] >= 1
-        assert answer.json()["sglext"]["spec_tokens_details"]["spec_verify_ct"] >= 1
-
-        report = json.loads((home / "jobs" / job.id / "report.json").read_text())
-        assert {"seconds", "checkpoints", "baseline", "tuning", "proof", "promoted", "endpoint"} <= set(report)
-        assert report["proof"]["skipped"] or report["proof"]["parity"]["identical"] == 2, report["proof"]
-        assert report["endpoint"]["url"] == endpoint.url
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_the_job_goes_on_from_its_last_finished_stage(tmp_path: Path) -> None:
-    """kill -9 of the control plane and of everything the run started, once in each of three stages."""
-    home = tmp_path / "home"
-    spec = job_spec(tmp_path, promotion={"mode": "never"}, serve={"enabled": False})
-    job_id, manifests = "", {}
-    stages = home / "jobs"
-    for stage in ("regenerate", "train", "benchmark"):
-        url, pid = up(home)
-        with Client(url) as client:
-            job_id = job_id or client.create_job(spec).id
-        stages = home / "jobs" / job_id / "stages"
-        wait_for(lambda where=stages / stage: list(where.rglob("events.jsonl")), 120, f"{stage} begun")
-        run = json.loads((home / "jobs" / job_id / "run" / "run.json").read_text())
-        os.kill(pid, signal.SIGKILL)
-        with _already_gone():  # the run may have ended in between, which is as good a moment as any
-            os.killpg(run["process"]["pid"], signal.SIGKILL)
-        manifests |= {path: path.stat().st_mtime_ns for path in stages.rglob("manifest.json")}
-    with plane(home) as (client, _):
-        done = finished(client, job_id)
-    assert {one.type: one.status for one in done.status.conditions}["Succeeded"] == "True"
+        check_decided(client, finished(client, job_id))
+        check_served(client, job_id, home)
     assert manifests
     assert {path: path.stat().st_mtime_ns for path in manifests} == manifests, "a finished stage was made again"
+
+
+def check_decided(client: Client, done: Job) -> None:
+    """Every stage succeeded, and a decision was made of the measured candidates."""
+    conditions = {one.type: one for one in done.status.conditions}
+    assert conditions["Succeeded"].status == "True", conditions
+    assert done.status.decision is not None
+    assert done.status.decision.checks
+    assert {stage.stage for stage in done.status.stages} == set(STAGES)
+    assert all(stage.state == "Succeeded" for stage in done.status.stages)
+    board = client.leaderboard()
+    assert board
+    assert all(entry.lossless for entry in board if entry.job_id == done.id)
+
+
+def check_served(client: Client, job_id: str, home: Path) -> None:
+    """The endpoint answers with the job's drafter after a promotion by hand; the report names it."""
+    client.promote("default", job_id=job_id)
+    endpoint = wait_for(lambda: drafted(client.endpoint("default")), 120, "the drafter serves")
+    answer = httpx.post(f"{endpoint.url}/chat/completions", timeout=60, json={
+        "model": endpoint.model, "messages": [{"role": "user", "content": "Name three towns."}],
+        "max_tokens": 12, "temperature": 0, "return_spec_tokens_details": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] >= 1
+    assert answer.json()["sglext"]["spec_tokens_details"]["spec_verify_ct"] >= 1
+    report = json.loads((home / "jobs" / job_id / "report.json").read_text())
+    assert {"seconds", "checkpoints", "baseline", "tuning", "proof", "promoted", "endpoint"} <= set(report)
+    assert report["proof"]["skipped"] or report["proof"]["parity"]["identical"] == 2, report["proof"]
+    assert report["endpoint"]["url"] == endpoint.url
 
 
 @contextmanager
@@ -173,19 +165,3 @@ def _already_gone() -> Iterator[None]:
         yield
     except ProcessLookupError:
         return
-
-
-@pytest.mark.slow
-def test_cancel_frees_the_machine_and_the_job_may_be_retried(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    spec = job_spec(tmp_path, serve={"enabled": False})
-    slow = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": 5000})})
-    with plane(home) as (client, _):
-        job = client.create_job(slow)
-        stages = home / "jobs" / job.id / "stages"
-        wait_for(lambda: list((stages / "train").rglob("events.jsonl")), 120, "training begun")
-        client.cancel(job.id)
-        done = finished(client, job.id, 60)
-        assert done.status.phase == "Cancelled"
-        shown = subprocess.run(["ps", "-eo", "args"], text=True, capture_output=True, check=True).stdout
-        assert not [line for line in shown.splitlines() if str(stages) in line], "a stage of the cancelled job lives on"

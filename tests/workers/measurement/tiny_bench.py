@@ -49,3 +49,9 @@ def stage_specs(path: Path, *, prompts_per_suite: int = 6, max_new_tokens: int =
     tune = TuneSpec(num_steps=(2, 3), top_k=(1, 2), num_draft_tokens=(5,), concurrencies=(1, 3),
                     max_prompts=4)
     return BenchmarkStage.model_validate(named), TuneStage.model_validate(named | {"tune": tune})
+
+
+def one_shape(spec: TuneStage) -> TuneStage:
+    """The spec with one drafted shape at one concurrency, for tests of what surrounds the choice."""
+    fewest = {"num_steps": (2,), "top_k": (2,), "num_draft_tokens": (5,), "concurrencies": (1,)}
+    return spec.model_copy(update={"tune": spec.tune.model_copy(update=fewest)})

@@ -216,18 +216,18 @@ def end_after(process: subprocess.Popen[bytes], out: Path, num_rows: int, number
     return process.wait(60)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
-def test_a_program_stopped_midway_ends_with_the_same_bytes_and_asks_nothing_twice(
-        tmp_path: Path, target: Path, number: signal.Signals, code: int) -> None:
+def test_a_program_terminated_and_killed_midway_ends_with_the_same_bytes_and_asks_nothing_twice(
+        tmp_path: Path, target: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", 80)
     for name in ("whole", "broken"):
         write_spec(tmp_path / name, target, path, max_new_tokens=40, concurrency=3)
     assert run(tmp_path / "whole") == 0
     broken = tmp_path / "broken"
-    assert end_after(start(broken), broken, 4, number) == code
-    assert not (broken / "manifest.json").exists()
+    for num_rows, number, code in ((4, signal.SIGTERM, 143), (12, signal.SIGKILL, -9)):
+        assert end_after(start(broken), broken, num_rows, number) == code
+        assert not (broken / "manifest.json").exists()
     kept = (broken / "rows.jsonl").read_bytes().count(b"\n")
-    assert 4 <= kept < len(rows(tmp_path / "whole"))
+    assert 12 <= kept < len(rows(tmp_path / "whole"))
     with (broken / "rows.jsonl").open("ab") as file:
         file.write(b'{"id": "torn')  # a kill in the middle of a line, made certain
     assert start(broken).wait(60) == 0

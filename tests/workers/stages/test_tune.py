@@ -18,7 +18,7 @@ from eyrie_workers.catalog import command
 from eyrie_workers.measurement.tuner.grid import possible_settings
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.tune import tune
-from tests.workers.measurement.tiny_bench import stage_specs
+from tests.workers.measurement.tiny_bench import one_shape, stage_specs
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_ot
 
 
 def test_a_suite_too_short_for_fresh_prompts_says_that_the_figure_is_flattered(tmp_path: Path) -> None:
-    directory = prepare(tmp_path, stage_specs(tmp_path, prompts_per_suite=2)[1])
+    directory = prepare(tmp_path, one_shape(stage_specs(tmp_path, prompts_per_suite=2)[1]))
     assert run_here(directory) == 0
     assert "flatters" in report_of(directory).finding
 
