@@ -134,7 +134,7 @@ class Client:
     def create_job(self, spec: JobSpec, idempotency_key: str | None = None, attempts: int = 3) -> Job:
         """Submit a job. Retried with the same Idempotency-Key when the connection breaks."""
         key = idempotency_key or str(uuid.uuid4())
-        body = spec.model_dump(mode="json")
+        body = spec.model_dump(mode="json", exclude_unset=True)
         for attempt in range(1, attempts + 1):
             try:
                 return self._post(f"{_API}/jobs", Job, body, headers={"Idempotency-Key": key})
@@ -168,7 +168,7 @@ class Client:
 
     def plan(self, spec: JobSpec) -> Plan:
         """What a job would cost."""
-        return self._post(f"{_API}/plans", Plan, spec.model_dump(mode="json"))
+        return self._post(f"{_API}/plans", Plan, spec.model_dump(mode="json", exclude_unset=True))
 
     def wait(self, job_id: str, timeout_s: float | None = None, poll_s: float = 0.5,
              on_change: Callable[[Job], None] | None = None) -> Job:

@@ -69,7 +69,7 @@ def regenerate_spec(job: JobFile) -> RegenerateStage:
     """The first stage. It excludes the prompts of the benchmark suites from the training data."""
     suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
     return RegenerateStage(job_id=job.id, target=job.spec.target, data=job.spec.data,
-                           regenerate=job.spec.regenerate, exclude_prompts=suites)
+                           engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites)
 
 
 def check_held_out(job: JobFile, report: RegenerateReport) -> None:
@@ -171,7 +171,7 @@ def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: st
     return ProveStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
         benchmark=job.spec.benchmark, prove=job.spec.prove, drafter_dir=str(job_dir / checkpoint.path),
-        tune_dir=str(job_dir / tuned), engine=job.spec.serve.engine, max_concurrency=job.spec.serve.max_concurrency,
+        tune_dir=str(job_dir / tuned), engine=job.spec.engine, max_concurrency=job.spec.serve.max_concurrency,
         incumbent=job.incumbent, held_out_file=_held_out_file(job, job_dir))
 
 

@@ -17,7 +17,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import downgrade, upgrade
 from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, job_spec
 
@@ -47,7 +47,8 @@ def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: D
         {"number": 3, "reason": "better", "checkpoint": "b", "tree": tree, "drafter_dir": "/d/b"},
         {"number": 4, "reason": "by hand", "checkpoint": "c", "tree": None, "drafter_dir": "/d/c"}]
     with database.writing() as session:
-        target, serve = (json.dumps(one.model_dump(mode="json")) for one in (TargetSpec(model="m"), ServeSpec()))
+        target, serve = (json.dumps(one.model_dump(mode="json"))
+                         for one in (TargetSpec(model="m"), EndpointServeSpec()))
         session.execute(text(
             "INSERT INTO endpoints (name, target, serve, model, desired, active_revision, candidate_revision, "
             "conditions, created_at, updated_at) VALUES ('default', :target, :serve, 'm', 'on', 3, 4, '[]', :now, "

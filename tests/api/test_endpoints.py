@@ -12,8 +12,9 @@ from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, OperatingMap, OperatingPoint, Setting
@@ -25,7 +26,7 @@ TARGET = TargetSpec(model="quickstart")
 @pytest.fixture
 def endpoints(database: Database, clock: ManualClock) -> Endpoints:
     made = Endpoints(database, clock)
-    made.create("default", TARGET, ServeSpec(port=9000), "quickstart")
+    made.create("default", TARGET, EndpointServeSpec(port=9000), "quickstart")
     return made
 
 
@@ -43,9 +44,9 @@ def test_a_new_endpoint_aims_at_the_bare_target(endpoints: Endpoints, database: 
 
 
 def test_making_it_again_finds_it_and_another_target_is_refused(endpoints: Endpoints) -> None:
-    assert endpoints.create("default", TARGET, ServeSpec(), "quickstart") == endpoints.get("default")
+    assert endpoints.create("default", TARGET, EndpointServeSpec(), "quickstart") == endpoints.get("default")
     with pytest.raises(Conflict, match="serves target 'quickstart'"):
-        endpoints.create("default", TargetSpec(model="org/other"), ServeSpec(), "x")
+        endpoints.create("default", TargetSpec(model="org/other"), EndpointServeSpec(), "x")
 
 
 def test_a_proposal_leaves_the_active_revision_alone_until_it_is_activated(endpoints: Endpoints) -> None:
@@ -142,7 +143,7 @@ def test_an_operating_map_is_another_revision_than_its_drafter_with_one_tree(end
 
 
 def test_the_job_promoted_last_says_how_it_is_served_but_the_port_stays(endpoints: Endpoints) -> None:
-    endpoints.create("default", TARGET, ServeSpec(port=1, max_concurrency=3, record_prompts=9), "quickstart")
+    endpoints.create("default", TARGET, EndpointServeSpec(port=1, max_concurrency=3, record_prompts=9), "quickstart")
     serve = endpoints.serving("default").serve
     assert (serve.port, serve.max_concurrency, serve.record_prompts) == (9000, 3, 9)
 
@@ -266,7 +267,8 @@ def test_results_are_ranked_filtered_and_replaced_when_recorded_again(jobs: Jobs
 
 
 def test_sglang_has_ten_minutes_to_become_healthy_unless_told_otherwise() -> None:
-    assert ServeSpec().healthy_within_s == 60.0
-    assert ServeSpec(engine="sglang").healthy_within_s == 600.0
-    assert ServeSpec(engine="sglang", health_timeout_s=90.0).healthy_within_s == 90.0
-    assert ServeSpec.model_validate(ServeSpec(engine="sglang").model_dump(mode="json")).healthy_within_s == 600.0
+    assert EndpointServeSpec().healthy_within_s == 60.0
+    sglang = EndpointServeSpec(engine=EngineSpec(kind="sglang"))
+    assert sglang.healthy_within_s == 600.0
+    assert sglang.model_copy(update={"health_timeout_s": 90.0}).healthy_within_s == 90.0
+    assert EndpointServeSpec.model_validate(sglang.model_dump(mode="json")).healthy_within_s == 600.0

@@ -13,7 +13,7 @@ from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, ManualClock, ended, job_spec
@@ -145,7 +145,7 @@ def test_a_job_whose_drafter_serves_cannot_be_deleted_until_another_does(
     job = jobs.submit(job_spec())
     jobs.save_status(job.id, ended("Succeeded"))
     endpoints = Endpoints(database, clock)
-    endpoints.create("default", TargetSpec(model="quickstart"), ServeSpec(), "quickstart")
+    endpoints.create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
     revision = endpoints.propose("default", job_id=job.id, checkpoint="c", tree=None, drafter_dir="/d", reason="test")
     with pytest.raises(Conflict, match="'default' serves"):
         jobs.delete(job.id)

@@ -26,7 +26,7 @@ from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, benchmark_report, ended, job_spec
@@ -131,7 +131,7 @@ def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None
     assert len(jobs.get(job.id).status.stages) == len(jobs.metrics(job.id)[0].points) == 10
 
     endpoints, results = Endpoints(postgres), Results(postgres)
-    endpoints.create("x", TargetSpec(model="quickstart"), ServeSpec(), "m")
+    endpoints.create("x", TargetSpec(model="quickstart"), EndpointServeSpec(), "m")
     endpoints.propose("x", job_id=job.id, checkpoint="c", tree=DraftTreeShape(), drafter_dir="/d", reason="test")
     endpoints.activate("x", 2)
     assert endpoints.roll_back("x").candidate_revision == 1

@@ -196,7 +196,7 @@ def test_a_job_that_does_not_fit_the_disk_is_refused_with_both_sizes(settings: S
 def test_a_target_sglang_cannot_draft_for_is_refused_when_sglang_is_to_serve_it(settings: Settings,
                                                                                 tmp_path: Path) -> None:
     mixtral = target_directory(tmp_path / "mixtral", architectures=["MixtralForCausalLM"])
-    refused(settings, UnsupportedTarget, "SGLang", target={"model": str(mixtral)}, serve={"engine": "sglang"})
+    refused(settings, UnsupportedTarget, "SGLang", target={"model": str(mixtral)}, engine="sglang")
     refused(settings, UnsupportedTarget, "not supported", target={"model": str(mixtral)})
 
 
@@ -205,7 +205,7 @@ def test_a_target_sglang_cannot_draft_for_is_refused_when_sglang_is_to_serve_it(
     ([1, 2, 4], "last layer"), ([2], "one layer"), ([1, 3, 2], "ascending"), ([1, 1, 3], "distinct")])
 def test_layers_no_checkpoint_can_name_are_refused_at_submission(settings: Settings, target: Path, engine: str,
                                                                 layers: list[int], says: str) -> None:
-    job = {"target": {"model": str(target)}, "serve": {"engine": engine}}
+    job = {"target": {"model": str(target)}, "engine": engine}
     refused(settings, InvalidInput, says, **job, capture={"aux_layers": layers})
     with pytest.raises(InvalidInput, match=says):
         plan(job_spec(**job, capture={"aux_layers": layers}), settings)
@@ -214,9 +214,9 @@ def test_layers_no_checkpoint_can_name_are_refused_at_submission(settings: Setti
 
 
 def test_a_windowed_drafter_is_not_tuned_into_a_tree_that_sglang_would_serve(settings: Settings, target: Path) -> None:
-    job = {"target": {"model": str(target)}, "serve": {"engine": "sglang"}}
+    job = {"target": {"model": str(target)}, "engine": "sglang"}
     refused(settings, InvalidInput, "sliding_window 512", **job, drafter={"sliding_window": 512})
     refused(settings, InvalidInput, "sliding_window 64", **job,
             sweep={"axes": [{"field": "drafter.sliding_window", "values": [64]}]})
     assert check(job_spec(**job, drafter={"sliding_window": 512}, tune={"top_k": [1]}), settings).plan is not None
-    assert check(job_spec(**job | {"serve": {}}, drafter={"sliding_window": 512}), settings).plan is not None
+    assert check(job_spec(**job | {"engine": "embedded"}, drafter={"sliding_window": 512}), settings).plan is not None

@@ -154,7 +154,7 @@ def test_layers_are_an_axis_of_their_own() -> None:
 def test_what_sglang_cannot_serve_is_refused_at_the_boundary_with_the_hint(
         sections: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says) as caught:
-        job_spec(serve={"engine": "sglang"}, **sections)
+        job_spec(engine="sglang", **sections)
     assert "embedded" in str(caught.value)
     assert job_spec(**sections)
 

@@ -20,7 +20,7 @@ from eyrie_api.database.idempotency import Claim, Idempotency
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import ended, job_spec
 from tests.servers.fixtures import or_skip
@@ -122,7 +122,7 @@ def test_a_chore_that_raises_does_not_stop_the_others(frequent: Settings, databa
 def test_an_endpoint_that_was_changed_is_tended(rare: Settings, database: Database) -> None:
     tended = Seen()
     with running(rare, database, Seen(), tended) as loop:
-        Endpoints(database).create("default", TargetSpec(model="quickstart"), ServeSpec(), "quickstart")
+        Endpoints(database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
         loop.wake()
         tended.wait_for(lambda calls: "default" in calls)
 

@@ -24,7 +24,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import NotFound
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster
@@ -68,7 +68,8 @@ class Harness:
                         "startup_timeout_s": 300, "drain_timeout_s": 20, "leave_delay_s": 2}}
 
     def create(self, name: str = "chat", **serve: Any) -> Endpoint:
-        return self.endpoints.create(name, TargetSpec(model="quickstart"), ServeSpec(endpoint=name, **serve), "q")
+        served = EndpointServeSpec(endpoint=name, **serve)
+        return self.endpoints.create(name, TargetSpec(model="quickstart"), served, "q")
 
     def propose(self, drafter: str, name: str = "chat") -> int:
         return self.endpoints.propose(name, job_id=None, checkpoint=drafter, tree=CHAIN, reason="better",

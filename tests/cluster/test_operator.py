@@ -22,7 +22,7 @@ from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.resources import FINALIZER
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRejected
@@ -276,7 +276,7 @@ def test_a_promoted_endpoint_gets_an_object_that_shows_it_and_switches_it(cluste
                                                                          database: Database,
                                                                          operator: OperatorProcess) -> None:
     endpoints = Endpoints(database)
-    endpoints.create("promoted", TargetSpec(model="quickstart"), ServeSpec(endpoint="promoted"), "quickstart")
+    endpoints.create("promoted", TargetSpec(model="quickstart"), EndpointServeSpec(endpoint="promoted"), "quickstart")
 
     def shown() -> dict[str, Any]:
         try:

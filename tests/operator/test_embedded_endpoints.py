@@ -19,7 +19,7 @@ from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec, PromotionPolicy
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
@@ -55,7 +55,7 @@ class Harness:
         self.keeper = EmbeddedEndpoints(self.settings, self.database)
         self.directory = endpoint_dir(home, "default")
         self.jobs, self.histories = Jobs(self.database), Histories(self.database)
-        self.serve_spec = ServeSpec(max_concurrency=2, record_prompts=100)
+        self.serve_spec = EndpointServeSpec(max_concurrency=2, record_prompts=100)
         self.target = TargetSpec(model=str(target))
         self.endpoints.create("default", self.target, self.serve_spec, "tiny")
         self.submit(policy or PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=2, max_step_s=2.0)))
@@ -244,7 +244,7 @@ def test_a_port_in_use_is_told_on_the_endpoint(tmp_path: Path, target: Path) -> 
         taken.listen()
         port = taken.getsockname()[1]
         harness = Harness(tmp_path / "home", target)
-        harness.endpoints.create("other", TargetSpec(model=str(target)), ServeSpec(port=port), "tiny")
+        harness.endpoints.create("other", TargetSpec(model=str(target)), EndpointServeSpec(port=port), "tiny")
         harness.keeper.reconcile("other")
         seen = harness.endpoints.get("other")
         serving = find(seen.conditions, "Serving")

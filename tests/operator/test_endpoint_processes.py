@@ -12,7 +12,8 @@ import pytest
 
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.embedded.processes import engine_argv, read_counters
@@ -77,7 +78,7 @@ def test_rounds_and_tokens_are_read_from_either_engine(metrics: Metrics, text: s
 
 
 def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> None:
-    serving = Serving(TargetSpec(model=str(target)), ServeSpec(max_concurrency=3))
+    serving = Serving(TargetSpec(model=str(target)), EndpointServeSpec(max_concurrency=3))
     points = tuple(OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
                    for load, setting in ((1, CHAIN), (4, OFF)))
     use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=OperatingMap(points=points))
@@ -90,7 +91,8 @@ def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> N
 
 def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(target: Path, tmp_path: Path) -> None:
     """The arguments of the launcher, with `echo` in its place."""
-    serving = Serving(TargetSpec(model=str(target)), ServeSpec(engine="sglang", max_concurrency=3))
+    served = EndpointServeSpec(engine=EngineSpec(kind="sglang"), max_concurrency=3)
+    serving = Serving(TargetSpec(model=str(target)), served)
     use = DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree))
     ready = tmp_path / "ready.json"
     done = subprocess.run(engine_argv(serving, use, "tiny", ready), env={**os.environ, PROGRAM: "echo"}, timeout=120,

@@ -21,7 +21,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.stages import Manifest, StageSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -213,7 +213,7 @@ def test_manual_promotion_waits_for_a_person_and_touches_no_endpoint(harness: Ha
 
 
 def test_an_endpoint_of_another_target_is_not_taken_over(harness: Harness) -> None:
-    harness.endpoints.create("default", TargetSpec(model="another/model"), ServeSpec(), "another/model")
+    harness.endpoints.create("default", TargetSpec(model="another/model"), EndpointServeSpec(), "another/model")
     job = harness.look(harness.finished(spec_of()))
     assert job.status.phase == "Failed"
     assert reason_of(job, "Failed") == "Conflict"

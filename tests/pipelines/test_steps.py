@@ -135,7 +135,7 @@ def test_only_the_proof_is_told_what_serves_now() -> None:
     result = steps.prove_spec(later, ROOT, ref, steps.reference("tune"))
     assert result.incumbent == incumbent
     assert result.tune_dir == "/jobs/job-1/stages/tune"
-    assert (result.engine, result.max_concurrency) == (later.spec.serve.engine, later.spec.serve.max_concurrency)
+    assert (result.engine, result.max_concurrency) == (later.spec.engine, later.spec.serve.max_concurrency)
     # So a retry that meets another incumbent repeats nothing else.
     assert digest_model(steps.tune_spec(later, ROOT, ref)) == digest_model(steps.tune_spec(JOB, ROOT, ref))
     assert digest_model(result) != digest_model(steps.prove_spec(JOB, ROOT, ref, steps.reference("tune")))

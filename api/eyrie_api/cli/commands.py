@@ -54,11 +54,11 @@ def absolute_paths(job: JobSpec, server: str) -> JobSpec:
     """The job with absolute local paths: the server has another working directory. Raises InvalidInput."""
     if not is_local(server):
         return job
-    document = job.model_dump(mode="json")
+    document = job.model_dump(mode="json", exclude_unset=True)  # defaults are the server's
     document["target"]["model"] = _absolute(document["target"]["model"], "--target")
     for source in document["data"]["sources"]:
         source["path"] = _absolute(source["path"], "--data")
-    for suite in document["benchmark"]["suites"]:
+    for suite in document.get("benchmark", {}).get("suites", ()):
         suite["path"] = _absolute(suite["path"], "benchmark.suites")
     return JobSpec.model_validate(document)
 

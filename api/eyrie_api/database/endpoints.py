@@ -32,7 +32,7 @@ from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.history import Actor
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
@@ -43,7 +43,7 @@ class Serving:
     """The configuration of an engine behind an endpoint."""
 
     target: TargetSpec
-    serve: ServeSpec
+    serve: EndpointServeSpec
 
 
 class Endpoints:
@@ -52,7 +52,7 @@ class Endpoints:
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 
-    def create(self, name: str, target: TargetSpec, serve: ServeSpec, model: str,
+    def create(self, name: str, target: TargetSpec, serve: EndpointServeSpec, model: str,
                project: str | None = None) -> Endpoint:
         """Create the endpoint with the target alone as its first candidate, or update an existing one.
 
@@ -105,7 +105,7 @@ class Endpoints:
         """Target and serving section of the endpoint. Raises NotFound."""
         with self._database.reading() as session:
             row = self._find(session, name)
-            return Serving(TargetSpec.model_validate(row.target), ServeSpec.model_validate(row.serve))
+            return Serving(TargetSpec.model_validate(row.target), EndpointServeSpec.model_validate(row.serve))
 
     def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None = None,
                 drafter_dir: str | None = None, reason: str, speedup: float | None = None, tau: float | None = None,

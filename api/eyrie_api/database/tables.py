@@ -197,7 +197,7 @@ class ResultRow(Base):
 
 
 class EndpointRow(Base):
-    """One endpoint. `target` and `serve` are a TargetSpec and a ServeSpec."""
+    """One endpoint. `target` and `serve` are a TargetSpec and an EndpointServeSpec."""
 
     __tablename__ = "endpoints"
     name: Mapped[str] = mapped_column(String(63), primary_key=True)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyrie_api.decisions.capture_support import require_capture, sglang_layer_ids
+from eyrie_api.decisions.capture_support import sglang_layer_ids
+from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.plan import (
     DEFAULT_DRAFT_VOCABULARY,
@@ -20,7 +21,7 @@ from eyrie_api.decisions.plan import (
     make_plan,
     require_gpu_memory,
 )
-from eyrie_api.decisions.sweep import Candidate, expand
+from eyrie_api.decisions.sweep import Candidate, expand, families_of
 from eyrie_api.errors import (
     DiskTooSmall,
     InvalidInput,
@@ -30,6 +31,7 @@ from eyrie_api.errors import (
     VocabularyTooLarge,
 )
 from eyrie_api.settings import Settings
+from eyrie_api.submission.devices import planned_device
 from eyrie_api.submission.target_facts import (
     HUB_ID,
     data_facts,
@@ -60,10 +62,12 @@ class CheckedJob:
 
 def check(spec: JobSpec, settings: Settings) -> CheckedJob:
     """Check a job before it is accepted. Raises InvalidInput or DiskTooSmall, with a hint."""
+    device = planned_device(spec, settings)
+    spec = with_engine_defaults(spec, device)
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
-    facts = _check_target(spec, candidates)
+    facts = _check_target(spec, candidates, device)
     for source in spec.data.sources:
         _check_source(source)
     for suite in spec.benchmark.suites:
@@ -107,10 +111,12 @@ class PreflightCache:
 
 def plan(spec: JobSpec, settings: Settings) -> Plan:
     """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here."""
+    device = planned_device(spec, settings)
+    spec = with_engine_defaults(spec, device)
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
-    facts = _check_target(spec, candidates)
+    facts = _check_target(spec, candidates, device)
     for source in spec.data.sources:
         _check_source(source)
     if facts is None:
@@ -145,15 +151,16 @@ def _absolute(path: str) -> str:
     return path if found is None else str(found)
 
 
-def _check_target(spec: JobSpec, candidates: Sequence[Candidate]) -> TargetFacts | None:
+def _check_target(spec: JobSpec, candidates: Sequence[Candidate], device: Device | None) -> TargetFacts | None:
+    families = families_of(candidates)
     directory = target_dir(spec.target)
     if directory is None:
+        check_engine(spec, families, (), device)
         return None
     config = read_config(directory)
     named = config.get("architectures")
     architectures = [str(one) for one in named] if isinstance(named, list) else []
-    if spec.serve.engine == "sglang" and architectures:
-        require_capture(architectures[0])
+    check_engine(spec, families, architectures, device)
     if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
         raise UnsupportedTarget(
             f"target.model {spec.target.model!r}: config.json names architecture "
@@ -161,6 +168,7 @@ def _check_target(spec: JobSpec, candidates: Sequence[Candidate]) -> TargetFacts
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
     _check_tokenizer(directory)
     facts = target_facts(directory)
+    check_heads(spec.engine.tp_size, facts)
     # For every serving engine: a checkpoint's config.json names its layers as SGLang does, so such names must exist.
     for _, layers in _layer_choices(spec, candidates):
         sglang_layer_ids(architectures[0], facts.num_layers, layers)
@@ -193,7 +201,7 @@ def _layer_choices(spec: JobSpec, candidates: Sequence[Candidate]) -> list[tuple
 def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
     """SGLang applies a drafter's sliding window in chains only (`eyrie_workers.engines.sglang.profiles`)."""
     widest = max(spec.tune.top_k)
-    if spec.serve.engine != "sglang" or widest == 1:
+    if spec.engine.kind != "sglang" or widest == 1:
         return
     for candidate in candidates:
         if candidate.spec.drafter.sliding_window is not None:

@@ -11,13 +11,14 @@ from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS, sglang_families
 from eyrie_api.v1alpha1.model import Frozen, Name
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -32,6 +33,10 @@ class JobSpec(Frozen):
 
     target: TargetSpec
     data: DataSpec
+    engine: EngineSpec = EngineSpec()
+    """In which it regenerates, benchmarks, tunes, proves and serves. Capture and training read the reference
+    implementation of the target."""
+
     regenerate: RegenerateSpec = RegenerateSpec()
     capture: CaptureSpec = CaptureSpec()
     drafter: DrafterSpec = DrafterSpec()
@@ -46,6 +51,11 @@ class JobSpec(Frozen):
     """Where its stages run on a cluster."""
 
     labels: dict[Name, str] = Field(default_factory=dict, max_length=64)
+
+    @property
+    def endpoint_serve(self) -> EndpointServeSpec:
+        """How an endpoint serves what this job promotes."""
+        return EndpointServeSpec(**dict(self.serve), engine=self.engine)
 
     @model_validator(mode="after")
     def _depth_was_trained(self) -> "JobSpec":
@@ -69,16 +79,16 @@ class JobSpec(Frozen):
 
     @model_validator(mode="after")
     def _engine_can_serve(self) -> "JobSpec":
-        if self.serve.engine != "sglang":
+        if self.engine.kind != "sglang":
             return self
         for family in self.sweep.families or (self.drafter.family,):
             if family not in sglang_families():
                 field = "sweep.families" if self.sweep.families else "drafter.family"
-                raise ValueError(f"{field} names {family!r}, which serve.engine 'sglang' cannot serve: use one of "
-                                 f"{', '.join(sglang_families())}, or serve.engine 'embedded'")
+                raise ValueError(f"{field} names {family!r}, which engine 'sglang' cannot serve: use one of "
+                                 f"{', '.join(sglang_families())}, or engine 'embedded'")
         if self.benchmark.tree.static:
-            raise ValueError("benchmark.tree.static is true, and serve.engine 'sglang' supports dynamic trees only: "
-                             "set it to false, or serve.engine to 'embedded'")
+            raise ValueError("benchmark.tree.static is true, and engine 'sglang' supports dynamic trees only: set it "
+                             "to false, or engine to 'embedded'")
         return self
 
     @model_validator(mode="after")

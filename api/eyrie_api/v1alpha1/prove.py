@@ -10,10 +10,10 @@ from typing import Annotated
 from pydantic import Field
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment
-from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.tuning import DrafterUse
 
 

@@ -11,8 +11,9 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 class RegenerateSpec(Frozen):
     """How the target rewrites the answers."""
 
-    engine: Literal["embedded", "openai", "openai-batch"] = "embedded"
-    """`embedded`: our engine, in process. `openai`: any OpenAI-compatible endpoint. `openai-batch`: its Batch API."""
+    engine: Literal["embedded", "openai", "openai-batch"] | None = None
+    """Default: the job's engine. `embedded`: the reference engine whatever the job's is. `openai`: any
+    OpenAI-compatible endpoint. `openai-batch`: its Batch API."""
 
     base_url: str | None = Field(None, pattern=r"^https?://")
     """Endpoint for the openai engines, up to and including `/v1`."""
@@ -52,11 +53,11 @@ class RegenerateSpec(Frozen):
 
     @model_validator(mode="after")
     def _endpoint_named(self) -> "RegenerateSpec":
-        if self.engine != "embedded" and self.base_url is None and not self.endpoints:
+        if self.engine in ("openai", "openai-batch") and self.base_url is None and not self.endpoints:
             raise ValueError(f"regenerate.base_url is required when regenerate.engine is {self.engine!r}: "
-                             "give the endpoint's URL including /v1, or use engine 'embedded'")
+                             "give the endpoint's URL including /v1, or omit regenerate.engine to use the job's engine")
         if self.endpoints and self.engine != "openai":
-            raise ValueError(f"regenerate.endpoints is for engine 'openai', the engine is {self.engine!r}: "
+            raise ValueError(f"regenerate.endpoints is for regenerate.engine 'openai', and it is {self.engine!r}: "
                              "remove the field or change the engine")
         return self
 

@@ -52,6 +52,9 @@ class Lengths(Frozen):
 class RegenerateReport(Frozen):
     """What became of the conversations."""
 
+    engine: str = ""
+    """Where the answers were generated: `embedded`, `sglang`, `openai` or `openai-batch`."""
+
     rows_read: int
     rows_answered: int
     rows_held_out: int
@@ -102,6 +105,10 @@ class LayerChoice(Frozen):
 
 class CaptureReport(Frozen):
     """What was recorded."""
+
+    engine: str = "reference"
+    """Whose hidden states these are: always those of Eyrie's reference implementation of the target, whatever the
+    job's engine is."""
 
     rows: int
     tokens: int

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import ConditionStatus, RevisionState, StageState
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -118,7 +118,7 @@ class DraftEndpointSpec(Frozen):
     target: TargetSpec
     """It cannot be changed: a URL must not change its model under its users."""
 
-    serve: ServeSpec = ServeSpec()
+    serve: EndpointServeSpec = EndpointServeSpec()
     """How it is served. `endpoint` is this object's name, whatever is written here."""
 
     desired: Literal["on", "off"] = "on"

@@ -1,28 +1,23 @@
 """The endpoint that the winning drafter is promoted to."""
 
-from typing import Literal
-
 from pydantic import Field
 
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.model import Frozen, Name, Probability
 from eyrie_api.v1alpha1.requests import PlacementRequest
-
-EngineKind = Literal["embedded", "sglang"]
 
 
 class ServeSpec(Frozen):
     """The endpoint the winner is promoted to."""
 
     enabled: bool = True
-    engine: EngineKind = "embedded"
-    """The serving engine, in which the candidate is also proven: the embedded reference engine, or SGLang."""
-
     endpoint: Name = "default"
     port: int = Field(0, ge=0, le=65535)
     """Stable port on this machine; 0 picks a free one when the endpoint is created and keeps it."""
 
-    max_concurrency: int = Field(8, ge=1, le=1024)
-    """Requests decoded at once; more are queued."""
+    max_concurrency: int | None = Field(None, ge=1, le=1024)
+    """Requests decoded at once; more are queued. Default: 8 in the embedded engine; in SGLang as many as its memory
+    holds, with half of the context length each."""
 
     health_timeout_s: float | None = Field(None, gt=0.0)
     """A new engine that is not healthy within this time is rolled back. Default: 60; 600 for SGLang, which loads
@@ -46,9 +41,19 @@ class ServeSpec(Frozen):
     placement: PlacementRequest = PlacementRequest()
     """On a cluster, over the administrator's placement of engines."""
 
+
+EMBEDDED_CONCURRENCY = 8
+"""`max_concurrency` of the embedded engine where none is given."""
+
+
+class EndpointServeSpec(ServeSpec):
+    """How an endpoint is served: the serving section of the job that promoted last, in that job's engine."""
+
+    engine: EngineSpec = EngineSpec()
+
     @property
     def healthy_within_s(self) -> float:
         """`health_timeout_s`, or its default for the engine."""
         if self.health_timeout_s is not None:
             return self.health_timeout_s
-        return 600.0 if self.engine == "sglang" else 60.0
+        return 600.0 if self.engine.kind == "sglang" else 60.0

@@ -13,6 +13,7 @@ from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
@@ -24,7 +25,6 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, TuneSpec
@@ -40,6 +40,7 @@ class RegenerateStage(Frozen):
     job_id: str
     target: TargetSpec
     data: DataSpec
+    engine: EngineSpec = EngineSpec()
     regenerate: RegenerateSpec
     exclude_prompts: tuple[str, ...] = ()
     """Suite files or names whose prompts must not be trained on (same paths as `SuiteSpec.path`)."""
@@ -124,9 +125,9 @@ class ProveStage(Frozen):
     tune_dir: str
     """Output directory of tune: its report says which setting to prove."""
 
-    engine: EngineKind
-    max_concurrency: int = Field(ge=1)
-    """Of the endpoint: requests decoded at once."""
+    engine: EngineSpec
+    max_concurrency: int | None = Field(None, ge=1)
+    """Of the endpoint: requests decoded at once; None as in `ServeSpec`."""
 
     incumbent: DrafterUse | None = None
     """What serves at the job's endpoint now, when that is a drafter; decided when the attempt began."""

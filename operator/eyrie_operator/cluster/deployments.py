@@ -21,6 +21,7 @@ from eyrie_api.submission.target_facts import read_config, target_dir
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
+from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.cluster.drafters import Drafters
@@ -39,7 +40,7 @@ from eyrie_operator.manifests.deployment import (
 from eyrie_operator.manifests.engines import ANY_HOST
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import TargetCheckpoint, read_drafter, read_target
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile as machine_profile
 
 PLAIN_ATTENTION = frozenset({
@@ -69,7 +70,7 @@ class Deployments:
         pull_secrets = dict.fromkeys((*placement.image_pull_secrets, *self._profile.stages.image_pull_secrets))
         placement = placement.model_copy(update={"work": self._work, "image_pull_secrets": tuple(pull_secrets)})
         replicas = serve.replicas or given.replicas
-        engine = (self._embedded(endpoint, serving) if serve.engine == "embedded" else
+        engine = (self._embedded(endpoint, serving) if serve.engine.kind == "embedded" else
                   self._sglang(endpoint, serving, placement))
         gateway, scale = given.gateway, given.autoscale
         return EndpointDeployment(
@@ -103,8 +104,8 @@ class Deployments:
         def argv(use: DrafterUse, port: int) -> tuple[str, ...]:
             command = EngineCommand(
                 target=target.model, model=endpoint.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
-                setting=use.setting, map=use.map, host=ANY_HOST, port=port, max_concurrency=serve.max_concurrency,
-                dtype=target.dtype)
+                setting=use.setting, map=use.map, host=ANY_HOST, port=port,
+                max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY, dtype=target.dtype)
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
 
         return EmbeddedEngine(target.model, argv)
@@ -113,8 +114,8 @@ class Deployments:
         machine = machine_profile(serving.serve.hardware_profile or self._given.hardware_profile)
         return SglangEngine(LaunchPlan(
             target=self._target(endpoint, serving), machine=machine, served_model_name=endpoint.model,
-            dtype=serving.target.dtype, max_running_requests=serving.serve.max_concurrency,
-            tp_size=max(1, placement.num_gpus)))
+            dtype=serving.target.dtype, tp_size=max(serving.serve.engine.tp_size, placement.num_gpus),
+            max_running_requests=serving.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS))
 
     def _target(self, endpoint: Endpoint, serving: Serving) -> TargetCheckpoint:
         target = serving.target

@@ -34,7 +34,7 @@ from eyrie_api.v1alpha1.resources import (
     DrafterJobStatus,
     ResourceCondition,
 )
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.resources import (
@@ -137,7 +137,7 @@ class CreateEndpoint:
 
     name: str
     target: TargetSpec
-    serve: ServeSpec
+    serve: EndpointServeSpec
     model: str
 
 
@@ -146,7 +146,7 @@ class UpdateServing:
     """Change the serving section of the endpoint's row."""
 
     name: str
-    serve: ServeSpec
+    serve: EndpointServeSpec
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, 
 
 
 def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
-                       taken_by: str | None = None, serve: ServeSpec | None = None,
+                       taken_by: str | None = None, serve: EndpointServeSpec | None = None,
                        existing: EndpointObjects | None = None) -> Actions:
     """The next actions for a DraftEndpoint. Its row outlives it, switched off, with name, URL and history.
 
@@ -335,7 +335,7 @@ def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, mo
 
 
 def _apply_serving(resource: EndpointResource, spec: DraftEndpointSpec, endpoint: Endpoint,
-                   serve: ServeSpec | None) -> list[Action]:
+                   serve: EndpointServeSpec | None) -> list[Action]:
     """Precedence: for an applied object, `desired` always comes from the object, and the serving section from the last
     writer, since a promotion sets that of its job. For a mirror, both come from the object once after an edit."""
     serve = serve or spec.serve

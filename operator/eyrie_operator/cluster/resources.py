@@ -32,7 +32,7 @@ from eyrie_api.v1alpha1.resources import (
     ResourceRevision,
     ResourceStage,
 )
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.manifests.names import digest
@@ -184,7 +184,8 @@ def mirror_of(job: Job, namespace: str) -> dict[str, Any]:
     }
 
 
-def mirror_of_endpoint(endpoint: Endpoint, target: TargetSpec, serve: ServeSpec, namespace: str) -> dict[str, Any]:
+def mirror_of_endpoint(endpoint: Endpoint, target: TargetSpec, serve: EndpointServeSpec,
+                       namespace: str) -> dict[str, Any]:
     """The mirror of an endpoint that was not applied, for server-side apply."""
     spec = DraftEndpointSpec(target=target, serve=serve, desired=endpoint.desired)
     return {

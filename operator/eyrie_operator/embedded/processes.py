@@ -32,6 +32,7 @@ from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.submission.target_facts import target_dir
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
@@ -145,14 +146,17 @@ def resolve_target(spec: TargetSpec) -> Path:
 def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path) -> list[str]:
     """The command line of an engine that serves `model` with this drafter and setting. Raises TargetNotFound."""
     target, serve = resolve_target(serving.target), serving.serve
-    if serve.engine == "embedded":
+    if serve.engine.kind == "embedded":
         return EngineCommand(
             target=target, model=model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
-            setting=use.setting, map=use.map, host=HOST, max_concurrency=serve.max_concurrency,
+            setting=use.setting, map=use.map, host=HOST, max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY,
             dtype=serving.target.dtype).argv(ready_file)
-    return [sys.executable, "-m", "eyrie_workers.engines.sglang.serve", "--target", str(target), "--model", model,
-            "--use", use.model_dump_json(), "--host", HOST, "--dtype", serving.target.dtype, "--max-concurrency",
-            str(serve.max_concurrency), "--ready-file", str(ready_file)]
+    argv = [sys.executable, "-m", "eyrie_workers.engines.sglang.serve", "--target", str(target), "--model", model,
+            "--use", use.model_dump_json(), "--host", HOST, "--dtype", serving.target.dtype,
+            "--tp-size", str(serve.engine.tp_size), "--ready-file", str(ready_file)]
+    if serve.max_concurrency is not None:
+        argv += ["--max-concurrency", str(serve.max_concurrency)]
+    return argv
 
 
 def probe(folder: Path, model: str) -> str | None:

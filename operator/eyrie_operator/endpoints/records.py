@@ -49,7 +49,7 @@ class EndpointRecords:
         job = self.promoted_from(endpoint, endpoint.candidate_revision or endpoint.active_revision)
         promotion = job.spec.promotion if job is not None else PromotionPolicy()
         return ServePolicy(serving.serve.healthy_within_s, serving.serve.min_acceptance_ratio, promotion.canary,
-                           promotion.drift, counts_drafted=serving.serve.engine == "embedded")
+                           promotion.drift, counts_drafted=serving.serve.engine.kind == "embedded")
 
     def promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
         """The job of a revision; None when it was promoted without a job, or its job was deleted."""

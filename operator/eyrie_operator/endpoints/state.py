@@ -67,7 +67,7 @@ class ObservedEndpoint:
 
 @dataclass(frozen=True)
 class ServePolicy:
-    """The limits that apply to a promotion (`ServeSpec`, and the job's `PromotionPolicy`)."""
+    """The limits that apply to a promotion (`EndpointServeSpec`, and the job's `PromotionPolicy`)."""
 
     health_timeout_s: float = 60.0
     min_acceptance_ratio: float = 0.5

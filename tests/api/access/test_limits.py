@@ -17,7 +17,7 @@ from eyrie_api.database.projects import Projects
 from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.harness import JOBS, PROJECTS, TOKEN, two_projects
 from tests.api.access.test_oidc import Elapsed
@@ -109,14 +109,14 @@ def test_a_project_may_have_so_many_endpoints_and_is_told_before_it_trains(
         database: Database, clock: ManualClock) -> None:
     Projects(database, clock).set_quotas("default", Quotas(max_endpoints=1))
     jobs, endpoints = Jobs(database, clock, scope=ADMIN), Endpoints(database, clock, ADMIN)
-    endpoints.create("one", TargetSpec(model="m"), ServeSpec(), "m")
+    endpoints.create("one", TargetSpec(model="m"), EndpointServeSpec(), "m")
     assert jobs.submit(job_spec(serve={"endpoint": "one"})).id, "to the one there is"
     assert jobs.submit(job_spec(serve={"endpoint": "two", "enabled": False})).id
     with pytest.raises(QuotaReached, match="1 endpoints"):
         jobs.submit(job_spec(serve={"endpoint": "three"}))
     with pytest.raises(QuotaReached):
-        endpoints.create("two", TargetSpec(model="m"), ServeSpec(), "m")
+        endpoints.create("two", TargetSpec(model="m"), EndpointServeSpec(), "m")
     endpoints.set_desired("one", "off")
-    endpoints.create("two", TargetSpec(model="m"), ServeSpec(), "m")
+    endpoints.create("two", TargetSpec(model="m"), EndpointServeSpec(), "m")
     with pytest.raises(QuotaReached):
         endpoints.set_desired("one", "on")

@@ -22,7 +22,7 @@ from eyrie_api.egress.webhook_signatures import is_genuine, signature
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateWebhook
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.receiver import Receiver, receiving
 from tests.api.samples import ManualClock, ended, job_spec
@@ -54,7 +54,7 @@ def test_what_happens_is_told_once_and_signed(database: Database, clock: ManualC
         job = jobs.submit(job_spec(name=f"{kind.lower()}-job"))
         for _ in range(2):
             jobs.save_status(job.id, ended(kind))
-    endpoints.create("default", TargetSpec(model="m"), ServeSpec(), "m")
+    endpoints.create("default", TargetSpec(model="m"), EndpointServeSpec(), "m")
     endpoints.activate("default", 1)
     for checkpoint in ("a", "b"):
         number = endpoints.propose("default", job_id=None, checkpoint=checkpoint, drafter_dir=f"/{checkpoint}",

@@ -12,9 +12,10 @@ from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
@@ -43,7 +44,7 @@ def profile(**serving: Any) -> ClusterProfile:
         "serving": {"namespace": "serving", "placement": PLACEMENT, "hardware_profile": "h100", **serving}})
 
 
-def deployed(home: Path, serve: ServeSpec, row: Endpoint | None = None, target: str = "quickstart",
+def deployed(home: Path, serve: EndpointServeSpec, row: Endpoint | None = None, target: str = "quickstart",
              **serving: Any) -> EndpointDeployment:
     result = profile(**serving)
     assert result.serving is not None
@@ -62,8 +63,9 @@ def drafter_at(directory: Path, architecture: str = "LlamaForCausalLM") -> Path:
 
 
 def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tmp_path: Path) -> None:
-    serve = ServeSpec.model_validate({"engine": "sglang", "replicas": 3, "hardware_profile": "a100-80gb", "placement": {
-        "num_gpus": 2, "requests": {"memory": "64Gi"}, "queue": "team"}})
+    serve = EndpointServeSpec.model_validate({
+        "engine": "sglang", "replicas": 3, "hardware_profile": "a100-80gb",
+        "placement": {"num_gpus": 2, "requests": {"memory": "64Gi"}, "queue": "team"}})
     made = deployed(tmp_path, serve, run_as=0, gateway={"name": "front", "hostnames": ["{endpoint}.example.org"]})
     assert made.replicas == 3
     assert made.placement.requests == {"cpu": "8", "memory": "64Gi"}
@@ -78,7 +80,7 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
 
 
 def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:
-    made = deployed(tmp_path, ServeSpec(max_concurrency=5), python=["/opt/python", "-X", "dev"])
+    made = deployed(tmp_path, EndpointServeSpec(max_concurrency=5), python=["/opt/python", "-X", "dev"])
     assert isinstance(made.engine, EmbeddedEngine)
     line = list(made.engine.argv(DrafterUse(drafter_dir="/d", setting=CHAIN), 30000))
     assert line[:5] == ["/opt/python", "-X", "dev", "-m", "eyrie_workers.engines.server"]
@@ -91,14 +93,14 @@ def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(
 def test_a_target_out_of_reach_is_known_by_its_drafter_s_card_where_its_attention_is_plain(tmp_path: Path) -> None:
     drafter = drafter_at(tmp_path / "plain")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))
-    made = deployed(tmp_path, ServeSpec(engine="sglang"), row, target="org/big")
+    made = deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, target="org/big")
     assert isinstance(made.engine, SglangEngine)
     target = made.engine.plan.target
     assert (target.architecture, target.num_layers, target.context_length) == ("LlamaForCausalLM", 32, 2048)
     windowed = drafter_at(tmp_path / "windowed", "GptOssForCausalLM")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(windowed), setting=CHAIN))
     with pytest.raises(Undeployable, match="HF_HOME"):
-        deployed(tmp_path, ServeSpec(engine="sglang"), row, target="org/big")
+        deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, target="org/big")
 
 
 def test_a_drafter_s_facts_come_from_its_own_config_else_from_what_its_job_asked_for(tmp_path: Path) -> None:
@@ -155,6 +157,6 @@ def test_where_the_store_has_a_drafter_follows_from_its_path(directory: str, sto
 def test_revisions_without_a_drafter_need_no_files(tmp_path: Path) -> None:
     result = profile()
     assert result.serving is not None
-    made = deployed(tmp_path, ServeSpec())
+    made = deployed(tmp_path, EndpointServeSpec())
     deployments = Deployments(Settings(home=tmp_path), result, result.serving)
     assert deployments.with_drafter(made, revision(1), None).drafters == {}

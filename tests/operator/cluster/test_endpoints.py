@@ -16,9 +16,10 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster
@@ -68,7 +69,8 @@ class Harness:
                               owner_of or (lambda _namespace, _name, _now: self.owner))
 
     def create(self, name: str = "chat", **serve: Any) -> Endpoint:
-        return self.endpoints.create(name, TargetSpec(model="quickstart"), ServeSpec(endpoint=name, **serve), "q")
+        served = EndpointServeSpec(endpoint=name, **serve)
+        return self.endpoints.create(name, TargetSpec(model="quickstart"), served, "q")
 
     def propose(self, job_id: str | None = None, tau: float | None = None) -> int:
         return self.endpoints.propose("chat", job_id=job_id, checkpoint="c1", tree=CHAIN, reason="better", tau=tau,
@@ -175,12 +177,12 @@ def test_replicas_are_told_and_one_that_is_missing_ends_nothing(harness: Harness
 
 
 def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served(harness: Harness) -> None:
-    harness.create(engine="sglang", hardware_profile="abacus")
+    harness.create(engine=EngineSpec(kind="sglang"), hardware_profile="abacus")
     reconciler = harness.reconciler()
     settle(reconciler)
     assert (harness.condition("Serving").status, harness.condition("Serving").reason) == ("False", "Unlaunchable")
     assert harness.chat.candidate_revision == 1
-    harness.create(engine="sglang", hardware_profile="cpu")
+    harness.create(engine=EngineSpec(kind="sglang"), hardware_profile="cpu")
     harness.server.refused.add(("Deployment", "eyrie-chat-r1"))
     settle(reconciler)
     assert harness.condition("Serving").reason == "ClusterRejected"
@@ -351,7 +353,8 @@ def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(harn
 
 
 def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(harness: Harness) -> None:
-    harness.endpoints.create("chat", TargetSpec(model="quickstart"), ServeSpec(engine="sglang"), "q")
+    served = EndpointServeSpec(engine=EngineSpec(kind="sglang"))
+    harness.endpoints.create("chat", TargetSpec(model="quickstart"), served, "q")
     reconciler = harness.reconciler()
     settle(reconciler)
     harness.server.run("eyrie-chat-r1")
@@ -365,7 +368,7 @@ def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(ha
 
 def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(harness: Harness) -> None:
     reconciler = harness.serve_bare()
-    harness.create(engine="sglang", hardware_profile="abacus")
+    harness.create(engine=EngineSpec(kind="sglang"), hardware_profile="abacus")
     settle(reconciler)
     assert harness.condition("Serving").status == "True"
     assert harness.condition("Serving").reason == "Unlaunchable"

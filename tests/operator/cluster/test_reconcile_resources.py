@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.v1alpha1.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.reconcile import (
@@ -263,9 +263,9 @@ def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> N
 
 def test_an_edited_object_says_how_its_endpoint_is_served_until_a_promotion_says_otherwise() -> None:
     raw, row = draft_endpoint(serve={"endpoint": "support", "replicas": 3}), endpoint()
-    served = ServeSpec(endpoint="support", port=4711)
+    served = EndpointServeSpec(endpoint="support", port=4711)
     actions = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW, serve=served)
-    wanted = ServeSpec(endpoint="support", port=4711, replicas=3)
+    wanted = EndpointServeSpec(endpoint="support", port=4711, replicas=3)
     assert UpdateServing("support", wanted) in actions
     assert projected(actions)["observedGeneration"] == 1
     seen = read_endpoint({**raw, "status": projected(actions)})
@@ -274,7 +274,7 @@ def test_an_edited_object_says_how_its_endpoint_is_served_until_a_promotion_says
     assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=promoted) == ()
 
 
-def mirrored(row: Endpoint, serve: ServeSpec, **spec: Any) -> dict[str, Any]:
+def mirrored(row: Endpoint, serve: EndpointServeSpec, **spec: Any) -> dict[str, Any]:
     """The mirror of a row as the API server has it, with a spec that somebody has changed."""
     raw = mirror_of_endpoint(row, TargetSpec(model=row.target), serve, "team")
     made = draft_endpoint()["metadata"] | raw["metadata"]
@@ -282,7 +282,7 @@ def mirrored(row: Endpoint, serve: ServeSpec, **spec: Any) -> dict[str, Any]:
 
 
 def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> None:
-    serve = ServeSpec(endpoint="support")
+    serve = EndpointServeSpec(endpoint="support")
     raw, off = mirrored(endpoint(), serve), endpoint(desired="off")
     first = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
     assert not any(isinstance(one, SetDesired | UpdateServing | UpdateMirror) for one in first)
@@ -292,7 +292,7 @@ def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> N
 
 
 def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
-    serve = ServeSpec(endpoint="support")
+    serve = EndpointServeSpec(endpoint="support")
     raw = mirrored(endpoint(), serve, desired="off")
     actions = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
     assert SetDesired("support", "off") in actions
@@ -305,7 +305,7 @@ def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
 
 
 def test_a_mirror_without_a_row_makes_none() -> None:
-    raw = mirrored(endpoint(), ServeSpec(endpoint="support"))
+    raw = mirrored(endpoint(), EndpointServeSpec(endpoint="support"))
     actions = reconcile_endpoint(read_endpoint(raw), None, "quickstart", NOW)
     assert conditions(actions) == {"Accepted": ("False", "EndpointUnknown")}
     assert not any(isinstance(one, CreateEndpoint) for one in actions)

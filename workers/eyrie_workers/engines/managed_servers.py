@@ -17,7 +17,7 @@ from typing import Protocol
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.serving import EngineKind
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineCommand, batch_size_schedule, start_engine

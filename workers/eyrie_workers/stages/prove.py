@@ -65,6 +65,8 @@ PARITY, CHANGED_PROMPT = "parity", "changed system prompt"
 
 _REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.interleaving`)
 _WARMUP_REQUESTS = 2
+_LEAST_CONCURRENCY = 8
+"""Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
 
 
 class CheckResult(Frozen):
@@ -126,7 +128,8 @@ class _Proof:
 def prove(spec: ProveStage, stage: Stage) -> Result:
     """Check the tuned drafter in the serving engine."""
     started = time.monotonic()
-    plan = ServerPlan(spec.engine, spec.target, spec.max_concurrency, spec.benchmark.threads)
+    concurrency = spec.max_concurrency or max(_LEAST_CONCURRENCY, *spec.prove.loads)
+    plan = ServerPlan(spec.engine.kind, spec.target, concurrency, spec.benchmark.threads)
     tuned = read_manifest(Path(spec.tune_dir)).report_as(TuneReport)
     assert isinstance(tuned, TuneReport)
     use = select_use(spec, tuned, plan)
@@ -150,7 +153,7 @@ def _nothing_to_prove(spec: ProveStage, stage: Stage, use: DrafterUse, started: 
     loads = ", ".join(map(str, spec.prove.loads))
     finding = use.map.finding if use.map is not None else ""
     report = ProveReport(
-        checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine, use=use,
+        checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind, use=use,
         skipped=f"speculation pays at none of the declared loads ({loads} users at once): {finding}".rstrip(" :"),
         environment=environment(spec.target.dtype), seconds=time.monotonic() - started)
     stage.event("NothingToProve", report.skipped)
@@ -224,7 +227,7 @@ def _run_all(proof: _Proof, checks: Sequence[_Check]) -> None:
     stage = proof.stage
     with measuring(stage), managed_servers(proof.plan, proof.uses, _variants_dir(stage),
                                             stage.pause_point) as proof.variants:
-        stage.event("ServersReady", f"{len(proof.uses)} servers of the {proof.spec.engine} engine answer: "
+        stage.event("ServersReady", f"{len(proof.uses)} servers of the {proof.spec.engine.kind} engine answer: "
                     + ", ".join(f"{name} ({describe_use(use)})" if name != BASELINE else name
                                 for name, use in proof.uses.items()))
         for check in left:
@@ -253,8 +256,8 @@ def _check_parity(proof: _Proof) -> CheckResult:
         tree = drafted.use.setting.tree
         assert tree is not None
         report = prove_parity(
-            spec.engine, plain.server.url, drafted.server.url, proof.plan.model, target_dir, Path(spec.drafter_dir),
-            tree, prompts, spec.prove.max_new_tokens, spec.target.dtype, pause=pause)
+            spec.engine.kind, plain.server.url, drafted.server.url, proof.plan.model, target_dir,
+            Path(spec.drafter_dir), tree, prompts, spec.prove.max_new_tokens, spec.target.dtype, pause=pause)
     proof.stage.event("Parity", ("holds: " if report.passed else "FAILS: ") + "; ".join(report.reasons),
                       warning=not report.passed)
     return CheckResult(question=PARITY, parity=report)
@@ -265,14 +268,14 @@ def _same_answers(proof: _Proof, plain: ManagedServer, drafted: ManagedServer, p
     """Parity of n-gram lookup: it has no weights that could be misconfigured, so only the answers are compared."""
     spec, tree = proof.spec, drafted.use.setting.tree
     assert tree is not None
-    without, with_it = (request_answers(spec.engine, server.server.url, proof.plan.model, prompts,
+    without, with_it = (request_answers(spec.engine.kind, server.server.url, proof.plan.model, prompts,
                                         spec.prove.max_new_tokens, pause=pause) for server in (plain, drafted))
     evidence = []
     for index, (one, other) in enumerate(zip(without, with_it, strict=True)):
         place = first_difference(one.token_ids, other.token_ids)
         evidence.append(Evidence(f"prompt {index}", place is None, other.histogram, other.histogram,
                                  "" if place is None else f"prompt {index}: position {place}"))
-    report = decide(spec.engine, tree, spec.target.dtype, evidence)
+    report = decide(spec.engine.kind, tree, spec.target.dtype, evidence)
     reason = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
     return report.model_copy(update={"reasons": (*report.reasons, reason)})
 
@@ -313,7 +316,7 @@ def _report(proof: _Proof, use: DrafterUse, launch: tuple[str, ...], seconds: fl
     parts = [one.load for load in spec.prove.loads if (one := proof.result(_load_check(load))) and one.load]
     load = merge_load_reports(parts, _load_spec(spec, spec.prove.loads, spec.prove.requests))
     return ProveReport(
-        checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine, use=use,
+        checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind, use=use,
         parity=parity.parity if parity else None, load=load,
         changed_prompt=changed.load if changed else None, launch=launch, environment=environment(spec.target.dtype),
         seconds=seconds)

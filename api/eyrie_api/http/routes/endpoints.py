@@ -45,7 +45,7 @@ def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     report = result.measured.report
     target = job.spec.target
     model = Path(target.model).name if Path(target.model).is_absolute() else target.model
-    control.endpoints.create(name, target, job.spec.serve.model_copy(update={"endpoint": name}), model,
+    control.endpoints.create(name, target, job.spec.endpoint_serve.model_copy(update={"endpoint": name}), model,
                              control.jobs.project_of(job.id))
     tau = sum(cell.tau for cell in report.cells) / len(report.cells)
     control.endpoints.propose(name, job_id=job.id, checkpoint=report.checkpoint, tree=report.cells[0].tree,

@@ -19,6 +19,9 @@ from eyrie_workers.engines.sglang.profiles import (
 )
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 
+DEFAULT_RUNNING_REQUESTS = 48
+"""SGLang's own default of --max-running-requests with speculation; without, it is far higher."""
+
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -41,8 +44,8 @@ class LaunchPlan:
     context_length: int | None = None
     """Default: the smaller context length of target and drafter."""
 
-    max_running_requests: int = 48
-    """SGLang's default with speculation. Its default without speculation is far higher, so the flag is always given."""
+    max_running_requests: int = DEFAULT_RUNNING_REQUESTS
+    """Always given, because SGLang's default differs with speculation."""
 
     mem_fraction: float | None = None
     """Default: the machine profile's."""

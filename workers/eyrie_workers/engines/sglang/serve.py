@@ -29,7 +29,7 @@ from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
 from eyrie_workers.engines.sglang.launch import adaptive_config, launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.engines.sglang.process import launcher_command, merged_environment, plugin_root
 
@@ -48,7 +48,8 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
         target=read_target(options.target, read_json_config(Path(options.target))), machine=machine,
         served_model_name=options.model, drafter=drafter, setting=use.setting, map=use.map,
         adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,
-        context_length=use.context_length, max_running_requests=options.max_concurrency, mem_fraction=mem_fraction)
+        context_length=use.context_length, max_running_requests=options.max_concurrency, mem_fraction=mem_fraction,
+        tp_size=options.tp_size)
 
 
 def main() -> NoReturn:
@@ -59,7 +60,8 @@ def main() -> NoReturn:
     parser.add_argument("--use", required=True, help="a DrafterUse in JSON")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-concurrency", type=int, default=8)
+    parser.add_argument("--max-concurrency", type=int, default=DEFAULT_RUNNING_REQUESTS)
+    parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--ready-file", type=Path, required=True)
     options = parser.parse_args()
     port = free_port(options.host)

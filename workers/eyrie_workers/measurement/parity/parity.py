@@ -27,9 +27,9 @@ import numpy as np
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport
-from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.intervals import acceptance_interval, acceptance_length, add_histograms
 from eyrie_workers.measurement.parity.evidence import Evidence

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from eyrie_api.v1alpha1.serving import EngineKind
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_workers.engines.process import EngineFailed
 
 _TIMEOUT_S = 600.0

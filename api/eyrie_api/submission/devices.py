@@ -1,0 +1,23 @@
+"""What a job's engine will compute on, found without torch: device files of this machine, or what the job requests."""
+
+import os
+from pathlib import Path
+
+from eyrie_api.decisions.engine_support import Device
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import JobSpec
+
+
+def planned_device(spec: JobSpec, settings: Settings) -> Device | None:
+    """The device of a job's engine; None on a cluster, unless the job requests GPUs there."""
+    if settings.cluster_profile is None:
+        return local_device()
+    requests = (spec.placement.every, spec.placement.stages.get("prove"), spec.serve.placement)
+    return "gpu" if any(request is not None and request.num_gpus for request in requests) else None
+
+
+def local_device(devices: Path = Path("/dev")) -> Device:
+    """Whether this process may use a GPU: an NVIDIA device that CUDA_VISIBLE_DEVICES does not hide, or an AMD one."""
+    nvidia = any(devices.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    amd = (devices / "kfd").exists() and os.environ.get("HIP_VISIBLE_DEVICES") not in ("", "-1")
+    return "gpu" if nvidia or amd else "cpu"

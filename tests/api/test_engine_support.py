@@ -1,0 +1,99 @@
+"""What a job's engine cannot do is refused at submission."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
+from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.settings import Settings
+from eyrie_api.submission.devices import local_device
+from eyrie_api.submission.preflight import check
+from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.job import JobSpec
+from tests.api.samples import job_body, job_spec, target_directory
+
+
+def test_an_engine_is_written_as_its_kind_alone() -> None:
+    assert job_spec(engine="sglang").engine == EngineSpec(kind="sglang")
+    assert job_spec().engine.kind == "embedded"
+    stored = JobSpec.model_validate_json(job_spec(engine="sglang").model_dump_json())
+    assert stored.endpoint_serve.engine.kind == "sglang"
+
+
+@pytest.mark.parametrize(("engine", "says"), [
+    ({"kind": "sglang", "tp_size": 4, "num_gpus": 2}, "engine.num_gpus is 2, fewer than the engine.tp_size 4"),
+    ({"kind": "embedded", "tp_size": 2}, "engine.tp_size is 2 and engine.kind is 'embedded'"),
+    ({"num_gpus": 2}, "engine.num_gpus is 2 and engine.kind is 'embedded'"),
+    ("vllm", "Input should be 'embedded' or 'sglang'"),
+])
+def test_gpus_that_servers_cannot_use_are_refused(engine: Any, says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        job_spec(engine=engine)
+
+
+@pytest.mark.parametrize(("device", "changes", "architecture", "says"), [
+    ("gpu", {"target": {"model": "m", "dtype": "float32"}}, "LlamaForCausalLM", "target.dtype is 'float32'"),
+    ("cpu", {"target": {"model": "m", "dtype": "float16"}}, "LlamaForCausalLM", "target.dtype is 'float16'"),
+    ("cpu", {"benchmark": {"temperatures": [0.0, 0.7]}}, "LlamaForCausalLM",
+     "benchmark.temperatures has 0.7 and engine is 'sglang' on a CPU"),
+    ("cpu", {"tune": {"temperatures": [1.0]}}, "LlamaForCausalLM", "tune.temperatures has 1 and"),
+    ("cpu", {"drafter": {"family": "dflash"}}, "LlamaForCausalLM", "'dflash' and engine 'sglang' on a CPU"),
+    ("gpu", {"drafter": {"family": "dflash"}}, "Qwen2ForCausalLM", "for a drafter of blocks"),
+    (None, {}, "MixtralForCausalLM", "cannot capture hidden states of MixtralForCausalLM"),
+])
+def test_what_sglang_cannot_do_on_a_device_is_refused_with_field_and_rule(
+        device: Device | None, changes: dict[str, Any], architecture: str, says: str) -> None:
+    changes = {"target": {"model": "m", "dtype": "bfloat16"}} | changes
+    spec = with_engine_defaults(job_spec(engine="sglang", **changes), device)
+    with pytest.raises(EyrieError, match=says) as caught:
+        check_engine(spec, [spec.drafter.family], [architecture], device)
+    assert caught.value.hint
+    embedded = job_spec(**changes)
+    check_engine(embedded, [embedded.drafter.family], [architecture], device)
+
+
+def test_default_temperatures_are_greedy_where_sglang_verifies_greedily() -> None:
+    on_cpu = with_engine_defaults(job_spec(engine="sglang"), "cpu")
+    assert on_cpu.benchmark.temperatures == on_cpu.tune.temperatures == (0.0,)
+    for unchanged, device in ((job_spec(engine="sglang"), "gpu"), (job_spec(), "cpu")):
+        assert with_engine_defaults(unchanged, device) == unchanged  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tp_size", "says"), [
+    (1, None), (4, None), (12, None), (8, "12 attention heads"), (3, "4 key-value heads")])
+def test_heads_are_divided_among_the_gpus_of_one_server(tp_size: int, says: str | None) -> None:
+    facts = TargetFacts(hidden_size=64, num_layers=2, vocab_size=100, intermediate_size=128, num_heads=12,
+                        num_kv_heads=4, head_dim=16, tie_word_embeddings=False, source="test")
+    if says is None:
+        check_heads(tp_size, facts)
+        return
+    with pytest.raises(InvalidInput, match=f"engine.tp_size {tp_size} does not divide the target.s {says}") as caught:
+        check_heads(tp_size, facts)
+    assert "1, 2, 4, 12" in caught.value.hint
+
+
+def test_a_job_for_sglang_on_this_cpu_is_accepted_with_what_it_can_do(
+        settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if local_device() == "gpu":
+        pytest.skip("an AMD GPU is visible")
+    target = {"model": str(target_directory(tmp_path / "target"))}
+    accepted = check(job_spec(target=target, engine="sglang"), settings).spec
+    assert accepted.benchmark.temperatures == (0.0,)
+    with pytest.raises(InvalidInput, match=r"benchmark\.temperatures has 1"):
+        check(job_spec(target=target, engine="sglang", benchmark={"temperatures": [1.0]}), settings)
+    with pytest.raises(InvalidInput, match=r"engine\.tp_size 3 does not divide"):
+        check(JobSpec.model_validate(job_body(target=target, engine={"kind": "sglang", "tp_size": 3})), settings)
+
+
+def test_gpus_are_found_by_their_device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert local_device(tmp_path) == "cpu"
+    (tmp_path / "nvidia0").touch()
+    assert local_device(tmp_path) == "gpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local_device(tmp_path) == "cpu"
