@@ -287,7 +287,7 @@ def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
     assert lines[-1]["status"]["phase"] == "Succeeded"
 
 
-def test_a_failed_job_ends_the_watch_with_its_mend_and_a_code(eyrie: Eyrie) -> None:
+def test_a_failed_job_ends_the_watch_with_its_hint_and_a_code(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
     eyrie.plane.jobs.save_status(job_id, ended("Failed", stage("Failed", reason="LossDiverged", message="nan at 3",
                                                               hint="lower train.learning_rate")))
@@ -319,7 +319,7 @@ def test_a_watch_survives_a_restart_of_the_server(eyrie: Eyrie) -> None:
     assert len(reasons) == 3
 
 
-def test_no_server_is_told_with_the_mend_and_exit_code_69(eyrie: Eyrie) -> None:
+def test_no_server_is_reported_with_the_hint_and_exit_code_69(eyrie: Eyrie) -> None:
     eyrie.plane.close()
     done = eyrie("jobs")
     assert done.exit_code == 69

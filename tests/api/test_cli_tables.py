@@ -76,7 +76,7 @@ def test_a_failed_stage_shows_reason_and_hint() -> None:
     assert "make room" in seen
 
 
-def test_a_failed_job_raises_its_stage_s_mend_and_a_cancelled_one_its_own_exit_code() -> None:
+def test_a_failed_job_raises_its_stage_s_hint_and_a_cancelled_one_its_own_exit_code() -> None:
     with pytest.raises(JobFailed, match="DiskTooSmall") as failed:
         verdict(job("Failed", FAILED))
     assert failed.value.hint == "make room"

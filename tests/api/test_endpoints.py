@@ -199,7 +199,7 @@ def test_history_is_read_page_by_page_and_by_kind(endpoints: Endpoints, historie
         histories.read("default", limit=0)
 
 
-def test_the_watch_remembers_windows_since_activation_and_since_drift_was_told(
+def test_the_watch_remembers_windows_since_activation_and_since_drift_was_reported(
         endpoints: Endpoints, histories: Histories) -> None:
     histories.record_window("default", 1, 1.0, 200, None)
     endpoints.activate("default", 1)
@@ -266,7 +266,7 @@ def test_results_are_ranked_filtered_and_replaced_when_recorded_again(jobs: Jobs
         results.find(job_id, "base-step-9")
 
 
-def test_sglang_has_ten_minutes_to_become_healthy_unless_told_otherwise() -> None:
+def test_sglang_has_ten_minutes_to_become_healthy_by_default() -> None:
     assert EndpointServeSpec().healthy_within_s == 60.0
     sglang = EndpointServeSpec(engine=EngineSpec(kind="sglang"))
     assert sglang.healthy_within_s == 600.0

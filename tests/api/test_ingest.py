@@ -81,7 +81,7 @@ def test_a_line_that_is_not_a_record_becomes_a_warning_and_does_not_stop_the_res
     assert len(jobs.metrics(job_id)) == 1
 
 
-def test_a_stage_directory_made_anew_is_read_from_its_beginning(
+def test_a_stage_directory_made_again_is_read_from_its_beginning(
         jobs: Jobs, database: Database, tmp_path: Path) -> None:
     job_id, path = jobs.submit(job_spec()).id, tmp_path / "events.jsonl"
     path.write_bytes(LINES)

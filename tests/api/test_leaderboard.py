@@ -27,7 +27,7 @@ def test_a_suite_counts_once_however_many_temperatures_it_was_measured_at() -> N
     assert mean_speedup(report) == 2.0
 
 
-def test_equal_averages_are_told_apart_by_the_worst_suite() -> None:
+def test_equal_averages_are_distinguished_by_the_worst_suite() -> None:
     even = benchmark_report("z", {"chat": (2.0,), "math": (2.0,)})
     uneven = benchmark_report("a", {"chat": (1.0,), "math": (3.0,)})
     assert select_best([uneven, even]) is even

@@ -83,7 +83,7 @@ def test_a_hub_target_in_the_cache_is_checked_like_a_directory(
 
 @pytest.mark.parametrize("model", ["/no/such/dir", "./nope", "~/nope", "a/b/c", "nothing", "~nobody/x", "bad\0name",
                                    "x" * 4000])
-def test_a_target_that_is_nowhere_is_not_found(settings: Settings, model: str) -> None:
+def test_a_target_that_does_not_exist_is_not_found(settings: Settings, model: str) -> None:
     refused(settings, TargetNotFound, "target.model", target={"model": model})
 
 
@@ -138,7 +138,7 @@ def test_data_that_is_missing_or_empty_is_refused(settings: Settings, target: Pa
 
 @pytest.mark.parametrize(("path", "says"), [
     ("quickstart:poetry", "not shipped"), ("/no/suite.jsonl", "no file"), ("suite", "neither")])
-def test_a_suite_that_is_nowhere_is_refused(settings: Settings, path: str, says: str) -> None:
+def test_a_suite_that_does_not_exist_is_refused(settings: Settings, path: str, says: str) -> None:
     refused(settings, InvalidInput, says, benchmark={"suites": [{"name": "s", "path": path}]})
 
 

@@ -112,7 +112,7 @@ def test_migrate_makes_the_tables_and_check_changes_nothing(tmp_path: Path) -> N
     database.close()
 
 
-def test_a_replica_promises_chores_to_redis_and_ends_when_told(database_url: str | None, tmp_path: Path,
+def test_a_replica_promises_chores_to_redis_and_ends_on_request(database_url: str | None, tmp_path: Path,
                                                                redis: Redis) -> None:
     home, port = tmp_path / "home", free_port()
     settings = Settings(home=home, database_url=database_url, broker_url=redis.url, chore_queue="named-by-the-chart")

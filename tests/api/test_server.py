@@ -70,7 +70,7 @@ def test_the_same_key_with_another_body_is_refused(server: Running) -> None:
     problem(answer, 422, "IdempotencyMismatch")
 
 
-def test_a_second_request_while_the_first_is_in_flight_is_told_so(server: Running) -> None:
+def test_a_second_request_while_the_first_is_in_flight_is_refused(server: Running) -> None:
     server.control.idempotency.claim("k1", JOBS, digest_model(job_spec()))
     problem(post(server, JOBS, QUICKSTART, headers={"Idempotency-Key": "k1"}), 409, "RequestInFlight")
 
@@ -273,7 +273,7 @@ KNOWN = sorted({one for one in every_error_class() if one.__module__.startswith(
 
 
 @pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
-def test_every_error_class_is_a_problem_with_its_mend_and_comes_back_as_itself(kind: type[EyrieError]) -> None:
+def test_every_error_class_is_a_problem_with_its_hint_and_comes_back_as_itself(kind: type[EyrieError]) -> None:
     error = kind("the field is wrong", "set it right")
     response = problems.refuse(error, "/x")
     assert response.status_code == kind.http_status

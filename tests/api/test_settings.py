@@ -21,7 +21,7 @@ def test_a_wrong_variable_is_named_with_its_value() -> None:
         Settings.from_env({"EYRIE_PORT": "http"})
 
 
-def test_a_secret_that_is_wrong_is_not_told() -> None:
+def test_a_secret_that_is_wrong_is_not_printed() -> None:
     with pytest.raises(InvalidInput, match="EYRIE_TOKEN") as caught:
         Settings.from_env({"EYRIE_TOKEN": "sesame"})
     assert "sesame" not in str(caught.value)

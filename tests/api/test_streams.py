@@ -62,7 +62,7 @@ def test_a_stream_resumes_behind_the_last_event_id_and_misses_nothing(server: Ru
     assert [one.message for one in server.client.events(job.id, first.id)] == ["line one\nline two"]
 
 
-def test_after_the_end_a_reader_that_has_everything_is_told_to_stop(server: Running, job: Job) -> None:
+def test_after_the_end_a_reader_that_has_everything_gets_204(server: Running, job: Job) -> None:
     server.control.jobs.save_status(job.id, ended("Failed"))
     last = server.control.jobs.events(job.id)[-1].id
     headers = {"Accept": "text/event-stream", "Last-Event-ID": str(last)}
@@ -180,7 +180,7 @@ def test_nothing_but_a_listed_file_can_be_downloaded(server: Running, measured: 
     connection.close()
 
 
-def test_a_link_planted_in_a_stage_leads_nowhere(server: Running, measured: Job, tmp_path: Path) -> None:
+def test_a_link_planted_in_a_stage_is_not_followed(server: Running, measured: Job, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s")
     place = server.control.settings.stage_dir(measured.id, "benchmark", "base-step-9") / "cells.json"
     place.unlink()

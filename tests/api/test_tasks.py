@@ -248,7 +248,7 @@ def test_the_length_of_a_queue_is_what_waits_in_it(rare: Settings, kind: str, re
     assert queue_length(app, chore_queue(settings)) == 3
 
 
-def test_a_broker_that_is_away_is_told_without_its_password(rare: Settings) -> None:
+def test_a_broker_that_is_away_is_reported_without_its_password(rare: Settings) -> None:
     settings = rare.model_copy(update={"broker_url": "redis://:sesame@127.0.0.1:1/0"})
     with pytest.raises(BrokerUnavailable) as caught:
         queue_length(make_celery(settings, print), chore_queue(settings))

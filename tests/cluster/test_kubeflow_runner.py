@@ -78,7 +78,7 @@ def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: St
     assert len(stage.double.runs.run_service_list_runs().runs) == 1
 
 
-def test_a_stages_failure_is_told_while_the_run_lives_and_ends_it(stage: Stage) -> None:
+def test_a_stages_failure_is_reported_while_the_run_lives_and_ends_it(stage: Stage) -> None:
     stage.rehearsal.plan(regenerate=["permanent"])
     stage.runner.start("dj-1", spec_of(), 1, None)
     seen = eventually(lambda: (one := stage.runner.observe("dj-1")).state == "failed" and one, "it has failed",
@@ -91,7 +91,7 @@ def test_a_stages_failure_is_told_while_the_run_lives_and_ends_it(stage: Stage) 
     assert stage.rehearsal.starts() == ["regenerate"], "not tried again"
 
 
-def test_a_stopped_job_leaves_no_pod_and_its_stage_is_told(cluster: Cluster, stage: Stage) -> None:
+def test_a_stopped_job_leaves_no_pod_and_its_stage_is_reported(cluster: Cluster, stage: Stage) -> None:
     stage.rehearsal.plan(regenerate=["hang"])
     stage.runner.start("dj-1", spec_of(), 1, None)
     eventually(stage.rehearsal.starts, "the first stage runs", DEADLINE_S)

@@ -323,7 +323,7 @@ def test_answers_are_replayed_explained_and_calibrated_there(gpu: PretendedGpu, 
 def test_a_sweep_of_every_family_is_trained_there(stages: None, target_dir: Path, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyrie_workers.targets.loading.default_device", lambda: CPU)  # where the test makes its states
-    sweeping.test_every_family_trains_beside_the_others_and_none_is_stopped_for_another(tmp_path, target_dir,
+    sweeping.test_every_family_trains_with_the_others_and_none_is_stopped_for_another(tmp_path, target_dir,
                                                                                       monkeypatch)
 
 

@@ -114,7 +114,7 @@ def test_namespaced_the_operator_has_a_role_where_engines_stand_too() -> None:
     assert {one["metadata"]["namespace"] for one in rendered.of("Role", "rel-eyrie-operator")} == {"a", "b", "serving"}
 
 
-def test_secret_values_are_in_secrets_and_nowhere_else() -> None:
+def test_secret_values_are_in_secrets_only() -> None:
     seen = set()
     for one in render(EXTERNAL):
         text = json.dumps(one)
@@ -135,7 +135,7 @@ def test_generated_secret_values_are_in_their_secret_alone() -> None:
     assert [word for word in words if word in others] == []
 
 
-def test_existing_secrets_are_used_everywhere_and_none_is_made_beside_them() -> None:
+def test_existing_secrets_are_used_everywhere_and_none_is_made_next_to_them() -> None:
     values = from_file("values-ha.yaml") | {"api": {"token": {"existingSecret": {"name": "mine", "key": "bearer"}}}}
     rendered = render(values)
     assert rendered.of("Secret") == rendered.of("StatefulSet") == []
@@ -208,7 +208,7 @@ def profile_of(rendered: Rendered, directory: Path) -> ClusterProfile:
 KUBEFLOW = {"url": "http://ml-pipeline.kubeflow:8888"}
 
 
-def test_the_cluster_profile_is_one_the_programs_read_and_mounted_where_they_are_told(tmp_path: Path) -> None:
+def test_the_cluster_profile_is_one_the_programs_read_and_mounted_where_they_read_it(tmp_path: Path) -> None:
     rendered = render({"cluster": {"kubeflow": KUBEFLOW}, "images": {"registry": "r.example/x"}, "shards": {
         "enabled": True}})
     profile = profile_of(rendered, tmp_path)
@@ -316,7 +316,7 @@ def test_tables_are_made_by_a_hook_that_needs_nothing_of_the_release() -> None:
         if "valueFrom" in variable}
 
 
-def test_with_the_bundled_database_tables_are_made_beside_the_release() -> None:
+def test_with_the_bundled_database_tables_are_made_next_to_the_release() -> None:
     (job,) = render().of("Job")
     assert "annotations" not in job["metadata"]
     assert job["metadata"]["name"] == "rel-eyrie-migrations-1"  # a Job cannot be changed: one for each revision

@@ -103,7 +103,7 @@ def test_a_pipeline_in_a_loop_walks_at_its_own_pace() -> None:
     assert tree.outputs == {"Output": 0 + 2}
 
 
-def test_what_a_container_is_told_is_the_launchers_executor_input() -> None:
+def test_what_a_container_receives_is_the_launchers_executor_input() -> None:
     pipeline = samples.read(samples.doubled)
     node = next(startable(walk(pipeline, arguments_of(pipeline, {}), {})))
     result = executor_input(pipeline, node)
@@ -130,7 +130,7 @@ def test_outputs_are_read_from_the_one_file_or_from_the_parameters_own() -> None
         outputs_of(pipeline, "comp-count", {})
 
 
-def test_after_a_failure_nothing_new_starts_beside_it_and_what_runs_decides_when_it_is_over() -> None:
+def test_after_a_failure_nothing_new_starts_and_what_runs_decides_when_it_is_over() -> None:
     pipeline = samples.read(samples.two_branches)
     first = [node.path for node in startable(walk(pipeline, {}, {}))]
     seen = {first[0]: Seen(State.FAILED), first[1]: Seen(State.RUNNING)}

@@ -61,7 +61,7 @@ def test_a_killed_holder_leaves_a_file_that_does_not_lie(tmp_path: Path) -> None
         pass
 
 
-def test_a_port_in_use_is_told_with_the_hint() -> None:
+def test_a_port_in_use_is_reported_with_the_hint() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()

@@ -137,7 +137,7 @@ def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(harness: Harnes
     assert next(one for one in job.status.stages if one.stage == "capture").state == "Cancelled"
 
 
-def test_a_run_is_told_what_its_endpoint_serves_when_it_begins(harness: Harness, rehearsal: Rehearsal) -> None:
+def test_a_run_receives_what_its_endpoint_serves_when_it_begins(harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang"])
     endpoints, spec = Endpoints(harness.database), spec_of()
     endpoints.create("default", spec.target, spec.serve, "quickstart")

@@ -236,7 +236,7 @@ def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harn
     assert (seen.revisions[1].rejected_reason or "").startswith("EngineDied: ")
 
 
-def test_a_port_in_use_is_told_on_the_endpoint(tmp_path: Path, target: Path) -> None:
+def test_a_port_in_use_is_reported_on_the_endpoint(tmp_path: Path, target: Path) -> None:
     import socket
 
     with socket.socket() as taken:

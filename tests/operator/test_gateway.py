@@ -253,7 +253,7 @@ def test_the_port_stays_the_same_when_the_gateway_was_killed(tmp_path: Path) -> 
     assert not is_alive(second.process)
 
 
-def test_a_port_in_use_is_told_with_its_number_and_the_hint(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_with_its_number_and_the_hint(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

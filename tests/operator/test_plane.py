@@ -100,7 +100,7 @@ def test_a_posted_job_survives_an_ordered_end_and_a_kill_of_the_plane(
     assert plane.job(job_id)["status"]["attempt"] == 2
 
 
-def test_a_port_in_use_is_told_before_anything_is_started(plane: PlaneProcess, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_started(plane: PlaneProcess, tmp_path: Path) -> None:
     second = subprocess.run([sys.executable, "-c", CODE, str(tmp_path / "other"), str(plane.port)],
                             capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode != 0

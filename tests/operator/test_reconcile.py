@@ -68,7 +68,7 @@ def test_a_new_job_waits_in_line_while_no_place_is_free() -> None:
     assert reason_of(plan.status, "Accepted") == "Queued"
 
 
-def test_a_living_run_is_left_alone_and_its_stages_are_told() -> None:
+def test_a_living_run_is_left_alone_and_its_stages_are_reported() -> None:
     stages = (ObservedStage("regenerate", started_at=NOW, manifest=manifest()),
               ObservedStage("capture", started_at=NOW), ObservedStage("train", "base"))
     plan = reconcile(SPEC, seen(run=ObservedRun("running", 1, 1, "r"), stages=stages), NOW)
@@ -87,7 +87,7 @@ def test_a_stage_that_is_being_tried_again_is_running_not_failed() -> None:
     assert plan.status.stages[0].state == "Running"
 
 
-def test_training_is_not_told_as_done_before_every_candidate_is() -> None:
+def test_training_is_not_reported_as_done_before_every_candidate_is() -> None:
     done = [ObservedStage(stage, started_at=NOW, manifest=manifest()) for stage in ("regenerate", "capture")]
     one = ObservedStage("train", "a", started_at=NOW, manifest=manifest())
     running = ObservedRun("running", 1, 1)

@@ -237,7 +237,7 @@ def test_a_trial_nobody_wants_any_more_gives_its_share_back() -> None:
 DRIFTING = ServePolicy(drift=DriftSpec(ratio=0.85, windows=3))
 
 
-def test_acceptance_below_the_drift_ratio_for_some_windows_in_a_row_is_told_once() -> None:
+def test_acceptance_below_the_drift_ratio_for_some_windows_in_a_row_is_reported_once() -> None:
     wanted, serving = endpoint(2), engine(2)
 
     def outcome(*windows: float, drift_reported: bool = False, policy: ServePolicy = DRIFTING) -> bool:

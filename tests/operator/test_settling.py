@@ -164,7 +164,7 @@ def test_each_result_is_of_its_own_candidates_family(harness: Harness) -> None:
     assert Results(harness.database).leaderboard(ResultFilter(family="eagle3")) == ()
 
 
-def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_anew(harness: Harness) -> None:
+def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_again(harness: Harness) -> None:
     job_id = harness.finished(spec_of())
     harness.look(job_id)
     harness.endpoints.reject("default", 2, "HealthTimeout", "not healthy after 60 s")

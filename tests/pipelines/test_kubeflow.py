@@ -127,7 +127,7 @@ def test_every_state_of_kubeflow_means_something(harness: Harness, server: KfpSe
     assert harness.runner.observe("job-1").state == seen
 
 
-def test_a_failed_run_is_told_in_its_stages_words_before_kubeflows(harness: Harness, server: KfpServer) -> None:
+def test_a_failed_run_is_reported_in_its_stages_words_before_kubeflows(harness: Harness, server: KfpServer) -> None:
     harness.start()
     server.runs[0] |= {"state": "FAILED", "error": {"code": 2, "message": "task train: exit status 70"}}
     write_model(harness.home / "failure.json", RunFailure(stage="train", key="base", failure=Failure(
@@ -212,7 +212,7 @@ def test_stopping_ends_what_lives_and_may_be_asked_again(harness: Harness, serve
     (429, KubeflowUnavailable, Transient), (401, KubeflowAccessDenied, Permanent),
     (403, KubeflowAccessDenied, Permanent),
     (404, KubeflowNotFound, Permanent), (400, PipelineRejected, Permanent), (409, PipelineRejected, Permanent)])
-def test_what_may_pass_is_told_from_what_will_not(
+def test_what_may_pass_is_distinguished_from_what_will_not(
         server: KfpServer, tmp_path: Path, status: int, kind: type[Exception], base: type[Exception]) -> None:
     token = tmp_path / "token"
     token.write_text("a-secret-token\n")

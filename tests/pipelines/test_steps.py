@@ -128,7 +128,7 @@ def test_equal_jobs_give_equal_specs_and_a_changed_value_another_digest() -> Non
     assert digest_model(steps.capture_spec(JOB, ROOT)) != digest_model(elsewhere)
 
 
-def test_only_the_proof_is_told_what_serves_now() -> None:
+def test_only_the_proof_receives_what_serves_now() -> None:
     (ref,) = steps.list_checkpoints([trained("a", 5)])
     incumbent = DrafterUse(drafter_dir="/drafter", setting=Setting(tree=DraftTreeShape()))
     later = JOB.model_copy(update={"attempt": 2, "incumbent": incumbent})

@@ -127,7 +127,7 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
     assert pods.store.read("jobs/job-1/stages/prove/manifest.json") != proof
 
 
-def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_told_where(
+def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_given_the_place(
         pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(work_area.STATES_VARIABLE, "ranged")
     store = pods.run(tasks.capture, pods.run(tasks.regenerate))
@@ -189,7 +189,7 @@ def test_a_pod_killed_at_work_loses_nothing_it_had_put_into_the_store(pods: Pods
     assert pods.store.read("jobs/job-1/stages/regenerate/events.jsonl").startswith(said)
 
 
-def test_a_pod_told_to_end_puts_what_it_has_into_the_store_first(
+def test_a_pod_that_is_terminated_puts_what_it_has_into_the_store_first(
         pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(work_area.SYNC_VARIABLE, "3600")
     rehearsal.plan(regenerate=["hang", "ok"])
@@ -200,7 +200,7 @@ def test_a_pod_told_to_end_puts_what_it_has_into_the_store_first(
     assert b"Interrupted" in pods.store.read("jobs/job-1/stages/regenerate/events.jsonl")
 
 
-def test_the_first_failure_of_a_run_stops_boxes_in_other_pods_and_is_told_in_the_stages_words(
+def test_the_first_failure_of_a_run_stops_boxes_in_other_pods_and_is_reported_in_the_stages_words(
         pods: Pods, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["permanent"])
     with pytest.raises(StageFailed, match=r"lower train\.learning_rate"):

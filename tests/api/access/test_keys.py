@@ -51,7 +51,7 @@ def test_another_keys_secret_and_an_unknown_id_are_refused_in_the_same_words() -
 
 
 @given(place=st.integers(0, 67), letter=st.sampled_from("0aZ_-. "))
-def test_a_key_mistyped_anywhere_is_told_without_a_look_at_the_database(place: int, letter: str) -> None:
+def test_a_key_mistyped_anywhere_is_refused_without_a_look_at_the_database(place: int, letter: str) -> None:
     text = a_key().text
     assert len(text) == 66
     wrong = text[:place] + letter + text[place + 1:]

@@ -57,7 +57,7 @@ def test_servers_on_one_redis_share_their_buckets_and_go_on_without_it(redis: Re
     assert allowed(away, 100, 60) == 10
 
 
-def test_a_caller_and_a_project_that_ask_too_often_are_told_when_to_come_again(
+def test_a_caller_and_a_project_that_ask_too_often_get_a_retry_after(
         settings: Settings, database: Database) -> None:
     with two_projects(settings.model_copy(update={"rate_limit_per_minute": 120}), database) as harness:
         path = f"{PROJECTS}/south/quotas"
@@ -105,7 +105,7 @@ def test_a_project_may_have_so_many_jobs_at_once(database: Database, clock: Manu
     assert Projects(database, clock).get("default").live_jobs == 2
 
 
-def test_a_project_may_have_so_many_endpoints_and_is_told_before_it_trains(
+def test_a_project_may_have_so_many_endpoints_and_is_refused_before_it_trains(
         database: Database, clock: ManualClock) -> None:
     Projects(database, clock).set_quotas("default", Quotas(max_endpoints=1))
     jobs, endpoints = Jobs(database, clock, scope=ADMIN), Endpoints(database, clock, ADMIN)

@@ -91,7 +91,7 @@ def test_a_webhook_is_made_pinged_and_deleted(harness: Harness) -> None:
     run(harness, "webhooks", "create", "http://169.254.169.254/x", code=65)
 
 
-def test_the_client_works_in_the_project_it_is_told(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_works_in_the_project_it_is_given(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     with Client(harness.server.url, TOKEN, project="south") as client:
         assert [job.spec.name for job in client.jobs().items] == ["south-job"]
     monkeypatch.setenv("EYRIE_PROJECT", "north")

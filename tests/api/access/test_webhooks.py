@@ -46,7 +46,7 @@ def deliver_all(webhooks: Webhooks) -> int:
     return len(due)
 
 
-def test_what_happens_is_told_once_and_signed(database: Database, clock: ManualClock, webhooks: Webhooks,
+def test_what_happens_is_sent_once_and_signed(database: Database, clock: ManualClock, webhooks: Webhooks,
                                               receiver: Receiver) -> None:
     hook, secret = webhooks.create(CreateWebhook(url=receiver.url))
     jobs, endpoints = Jobs(database, clock), Endpoints(database, clock)

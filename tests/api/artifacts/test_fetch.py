@@ -23,13 +23,13 @@ def filled(tmp_path: Path) -> LocalStore:
     return store
 
 
-def test_one_part_of_a_stage_is_fetched_and_nothing_beside_it(filled: LocalStore, tmp_path: Path) -> None:
+def test_one_part_of_a_stage_is_fetched_and_nothing_else(filled: LocalStore, tmp_path: Path) -> None:
     assert fetch_part(filled, PREFIX, "checkpoints/c", tmp_path / "drafter") == 2
     found = {path.name: path.read_bytes() for path in (tmp_path / "drafter").iterdir()}
     assert found == {"config.json": b"{}", "model.bin": b"1" * 2000}
 
 
-def test_fetching_again_mends_what_is_torn_and_leaves_the_rest(filled: LocalStore, tmp_path: Path) -> None:
+def test_fetching_again_repairs_what_is_torn_and_leaves_the_rest(filled: LocalStore, tmp_path: Path) -> None:
     fetch_part(filled, PREFIX, "checkpoints/c", tmp_path / "drafter")
     kept = (tmp_path / "drafter" / "config.json").stat().st_mtime_ns
     (tmp_path / "drafter" / "model.bin").write_bytes(b"torn")

@@ -100,7 +100,7 @@ def test_an_upload_that_was_killed_is_taken_up_and_no_part_is_sent_twice(bucket:
     assert list(source.parent.iterdir()) == [source]
 
 
-def test_an_upload_whose_file_has_changed_since_it_was_killed_begins_anew(bucket: Bucket, a_file: MakeFile) -> None:
+def test_an_upload_whose_file_has_changed_since_it_was_killed_begins_again(bucket: Bucket, a_file: MakeFile) -> None:
     source = a_file(LARGE)
     killed_half_way(bucket, source)
     source.write_bytes(source.read_bytes()[::-1])
@@ -172,7 +172,7 @@ def test_an_object_of_others_without_a_digest_can_be_read(bucket: Bucket, tmp_pa
         store.download("x", tmp_path / "x", sha256=digest_bytes(b"something else"))
 
 
-def test_a_wrong_secret_is_refused_and_never_told(rclone_s3: S3Server, tmp_path: Path,
+def test_a_wrong_secret_is_refused_and_never_logged(rclone_s3: S3Server, tmp_path: Path,
                                                  caplog: pytest.LogCaptureFixture) -> None:
     bucket = make_bucket(rclone_s3, tmp_path)
     (bucket.secret / "secret_key").write_text("sesame-that-does-not-open")

@@ -163,7 +163,7 @@ def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(harn
     assert f"{HOME}/jobs/j1/stages/train/a/checkpoints/c1" in container["command"]
 
 
-def test_replicas_are_told_and_one_that_is_missing_ends_nothing(harness: Harness) -> None:
+def test_replicas_are_reported_and_one_that_is_missing_ends_nothing(harness: Harness) -> None:
     harness.create(replicas=3)
     reconciler = harness.reconciler()
     settle(reconciler)
@@ -176,7 +176,7 @@ def test_replicas_are_told_and_one_that_is_missing_ends_nothing(harness: Harness
     assert harness.condition("Serving").message.endswith("1 of 3 replicas are available")
 
 
-def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served(harness: Harness) -> None:
+def test_the_bare_target_waits_for_whoever_repairs_what_keeps_it_from_being_served(harness: Harness) -> None:
     harness.create(engine=EngineSpec(kind="sglang"), hardware_profile="abacus")
     reconciler = harness.reconciler()
     settle(reconciler)
@@ -193,7 +193,7 @@ def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served
     assert harness.condition("Serving").reason == "Healthy"
 
 
-def test_what_is_asked_for_and_cannot_be_had_here_is_told_and_stops_nothing(harness: Harness) -> None:
+def test_what_is_asked_for_and_cannot_be_had_here_is_reported_and_stops_nothing(harness: Harness) -> None:
     harness.create(record_prompts=10)
     settle(harness.reconciler())
     complete = harness.condition("Complete")

@@ -96,7 +96,7 @@ def test_empty_words_are_left_out_since_old_servers_make_nulls_of_them() -> None
     assert '""' not in json.dumps(projected(look(drafter_job(), succeeded())))
 
 
-def test_what_the_contract_refuses_is_told_as_an_end_and_not_submitted() -> None:
+def test_what_the_contract_refuses_is_reported_as_an_end_and_not_submitted() -> None:
     raw = drafter_job()
     raw["spec"]["job"]["benchmark"] = {"tree": {"num_steps": 5, "top_k": 1, "num_draft_tokens": 9}}
     actions = look(raw, None)

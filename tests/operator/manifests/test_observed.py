@@ -66,7 +66,7 @@ def test_a_replica_that_answers_keeps_its_revision_alive_though_another_keeps_en
     assert seen({"availableReplicas": 1}, container(CRASHES, **LOOPING)).state == "starting"
 
 
-def test_what_may_be_mended_from_outside_is_waited_for_and_said() -> None:
+def test_what_may_be_repaired_from_outside_is_waited_for_and_said() -> None:
     pulling = seen({}, container(state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}))
     assert (pulling.state, pulling.message) == ("starting", "engine is waiting: ImagePullBackOff no such image")
     pending = seen({}, {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes: no GPU"}]})

@@ -83,7 +83,7 @@ def test_the_wrong_drafter_is_said_to_be_wrong_with_the_ratio() -> None:
     assert "the ratio is 1.3" in words
 
 
-def test_what_scatters_more_than_it_differs_is_not_told_apart() -> None:
+def test_what_scatters_more_than_it_differs_is_not_distinguished() -> None:
     report = report_of({"EAGLE-3": Made(1.98, jitter=0.05), "DDTree": Made(2.2, jitter=0.2)})
     pair = report.comparison("DDTree", "EAGLE-3")
     assert pair is not None

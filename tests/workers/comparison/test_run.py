@@ -46,7 +46,7 @@ def silent(_what: str, _where: Path) -> None:
     pass
 
 
-def test_two_families_are_trained_measured_and_told_and_a_killed_run_goes_on(
+def test_two_families_are_trained_measured_and_reported_and_a_killed_run_goes_on(
         spec: CompareSpec, tmp_path: Path) -> None:
     home, began = tmp_path / "out", []
 

@@ -94,7 +94,7 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Path, bad: Any, says: str) -
     assert caught.value.hint
 
 
-def test_a_missing_file_an_empty_one_and_bytes_that_are_not_text_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_file_an_empty_one_and_bytes_that_are_not_text_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "noise.jsonl").write_bytes(b"\xff\xfe\x00")
     for name, kind in (("gone.jsonl", ArtifactMissing), ("empty.jsonl", NoUsableData), ("noise.jsonl", InvalidInput)):

@@ -41,7 +41,7 @@ def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
         drafted.stop()
 
 
-def test_a_drafter_that_is_not_there_is_told_by_name(target: Path, tmp_path: Path) -> None:
+def test_a_drafter_that_is_not_there_is_reported_by_name(target: Path, tmp_path: Path) -> None:
     started = start_engine(EngineCommand(target=target, model="tiny", drafter=tmp_path / "nowhere"), tmp_path)
     with pytest.raises(EngineFailed, match="nowhere"):
         started.wait_ready(120)

@@ -108,7 +108,7 @@ def test_depth_is_credited_only_where_deep_shapes_accept_more(deeper_is: float, 
 @pytest.mark.parametrize(("before", "after", "verdict"), [
     (2.0, 2.0, "The kind of layer matters"), (2.0, 3.0, "Passing through full attention matters"),
     (3.0, 3.0, "The claim does not show here")])
-def test_layers_of_full_attention_are_credited_by_what_stands_beside_them(before: float, after: float,
+def test_layers_of_full_attention_are_credited_by_the_layers_next_to_them(before: float, after: float,
                                                                           verdict: str) -> None:
     taus = dict.fromkeys(layer_choice.CHOICES, 2.0) | {"full": 3.0, "before": before, "after": after}
     runs = {name: [counted([value] * 4), counted([value + 0.01] * 4)] for name, value in taus.items()}

@@ -20,7 +20,7 @@ TREE = DraftTreeShape(num_steps=3, top_k=3, num_draft_tokens=8)
 
 
 @pytest.mark.parametrize("family", ["eagle1", "standalone"])
-def test_a_drafter_is_told_sglang_s_habits_and_no_other_family_s_mistakes_are_suspected(family: str,
+def test_a_drafter_is_given_sglang_s_habits_and_no_other_family_s_mistakes_are_suspected(family: str,
                                                                                         tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target", seed=3)
     row, config = family_named(family), read_config(target)

@@ -143,7 +143,7 @@ def test_killed_anywhere_every_turn_is_answered_once_in_the_context_of_the_new_a
         assert "old" not in text
 
 
-def test_a_cut_answer_ends_its_conversation_and_is_told(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_a_cut_answer_ends_its_conversation_and_is_reported(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     (row,) = chats(tokenizer, [3])
     ledger = RowLedger(tmp_path / "rows.jsonl")
     asked = questions([row], ledger, tokenizer)

@@ -293,7 +293,7 @@ def test_the_name_of_a_shard_says_what_is_asked_and_how(target: Path) -> None:
     assert name != shard_name(an_order(store, "http://a/v1", asked), 0, asked[:2])
 
 
-def test_outcomes_survive_being_written_down_and_torn_ones_are_told() -> None:
+def test_outcomes_survive_being_written_down_and_torn_ones_are_reported() -> None:
     report = ShardReport(shard="0-a", num_outcomes=2, warnings=(("Why", "because"),))
     outcomes = [GeneratedAnswer("a", [1], [2, 3], "stop", "x \u2028 \u00e9", True), GenerationFailure("b", "no")]
     data = write_outcomes(report, outcomes)
@@ -318,7 +318,7 @@ def test_holds_keep_a_second_message_away_and_let_the_first_come_back(redis: Red
         locks.take("x", "third")
 
 
-def test_what_is_not_set_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_set_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EYRIE_BROKER_URL", raising=False)
     with pytest.raises(InvalidInput, match="broker"):
         broker_url()
@@ -327,7 +327,7 @@ def test_what_is_not_set_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ShardingConfig.from_env({"EYRIE_SHARD_ROWS": "0"})
 
 
-def test_the_queue_has_the_name_that_scalers_are_told(world: World, target: Path) -> None:
+def test_the_queue_has_the_name_that_scalers_use(world: World, target: Path) -> None:
     """KEDA asks Redis itself: LLEN of this list."""
     import redis as client
 

@@ -113,7 +113,7 @@ def test_while_another_process_measures_it_waits_and_says_so(tmp_path: Path) -> 
     assert process.wait(timeout=60) == 0
 
 
-def test_a_missing_drafter_and_a_missing_suite_end_with_a_mend_and_no_manifest(tmp_path: Path) -> None:
+def test_a_missing_drafter_and_a_missing_suite_end_with_a_hint_and_no_manifest(tmp_path: Path) -> None:
     spec = stage_specs(tmp_path)[0]
     directory = prepare(tmp_path, spec.model_copy(update={"drafter_dir": str(tmp_path / "gone")}))
     assert run_here(directory) == 66

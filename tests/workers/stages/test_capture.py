@@ -176,7 +176,7 @@ def test_other_rows_in_a_half_filled_directory_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "delete"])
-def test_capture_run_again_makes_exactly_the_damaged_shard_anew(tmp_path: Path, harm: str) -> None:
+def test_capture_run_again_makes_exactly_the_damaged_shard_again(tmp_path: Path, harm: str) -> None:
     target, out = tiny_target(tmp_path / "target"), tmp_path / "out"
     write_rows(tmp_path / "rows", target, 60)
     write_spec(out, target, tmp_path / "rows", codec="int8", shard_size_bytes=2**16)
@@ -214,7 +214,7 @@ def test_states_are_compared_with_transformers_before_anything_is_stored(tmp_pat
     assert report.states_error == {"1": 0.0, "3": 0.0, "final": 0.0}
 
 
-def test_states_of_the_layer_beside_are_refused() -> None:
+def test_states_of_the_next_layer_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     layers = {layer: torch.randn(9, 8, generator=generator) for layer in range(4)}
     right = [torch.stack([layers[1], layers[2]], dim=1)]

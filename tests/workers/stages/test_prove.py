@@ -176,7 +176,7 @@ def test_a_map_that_changes_drafters_cannot_be_followed_and_one_setting_is_prove
         drafter_dir=spec.drafter_dir, setting=CHAIN)
 
 
-def test_an_incumbent_whose_drafter_is_gone_is_left_out_and_told(tmp_path: Path) -> None:
+def test_an_incumbent_whose_drafter_is_gone_is_left_out_and_reported(tmp_path: Path) -> None:
     gone = DrafterUse(drafter_dir=str(tmp_path / "deleted"), setting=CHAIN)
     spec = spec_in(tmp_path, tuned(None), incumbent=gone)
     uses = variants_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), Stage(tmp_path))

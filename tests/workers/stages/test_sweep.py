@@ -82,7 +82,7 @@ def test_candidates_that_name_their_layers_share_a_store_of_all_of_them(
     assert json.loads((tmp_path / "missing" / "failure.json").read_text())["reason"] == "Conflict"
 
 
-def test_every_family_trains_beside_the_others_and_none_is_stopped_for_another(
+def test_every_family_trains_with_the_others_and_none_is_stopped_for_another(
         tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_train, "AUX_LAYERS", (1, 2, 3, read_config(target_dir).num_layers))
     store_dir = write_store(tmp_path / "store", target_dir, 12)

@@ -67,7 +67,7 @@ def test_bfloat16_states_stay_close_to_float32(family: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("shape", [(32, 64), (256, 1408), (704, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, outputs = shape
     linear = Linear(torch.randn(outputs, inputs, generator=generator).to(dtype) / inputs**0.5)

@@ -62,7 +62,7 @@ def test_too_few_rows_are_refused(target: TargetModel) -> None:
         probe_layers(target, rows(1), (1, 2))
 
 
-def test_capture_tells_the_ranking_beside_its_choice(tmp_path: Path) -> None:
+def test_capture_reports_the_ranking_next_to_its_choice(tmp_path: Path) -> None:
     path = tiny_target(tmp_path / "target")
     write_rows(tmp_path / "rows", path, 12)
     spec = write_spec(tmp_path / "out", path, tmp_path / "rows", probe_layers=True)

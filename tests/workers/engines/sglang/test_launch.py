@@ -122,7 +122,7 @@ def test_a_map_that_never_drafts_is_served_without_speculation() -> None:
     assert "--speculative-algorithm" not in launch_arguments(plan(setting=OFF, map=never))
 
 
-def test_an_unquantised_drafter_is_told_so_beside_a_quantised_target() -> None:
+def test_an_unquantised_drafter_is_declared_next_to_a_quantised_target() -> None:
     flag = "--speculative-draft-model-quantization"
     assert value(launch_arguments(plan(quantization="fp8")), flag) == "unquant"
     by_itself = TargetCheckpoint(model="/m", architecture="LlamaForCausalLM", num_layers=32, context_length=8192,
@@ -335,7 +335,7 @@ def test_a_drafter_is_launched_with_its_own_algorithm_and_the_shape_asked_for(al
     assert value(line, "--speculative-eagle-topk") == str(setting.tree.top_k if setting.tree else 0)
 
 
-def test_a_drafter_of_blocks_is_told_its_block_and_a_backend_that_computes_it() -> None:
+def test_a_drafter_of_blocks_is_given_its_block_and_a_backend_that_computes_it() -> None:
     line = launch_arguments(drafted("DFLASH", block_size=6))
     assert value(line, "--speculative-dflash-block-size") == "6"
     assert value(line, "--speculative-num-steps") is None
@@ -371,7 +371,7 @@ def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_hint(refused: Launc
     assert error.value.hint
 
 
-def test_a_family_that_reads_no_inner_layers_is_served_beside_targets_sglang_cannot_capture() -> None:
+def test_a_family_that_reads_no_inner_layers_is_served_next_to_targets_sglang_cannot_capture() -> None:
     for algorithm in ("EAGLE", "STANDALONE"):
         assert value(launch_arguments(drafted(algorithm, target=MIXTRAL)), "--speculative-algorithm") == algorithm
     for algorithm, target in (("EAGLE3", MIXTRAL), ("DFLASH", MIXTRAL), ("DFLASH", QWEN2), ("DFLASH", OLMO)):
