@@ -116,6 +116,13 @@ def test_a_changed_output_refuses_unless_the_policy_allows_it() -> None:
     assert judge(PromotionPolicy(require_identical=False), LOSSY).verdict == "promote"
 
 
+def test_answers_that_differ_by_near_ties_alone_count_as_identical() -> None:
+    cells = tuple(cell.model_copy(update={"near_ties": cell.prompts - cell.identical}) for cell in LOSSY.cells)
+    decision = judge(PromotionPolicy(), LOSSY.model_copy(update={"cells": cells}))
+    assert decision.verdict == "promote"
+    assert any("after a near-tie of two logits" in reason for reason in decision.reasons)
+
+
 def test_the_incumbent_stays_when_the_candidate_is_better_by_less_than_the_margin() -> None:
     slightly = benchmark_report("n", {"chat": (2.01, 1.81), "math": (2.21, 2.01)})
     decision = judge(PromotionPolicy(min_speedup_over_incumbent=1.02), slightly, STEADY)

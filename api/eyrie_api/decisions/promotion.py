@@ -4,7 +4,8 @@ All checks run even after one has failed, so that the stored decision is complet
 
 Checks of the benchmark, measured in the reference engine:
 
-1. `identical`: every output equals the target's (`require_identical`).
+1. `identical`: every output equals the target's, or differs by near-ties alone (`require_identical`,
+   `decisions.near_ties`).
 2. `suite:<name>`: every required suite reaches the speed-up over no drafter at every temperature (`min_speedup`).
 3. `incumbent`: the mean speed-up exceeds the incumbent's by the margin (`min_speedup_over_incumbent`), and
    `incumbent:<suite>`: no required suite is slower than the incumbent's, since a mean may hide one slow suite.
@@ -36,6 +37,7 @@ from statistics import fmean
 from typing import Literal
 
 from eyrie_api.decisions.leaderboard import mean_speedup, suite_means
+from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport
@@ -141,13 +143,15 @@ def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> floa
 
 def _identical(policy: PromotionPolicy, candidate: BenchmarkReport) -> PromotionCheck:
     prompts = sum(cell.prompts for cell in candidate.cells)
-    same = sum(cell.identical for cell in candidate.cells)
+    same, ties = sum(cell.identical for cell in candidate.cells), sum(cell.near_ties for cell in candidate.cells)
     passed, words = True, f"{candidate.checkpoint}: every prompt's output is identical to the target's"
-    if not candidate.lossless:
+    if ties:
+        words += f", {ties} of {prompts} after a near-tie of two logits"
+    if not is_lossless(prompts, same, ties):
         passed = not policy.require_identical
         allows = "allows" if passed else "forbids"
-        words = (f"{candidate.checkpoint}: {prompts - same} of {prompts} outputs differ from the target's, which "
-                 f"promotion.require_identical {allows}")
+        words = (f"{candidate.checkpoint}: {prompts - same - ties} of {prompts} outputs differ from the target's, "
+                 f"which promotion.require_identical {allows}")
     return PromotionCheck(name="identical", passed=passed, figure=float(same), bound=float(prompts), words=words)
 
 

@@ -230,6 +230,9 @@ class CellReport(Frozen):
     identical: int
     """Prompts whose tokens equal the undrafted engine's (greedy, or under the same position-keyed noise)."""
 
+    near_ties: int = 0
+    """Prompts that differed by near-ties of the target's dtype alone (`decisions.near_ties`)."""
+
     divergences: tuple[str, ...] = ()
     """One line per prompt that differed: id, position, logit gap."""
 
@@ -242,7 +245,7 @@ class BenchmarkReport(Frozen):
     path: str
     cells: tuple[CellReport, ...]
     lossless: bool
-    """Every prompt of every cell identical."""
+    """Every prompt of every cell is identical, or differs by near-ties alone."""
 
     speedup: float
     """Mean over suites and temperatures: what selection ranks by."""

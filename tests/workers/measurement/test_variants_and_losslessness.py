@@ -124,8 +124,7 @@ def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(ses
     ((_, last),) = session.target.hidden_states([text], ())
     logits = session.target.logits(last[-1])
     assert int(logits.argmax()) == answer[2]
-    best = logits.double().topk(2).values
-    assert found.gap == pytest.approx(float(best[0] - best[1]))
+    assert found.gap == pytest.approx(float(logits.max() - logits[changed[2]]))
     assert "NOT a rounding tie" in found.line("float32")
     assert explain(session.target, "p", unit.prompt_ids, answer, answer) is None
 
@@ -139,6 +138,23 @@ def test_at_temperature_one_the_gap_is_taken_under_the_noise_that_chose(session:
         found = explain(session.target, "p", unit.prompt_ids, answer, changed, temperature=1.0, seed=seed)
         assert found is not None
         assert found.chosen == answer[position], "the noise of another position was used"
+
+
+def test_a_near_tie_excuses_only_answers_whose_later_tokens_the_target_chooses(session: Session) -> None:
+    unit = next(u for u in units_of(session) if u.temperature == 0.0)
+    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
+    other = [*answer[:3], (answer[3] + 1) % 300, *answer[4:]]
+    found = explain(session.target, "p", unit.prompt_ids, other, answer)  # the drafted answer is the target's own
+    assert found is not None
+    assert len(found.later) == len(answer) - 4
+    assert all(choice.gap == 0.0 for choice in found.later)
+    tied = dataclasses.replace(found, first=dataclasses.replace(found.first, gap=0.06, magnitude=9.0))
+    assert tied.is_tie("bfloat16")
+    assert not tied.is_tie("float32")
+    later = (dataclasses.replace(found.later[0], gap=1.0), *found.later[1:])
+    wrong = dataclasses.replace(tied, later=later)
+    assert not wrong.is_tie("bfloat16")
+    assert "position 4 is 1 below the target's choice" in wrong.line("bfloat16")
 
 
 def test_an_answer_that_ends_early_is_a_divergence_at_its_end(session: Session) -> None:

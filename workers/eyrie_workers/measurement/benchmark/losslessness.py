@@ -1,24 +1,41 @@
 """Whether drafting changed the output, and whether rounding explains it.
 
 Greedy output must equal the undrafted engine's token by token; so must sampled output, because the noise depends on the
-position and not on the round. Where two answers differ, the target runs once more, teacher-forced, on the tokens before
-the first difference. The gap between its two largest logits there separates a rounding tie (a few 1e-6 in float32, a
-few 1e-2 in bfloat16) from a defect (anything wider). At temperature > 0 the choice was
-argmax(logits / temperature + noise), so the gap is taken of these scores. A near-tie still counts as a difference; the
-report line names it as one.
+position and not on the round. Where two answers differ, the target runs once more, teacher-forced, on the drafted
+answer, and each of its tokens from the first difference on is judged by `eyrie_api.decisions.near_ties`. At temperature
+> 0 the choice was argmax(logits / temperature + noise), so the gap is taken of these scores and multiplied by the
+temperature.
 """
 
-from collections.abc import Sequence
+# T tokens, H hidden, V vocabulary
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from eyrie_api.decisions.near_ties import is_near_tie
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.speculation.noise import gumbel
 from eyrie_workers.targets.model import TargetModel
 
-# Relative rounding error of one logit, times the few roundings that a different batching reorders.
-TIE_RELATIVE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
+_ROWS = 64
+"""Positions whose logits are held at once, in float64: 80 MB with a vocabulary of 152k."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One token of an answer, compared with the target's own choice for the text before it."""
+
+    gap: float
+    """Largest score minus the token's, in units of logits: 0 when the target chooses it."""
+
+    magnitude: float
+    """The larger absolute value of the two logits: rounding is relative to it."""
+
+    chosen: int
+    """The target's choice."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +48,41 @@ class Divergence:
 
     baseline_token: int | None
     drafted_token: int | None
-    chosen: int
-    """The target's own choice there, teacher-forced: normally one of the two."""
+    first: Choice
+    """At the first difference: of the two tokens, the one further below the target's choice."""
 
-    gap: float
-    """Top-1 minus top-2 of the scores the choice was made by at that position, teacher-forced."""
+    later: tuple[Choice, ...] = ()
+    """The drafted answer's tokens after it."""
 
-    scale: float
-    """Largest absolute score there before noise: the rounding error is relative to it."""
+    @property
+    def chosen(self) -> int:
+        """The target's own choice at the first difference, teacher-forced: normally one of the two."""
+        return self.first.chosen
+
+    @property
+    def gap(self) -> float:
+        """Distance of the two tokens' scores from the largest, at the first difference."""
+        return self.first.gap
 
     def is_tie(self, dtype: str) -> bool:
-        """Whether the gap is within the rounding error of `dtype`."""
-        return self.gap <= TIE_RELATIVE[dtype] * self.scale
+        """Whether the difference is a near-tie, and every token after it the target's choice or a near-tie."""
+        if self.baseline_token is None or self.drafted_token is None:
+            return False  # one answer ended where the other continued
+        return all(is_near_tie(one.gap, one.magnitude, dtype) for one in (self.first, *self.later))
 
     def line(self, dtype: str) -> str:
         """One line for the report."""
         tie = "a rounding tie" if self.is_tie(dtype) else "NOT a rounding tie"
         return (f"{self.prompt_id}: position {self.position}, {_token(self.baseline_token)} undrafted, "
-                f"{_token(self.drafted_token)} drafted, logit gap {self.gap:.3g} ({tie} in {dtype})")
+                f"{_token(self.drafted_token)} drafted, logit gap {self.first.gap:.3g} ({tie} in {dtype}"
+                f"{self._wrong_later(dtype)})")
+
+    def _wrong_later(self, dtype: str) -> str:
+        if not is_near_tie(self.first.gap, self.first.magnitude, dtype):
+            return ""
+        wrong = [(place, one) for place, one in enumerate(self.later, self.position + 1)
+                 if not is_near_tie(one.gap, one.magnitude, dtype)]
+        return f": position {wrong[0][0]} is {wrong[0][1].gap:.3g} below the target's choice" if wrong else ""
 
 
 def _token(token: int | None) -> str:
@@ -64,18 +98,41 @@ def explain(target: TargetModel, prompt_id: str, prompt_ids: Sequence[int], base
     position = first_difference(baseline, drafted)
     if position is None:
         return None
-    text = torch.tensor([*prompt_ids, *baseline[:position]], dtype=torch.int64)
-    with torch.inference_mode():
-        ((_, last_TH),) = target.hidden_states([text], ())
-        logits_V = target.logits(last_TH[-1:]).double().flatten().cpu()
-    if temperature > 0.0:
-        logits_V = logits_V / temperature
-    scale = float(logits_V.abs().max())
-    if temperature > 0.0:
-        logits_V = logits_V + gumbel(seed, text.numel(), 1, logits_V.numel())[0]
-    best = logits_V.topk(2).values
+    text = [*prompt_ids, *drafted]
+    start = len(prompt_ids) + position
+    rows = max(1, len(text) - start)  # the row of a token that one answer lacks is judged too
+    first: Choice | None = None
+    later = []
+    two = [answer[position] for answer in (baseline, drafted) if position < len(answer)]
+    for row, (logits_V, scores_V) in enumerate(_scores(target, text, start, rows, temperature, seed)):
+        if first is None:
+            first = max((_choice(logits_V, scores_V, token, temperature) for token in two), key=lambda one: one.gap)
+        else:
+            later.append(_choice(logits_V, scores_V, text[start + row], temperature))
+    assert first is not None
     return Divergence(
         prompt_id=prompt_id, position=position,
         baseline_token=baseline[position] if position < len(baseline) else None,
-        drafted_token=drafted[position] if position < len(drafted) else None,
-        chosen=int(logits_V.argmax()), gap=float(best[0] - best[1]), scale=scale)
+        drafted_token=drafted[position] if position < len(drafted) else None, first=first, later=tuple(later))
+
+
+def _choice(logits_V: Tensor, scores_V: Tensor, token: int, temperature: float) -> Choice:
+    chosen = int(scores_V.argmax())
+    gap = float(scores_V[chosen] - scores_V[token]) * (temperature or 1.0)
+    magnitude = max(abs(float(logits_V[chosen])), abs(float(logits_V[token])))
+    return Choice(gap, magnitude, chosen)
+
+
+def _scores(target: TargetModel, text: Sequence[int], start: int, num_rows: int, temperature: float,
+            seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and scores, by which the tokens text[start], text[start + 1] ... were chosen."""
+    with torch.inference_mode():
+        ((_, last_TH),) = target.hidden_states([torch.tensor(text[:start + num_rows - 1], dtype=torch.int64)], ())
+        for begin in range(0, num_rows, _ROWS):
+            end = min(begin + _ROWS, num_rows)
+            logits_TV = target.logits(last_TH[start - 1 + begin:start - 1 + end]).double().cpu()
+            scores_TV = logits_TV
+            if temperature > 0.0:
+                noise_TV = gumbel(seed, start + begin, end - begin, logits_TV.shape[-1]).to(logits_TV)
+                scores_TV = logits_TV / temperature + noise_TV
+            yield from zip(logits_TV, scores_TV, strict=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
@@ -23,7 +24,7 @@ from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine.environment import cpu_count, environment
 from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
-from eyrie_workers.measurement.benchmark.losslessness import explain
+from eyrie_workers.measurement.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry
 from eyrie_workers.measurement.benchmark.transformers_baseline import TransformersBaseline
@@ -207,20 +208,22 @@ def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Uni
     cells = []
     for suite in session.suites:
         for temperature in session.spec.temperatures:
-            lines = [
-                line for unit, entry in zip(units, entries, strict=True)
+            found = [
+                divergence for unit, entry in zip(units, entries, strict=True)
                 if (unit.prompt.suite, unit.temperature) == (suite, temperature)
-                for line in _divergence(session, unit, entry, variant)
+                and (divergence := _divergence(session, unit, entry, variant)) is not None
             ]
-            cells.append(cell_report(entries, suite, temperature, variant.tree, lines, session.spec.seed))
+            lines = [one.line(session.dtype) for one in found]
+            wrong = {one.prompt_id for one in found if not one.is_tie(session.dtype)}
+            ties = {one.prompt_id for one in found} - wrong  # a prompt may be repeated: each repeat must be a near-tie
+            cells.append(cell_report(entries, suite, temperature, variant.tree, lines, len(ties), session.spec.seed))
     return tuple(cells)
 
 
-def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) -> list[str]:
-    divergence = explain(
+def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) -> Divergence | None:
+    return explain(
         session.target, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
         entry.samples[variant.title].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
-    return [divergence.line(session.dtype)] if divergence else []
 
 
 def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries: Sequence[Entry],
@@ -229,7 +232,7 @@ def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries
     """The report of one checkpoint from its cells. compared: the undrafted engine against `transformers`, if timed."""
     return BenchmarkReport(
         checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=cells,
-        lossless=all(cell.identical == cell.prompts for cell in cells),
+        lossless=all(is_lossless(cell.prompts, cell.identical, cell.near_ties) for cell in cells),
         speedup=sum(cell.speedup for cell in cells) / len(cells), baseline_tokens_per_s=baseline_rate(entries),
         transformers_generate_tokens_per_s=compared.transformers_tokens_per_s if compared else None,
         transformers_baseline_tokens_per_s=compared.tokens_per_s if compared else None,

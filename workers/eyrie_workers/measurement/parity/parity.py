@@ -8,10 +8,11 @@ Two properties of one serving engine are checked, greedily, on the same prompts:
 The second detects a misconfigured drafter: layer ids off by one, a misread vocabulary map or a wrong norm flag change
 no answer and raise no error, but lose most of the speed-up. Histograms of accepted lengths are compared prompt by
 prompt. In float32 they are equal. Every difference must be explained: a changed token by a near-tie of the target's two
-largest logits (`losslessness`), a changed round by near-ties of the drafter that, decided the other way, give exactly
-the served rounds (`round_replay`). In half precision near-ties are common, so up to 2 % of rounds may stay unexplained
-if the reference's tau lies within the interval of the served tau. That share was chosen: SGLang on CPU in bfloat16
-needed none of it (1 of 414 rounds differed, explained); no GPU has been run.
+largest logits (`decisions.near_ties`), a changed round by near-ties of the drafter that, decided the other way, give
+exactly the served rounds (`round_replay`). In half precision near-ties are common, so up to 2 % of rounds may stay
+unexplained. That share was chosen: SGLang on CPU in bfloat16 needed none of it (1 of 414 rounds differed, explained);
+no GPU has been run. tau decides nothing: with layer ids shifted by one it fell only from 3.45 to 3.37 in another
+engine.
 
 When the check fails, known misconfigurations are tried (`known_misconfigurations`); the report names the one that
 reproduces the served rounds.
@@ -97,8 +98,7 @@ def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequenc
     tau, reference_tau, interval = acceptance_length(histogram), acceptance_length(reference), _tau_interval(evidence)
     other_target = [found.target_differs for found in evidence if found.target_differs]
     share = unexplained / max(1, sum(histogram), sum(reference))
-    same = unexplained == 0 or (share <= _UNEXPLAINED_SHARE[dtype]
-                                and interval.low <= reference_tau <= interval.high)
+    same = share <= _UNEXPLAINED_SHARE[dtype]
     reasons = [f"{len(evidence) - len(diverged)} of {len(evidence)} answers are identical with and without the drafter"]
     if len(diverged) > ties:
         reasons.append(f"{len(diverged) - ties} answers differ by more than a rounding tie: this drafter must not be "

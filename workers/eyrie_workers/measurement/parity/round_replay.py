@@ -24,13 +24,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyrie_api.decisions.near_ties import is_near_tie
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.measurement.benchmark.losslessness import TIE_RELATIVE
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
+
+_DRAFTER_RELATIVE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
+"""Relative error of a drafter's logit, after the few roundings of its own layers that a different batching reorders."""
 
 _JITTERS = 12
 """Perturbed proposals per start: two equal candidates keep one order in all of them with probability 1 / 4096."""
@@ -105,7 +108,7 @@ class Gap:
     """Difference to the largest logit."""
 
     is_tie: bool
-    """Whether the gap is within rounding."""
+    """Whether it is a near-tie (`eyrie_api.decisions.near_ties`)."""
 
 
 class RoundReplay:
@@ -114,7 +117,7 @@ class RoundReplay:
 
     def __init__(self, target: TargetModel, drafter: Drafter, tree: DraftTreeShape, dtype: str,
                  prompt: Sequence[int], answer: Sequence[int]) -> None:
-        self._drafter, self._tree, self._relative = drafter, tree, TIE_RELATIVE[dtype]
+        self._drafter, self._tree, self._dtype, self._relative = drafter, tree, dtype, _DRAFTER_RELATIVE[dtype]
         self._num_prompt, self._length = len(prompt), len(answer)
         self._text, self._device = [*prompt, *answer], target.device
         with torch.inference_mode():
@@ -139,13 +142,10 @@ class RoundReplay:
         first, last = self._num_prompt - 1, self._num_prompt - 1 + self._length
         logits_TV = self._logits_TV[first:last]
         served = torch.tensor(self._text[first + 1: last + 1])
-        gaps = logits_TV.amax(-1) - logits_TV.gather(1, served[:, None])[:, 0]
-        # Of several, the one furthest beyond its rounding error.
-        beyond = gaps - self._relative * logits_TV.abs().amax(-1)
-        worst = int(torch.where(gaps > 0, beyond, -torch.inf).argmax())
-        if float(gaps[worst]) == 0.0:
-            return None
-        return Gap(worst, float(gaps[worst]), bool(beyond[worst] <= 0))
+        largest, own = logits_TV.amax(-1), logits_TV.gather(1, served[:, None])[:, 0]
+        found = [Gap(place, most - mine, is_near_tie(most - mine, max(abs(most), abs(mine)), self._dtype))
+                 for place, (most, mine) in enumerate(zip(largest.tolist(), own.tolist(), strict=True)) if mine < most]
+        return max(found, key=lambda gap: (not gap.is_tie, gap.gap), default=None)
 
     def accepted(self, start: int, jitter: int = 0) -> int:
         """a(start); with `jitter` > 0, under the perturbation of that seed."""
