@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, model_validator
 
 from eyrie_api.v1alpha1.model import Frozen, Probability
 
@@ -24,6 +24,12 @@ class DataSource(Frozen):
 
     max_rows: int | None = Field(None, ge=1)
     """Read at most this many rows."""
+
+    chat_template_kwargs: dict[str, JsonValue] = Field({}, max_length=32)
+    """Variables for the target's chat template in the prompts of this source, for example `enable_thinking: false`."""
+
+    max_new_tokens: int | None = Field(None, ge=1, le=131_072)
+    """Limit of an answer's length, in place of `regenerate.max_new_tokens`: a reasoning model's answers are long."""
 
 
 class DataSpec(Frozen):
@@ -49,3 +55,13 @@ class DataSpec(Frozen):
     suite are always dropped."""
 
     seed: int = Field(0, ge=0, le=2**63 - 1)
+
+    @model_validator(mode="after")
+    def _one_rule_for_each_file(self) -> "DataSpec":
+        rules: dict[str, tuple[dict[str, JsonValue], int | None]] = {}
+        for source in self.sources:
+            rule = (source.chat_template_kwargs, source.max_new_tokens)
+            if rules.setdefault(source.path, rule) != rule:
+                raise ValueError(f"data.sources names {source.path!r} twice with different chat_template_kwargs or "
+                                 "max_new_tokens: rows are told apart by file; use a copy of the file")
+        return self

@@ -102,7 +102,7 @@ def test_endpoints_are_named_once_and_only_for_the_engine_that_asks_many() -> No
     spec = RegenerateSpec(engine="openai", base_url="http://a/v1/", endpoints=("http://b/v1", "http://a/v1"))
     assert spec.base_urls == ("http://a/v1", "http://b/v1")
     assert RegenerateSpec(engine="openai", endpoints=("http://b/v1",)).base_urls == ("http://b/v1",)
-    with pytest.raises(ValueError, match=r"regenerate\.endpoints is for engine 'openai'"):
+    with pytest.raises(ValueError, match=r"regenerate\.endpoints is for regenerate\.engine 'openai'"):
         RegenerateSpec(engine="openai-batch", endpoints=("http://b/v1",))
 
 

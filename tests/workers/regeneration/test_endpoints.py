@@ -1,5 +1,6 @@
 """GenerationParams outside endpoints, over real HTTP against a double of the OpenAI API (`openai_double`)."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.batch import BatchClient
-from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, retry_delay_s
+from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, parse_generated, request_body, retry_delay_s
 from eyrie_workers.regeneration.generation_client import (
     GeneratedAnswer,
     GenerationFailure,
@@ -306,3 +307,28 @@ def test_a_row_that_fails_in_every_batch_is_refused_in_the_end(tokenizer: ChatTo
         outcomes = {o.row_id: o for o in engine.answers(iter(prompts(tokenizer, 3)), lambda: None)}
     assert isinstance(outcomes[f"{1:032x}"], GenerationFailure)
     assert len(outcomes) == 3
+
+
+def test_sglangs_own_api_gets_token_ids_and_returns_them(tokenizer: ChatTokenizer) -> None:
+    prompt = dataclasses.replace(prompts(tokenizer, 1)[0], max_new_tokens=40)
+    native = Endpoint(("http://a",), "tiny", GenerationParams(SamplingSpec(temperature=0.7), 16), native=True,
+                      context=len(prompt.prompt_ids) + 30)
+    assert native.path == "/generate"
+    assert request_body(native, prompt, ids_field="return_token_ids") == {
+        "input_ids": prompt.prompt_ids, "sampling_params": {
+            "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_new_tokens": 30, "sampling_seed": 100}}
+    retokenizer = AnswerRetokenizer(tokenizer)
+    ids, end = tokenizer.encode("four")[-2:], retokenizer.eos_ids[0]
+    for finish, output, whole in (("stop", [*ids, end], [*ids, end]), ("stop", ids, [*ids, end]), ("length", ids, ids)):
+        answer = parse_generated(prompt, {"output_ids": output, "meta_info": {"finish_reason": {"type": finish}}},
+                                 retokenizer)
+        assert isinstance(answer, GeneratedAnswer)
+        assert (answer.answer_ids, answer.finish_reason, answer.text) == (whole, finish, tokenizer.decode(ids))
+    for unusable in ({"error": "x"}, {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}):
+        assert isinstance(parse_generated(prompt, unusable, retokenizer), GenerationFailure)
+
+
+def test_template_variables_are_sent_to_a_chat_endpoint(tokenizer: ChatTokenizer) -> None:
+    prompt = dataclasses.replace(prompts(tokenizer, 1)[0], chat_template_kwargs={"enable_thinking": False})
+    endpoint = Endpoint(("http://a/v1",), "tiny", GenerationParams(SamplingSpec(), 16))
+    assert request_body(endpoint, prompt, ids_field=None)["chat_template_kwargs"] == {"enable_thinking": False}

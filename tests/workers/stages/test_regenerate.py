@@ -345,3 +345,27 @@ def test_an_endpoint_asked_in_shards_gives_the_artifact_of_one_asked_from_here(
         worker.wait()
     assert artifact(tmp_path / "shards") == artifact(tmp_path / "here")
     assert list((tmp_path / "store").rglob("*.jsonl")) == []
+
+
+def test_each_source_has_its_own_template_variables_and_token_limit(tmp_path: Path) -> None:
+    thinking = tiny_target(tmp_path / "thinking")
+    template = (thinking / "chat_template.jinja").read_text()
+    (thinking / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt and enable_thinking %}think {% endif %}")
+    chats = [chats_file(tmp_path / f"{name}.jsonl", 2) for name in ("short", "long")]
+    chats[1].write_text(chats[1].read_text().replace("What", "Where"))  # equal prompts would be dropped
+    spec = write_spec(tmp_path / "out", thinking, *chats, data={"held_out_fraction": 0.0})
+    sources = (DataSource(path=str(chats[0])),
+               DataSource(path=str(chats[1]), chat_template_kwargs={"enable_thinking": True}, max_new_tokens=30))
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})})
+    (tmp_path / "out" / "spec.json").write_text(spec.model_dump_json())
+    assert run(tmp_path / "out") == 0
+    tokenizer = ChatTokenizer(thinking)
+    found = rows(tmp_path / "out")
+    limits = {}
+    for row in found:
+        limits[row.source] = row.sampling.max_new_tokens
+        assert tokenizer.decode(row.prompt_ids).endswith("think ") == (row.source == str(chats[1]))
+        assert len(row.answer_ids) <= limits[row.source]
+    assert limits == {str(chats[0]): 12, str(chats[1]): 30}
+    assert report(tmp_path / "out").engine == "embedded"

@@ -22,6 +22,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineCommand, batch_size_schedule, start_engine
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
+from eyrie_workers.engines.sglang.gpu_groups import GpuGroup
 from eyrie_workers.engines.sglang.launch import adaptive_config, launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan, SharedServerArgs, shared_args
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
@@ -70,6 +71,10 @@ class ServerPlan:
 
     machine: HardwareProfile | None = None
     """The hardware SGLang runs on; default: this machine's."""
+
+    tp_size: int = 1
+    gpu_groups: tuple[GpuGroup, ...] = ()
+    """The GPUs of each server, in the order of the variants; empty: all servers share what the stage sees."""
 
     @property
     def model(self) -> str:
@@ -154,8 +159,11 @@ def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
         if config is not None:
             directory.mkdir(parents=True, exist_ok=True)
             _adaptive_file(directory).write_text(config)
-        server = start_sglang(launch_arguments(launch_plan, shared), directory,
-                              environment=launch_environment(launch_plan))
+        environment = launch_environment(launch_plan)
+        group = plan.gpu_groups[list(uses).index(name)] if plan.gpu_groups else ()
+        if group:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(group)
+        server = start_sglang(launch_arguments(launch_plan, shared), directory, environment=environment)
     return ManagedServer(name, use, plan.model, server)
 
 
@@ -180,7 +188,8 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     machine = plan.machine or detect_hardware()
     common = LaunchPlan(
         target=read_target(str(target_dir), read_json_config(target_dir), None), machine=machine,
-        served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency)
+        served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency,
+        tp_size=plan.tp_size)
 
     def with_drafting(use: DrafterUse) -> LaunchPlan:
         drafter = None
@@ -197,7 +206,8 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     # One attention backend for all variants: chosen for the drafter with the most requirements, under every setting.
     most_demanding = max(plans.values(), key=_backend_requirements)
     shared = shared_args(most_demanding, other_settings=[use.setting for use in uses.values()])
-    mem_fraction = _memory_fraction(machine, list(uses).index(name), len(uses))
+    own_gpus = len(plan.gpu_groups) >= len(uses)
+    mem_fraction = machine.mem_fraction if own_gpus else _memory_fraction(machine, list(uses).index(name), len(uses))
     return own, replace(shared, context_length=context_length, mem_fraction=mem_fraction)
 
 

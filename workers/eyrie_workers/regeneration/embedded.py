@@ -49,10 +49,10 @@ class EmbeddedClient:
             self._in_flight.clear()
 
     def _submit(self, prompt: GenerationRequest) -> None:
-        max_tokens = self.context - len(prompt.prompt_ids)
+        max_tokens = min(prompt.max_new_tokens or self.params.max_new_tokens, self.context - len(prompt.prompt_ids))
         self.engine.submit(Request(
             id=prompt.row_id, prompt_ids=tuple(prompt.prompt_ids),
-            max_new_tokens=min(self.params.max_new_tokens, max_tokens), sampling=self.params.sampling, seed=prompt.seed,
+            max_new_tokens=max_tokens, sampling=self.params.sampling, seed=prompt.seed,
             stop_ids=tuple(self.tokenizer.eos_ids)))
         self._in_flight[prompt.row_id] = prompt
 

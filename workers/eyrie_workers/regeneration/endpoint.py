@@ -63,6 +63,10 @@ class Endpoint:
     max_retries: int = 5
     deadline_s: float = 3600.0
     concurrency: int = 24
+    native: bool = False
+    """SGLang's own API instead of OpenAI's: `/generate` takes and returns token ids, so a prompt is rendered here and
+    an answer is exact."""
+
     context: int | None = None
     """The target's context length. Most servers reject a `max_tokens` that exceeds it together with the prompt."""
 
@@ -70,6 +74,11 @@ class Endpoint:
     def base_url(self) -> str:
         """The first address, for clients that use only one."""
         return self.base_urls[0]
+
+    @property
+    def path(self) -> str:
+        """Of a request, below a base URL."""
+        return "/generate" if self.native else "/chat/completions"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -93,20 +102,26 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
 
 
 def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: str | None) -> dict[str, Any]:
-    """Body of one chat completion request.
+    """Body of one request.
 
-    ids_field   field that requests token ids; None for none
+    ids_field   field that requests token ids in a chat completion; None for none
     """
     sampling = endpoint.params.sampling
-    max_tokens = endpoint.params.max_new_tokens
+    max_tokens = prompt.max_new_tokens or endpoint.params.max_new_tokens
     if endpoint.context is not None:
         max_tokens = max(1, min(max_tokens, endpoint.context - len(prompt.prompt_ids)))
+    if endpoint.native:
+        return {"input_ids": prompt.prompt_ids, "sampling_params": {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
+            "max_new_tokens": max_tokens, "sampling_seed": prompt.seed}}
     body: dict[str, Any] = {
         "model": endpoint.model, "messages": prompt.messages, "max_tokens": max_tokens,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": prompt.seed,
     }
     if prompt.tools:
         body["tools"] = prompt.tools
+    if prompt.chat_template_kwargs:  # an extension of vLLM and SGLang, as is top_k
+        body["chat_template_kwargs"] = prompt.chat_template_kwargs
     if sampling.top_k:  # an extension of vLLM and SGLang: sent only when it is set
         body["top_k"] = sampling.top_k
     if ids_field is not None:
@@ -145,6 +160,23 @@ def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: Answ
                   answer_ids=ids, finish_reason="stop" if ended else "length", text=message.get("content") or "",
                   ids_exact=exact, ids_differ=differ, reasoning=reasoning if isinstance(reasoning, str) else "",
                   tool_calls=tuple(message.get("tool_calls") or ()))
+
+
+def parse_generated(prompt: GenerationRequest, payload: object, tokenizer: AnswerTokenizer) -> GenerationOutcome:
+    """The answer in a response of SGLang's `/generate`; a GenerationFailure for one that cannot be used."""
+    try:
+        assert isinstance(payload, Mapping)
+        finish = payload["meta_info"]["finish_reason"]["type"]
+        ids = list(payload["output_ids"])
+    except (AssertionError, KeyError, TypeError):
+        return GenerationFailure(prompt.row_id, "the response has no output_ids and finish_reason")
+    if finish not in ("stop", "length"):
+        return GenerationFailure(prompt.row_id, f"the engine ended the answer for the reason {finish!r}")
+    ended = finish == "stop"
+    if ended and (not ids or ids[-1] not in tokenizer.eos_ids):
+        ids.append(tokenizer.eos_ids[0])
+    return GeneratedAnswer(row_id=prompt.row_id, prompt_ids=prompt.prompt_ids, answer_ids=ids, ids_exact=True,
+                           finish_reason=finish, text=tokenizer.text(ids[:-1] if ended else ids))
 
 
 def refuses_ids_field(status: int, text: str, ids_field: str | None) -> bool:

@@ -8,7 +8,7 @@ Transient: the stage ends, and its next run resumes.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
@@ -25,6 +25,12 @@ class GenerationRequest:
     seed: int
     place: int = 0
     """Index in the selection, independent of which rows have been answered."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, with which `prompt_ids` were rendered."""
+
+    max_new_tokens: int | None = None
+    """In place of the job's limit (`GenerationParams`)."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from eyrie_workers.regeneration.endpoint import (
     declined,
     is_retryable,
     parse_completion,
+    parse_generated,
     refuses_ids_field,
     request_body,
     retry_delay_s,
@@ -103,7 +104,7 @@ class OnlineClient:
         routes, attempt = self._routes, 0
         while True:
             route = routes.take(time.monotonic())
-            url, ids_field = f"{route.url}/chat/completions", route.ids_field
+            url, ids_field = f"{route.url}{self.endpoint.path}", route.ids_field
             retry_after: str | None = None
             try:
                 reply = await connections.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
@@ -140,6 +141,8 @@ class OnlineClient:
     def _read(self, route: Route, ids_field: str | None, prompt: GenerationRequest,
               payload: object) -> GenerationOutcome:
         self._answered += 1
+        if self.endpoint.native:
+            return parse_generated(prompt, payload, self.tokenizer)
         outcome = parse_completion(prompt, payload, self.tokenizer)
         if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact:
             route.reject_ids_field(ids_field)  # the server accepted the field and returned no ids
@@ -157,15 +160,15 @@ class _Connections:
     """Connections to every endpoint, kept alive between requests."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._timeout_s = endpoint.timeout_s
+        self._timeout_s, self._path = endpoint.timeout_s, endpoint.path
         origins = {url: parse_url(url) for url in endpoint.base_urls}
         headers = {"Accept": "application/json", **endpoint.headers}
         self._pools = {url: ConnectionPool(origin, headers, proxy_for(origin)) for url, origin in origins.items()}
 
     async def ask(self, url: str, body: dict[str, Any]) -> HttpResponse:
-        """One request for a chat completion. Raises RequestFailed."""
+        """One request. Raises RequestFailed."""
         sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        return await self._pools[url].send("POST", "/chat/completions", sent, timeout_s=self._timeout_s)
+        return await self._pools[url].send("POST", self._path, sent, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
         """Close every connection."""

@@ -47,9 +47,10 @@ class AnswerRetokenizer:
         answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
         answer |= {"reasoning_content": reasoning} if reasoning else {}
         try:
-            before = self._tokenizer.render_text(prompt.messages, prompt.tools or None)
+            before = self._tokenizer.render_text(prompt.messages, prompt.tools or None,
+                                                 variables=prompt.chat_template_kwargs)
             whole = self._tokenizer.render_text([*prompt.messages, answer], prompt.tools or None,
-                                                add_generation_prompt=False)
+                                                add_generation_prompt=False, variables=prompt.chat_template_kwargs)
         except InvalidInput as error:
             raise ValueError(error.message) from error
         if not whole.startswith(before):

@@ -66,6 +66,9 @@ class SelectedRow(Frozen):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     prompt_ids: list[int]
+    chat_template_kwargs: dict[str, Any] = {}
+    max_new_tokens: int | None = None
+    """Of the source; None: the spec's."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class _Divider:
 
     def __init__(self, directory: Path, rules: Rules, tokenizer: ChatTokenizer) -> None:
         self._directory, self._rules, self._tokenizer = directory, rules, tokenizer
+        self._sources = {source.path: source for source in rules.data.sources}
         self._files: dict[str, TextIO] = {}
         self._written = {SELECTED: 0, HELD_OUT: 0, REJECTED: 0}
         self._seen: set[bytes] = set()
@@ -193,9 +197,10 @@ class _Divider:
             self._duplicates += 1
             return None
         self._seen.add(key)
-        messages, tools = list(row.prompt), list(row.tools)
+        messages, tools, source = list(row.prompt), list(row.tools), self._sources[row.source]
         try:
-            prompt_ids = self._tokenizer.render(first_turn(messages, self._rules.turns), tools or None)
+            prompt_ids = self._tokenizer.render(first_turn(messages, self._rules.turns), tools or None,
+                                                variables=source.chat_template_kwargs)
         except NoChatTemplate:
             raise
         except InvalidInput as error:
@@ -219,7 +224,9 @@ class _Divider:
         self._languages[guess(asked)] += 1
         self._turns += num_turns(messages, self._rules.turns)
         return self._write(SELECTED, {"id": row.id, "source": row.source, "line": row.line, "category": row.category,
-                                      "messages": messages, "tools": tools, "prompt_ids": prompt_ids})
+                                      "messages": messages, "tools": tools, "prompt_ids": prompt_ids,
+                                      "chat_template_kwargs": source.chat_template_kwargs,
+                                      "max_new_tokens": source.max_new_tokens})
 
     def _reject(self, row: Conversation, reason: str, kind: QuarantineKind = "malformed") -> None:
         self._write(REJECTED, QuarantinedRow(source=row.source, line=row.line, reason=reason, kind=kind).model_dump())

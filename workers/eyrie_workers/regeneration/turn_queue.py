@@ -100,13 +100,14 @@ class TurnQueue(Iterator[GenerationRequest]):
         prompt_ids = row.prompt_ids
         if turn > 0:
             try:
-                prompt_ids = self._tokenizer.render(messages, row.tools or None)
+                prompt_ids = self._tokenizer.render(messages, row.tools or None, variables=row.chat_template_kwargs)
             except InvalidInput:
                 return ReplayState(answered, Ended(TEMPLATE))
             if len(prompt_ids) > self._max_prompt_tokens:
                 return ReplayState(answered, Ended(TOO_LONG))
         prompt = GenerationRequest(row_id=row_id, messages=messages, tools=row.tools, prompt_ids=prompt_ids,
-                                   seed=row_seed(self._spec.seed, row_id), place=turn * self._num_rows + place)
+                                   seed=row_seed(self._spec.seed, row_id), place=turn * self._num_rows + place,
+                                   chat_template_kwargs=row.chat_template_kwargs, max_new_tokens=row.max_new_tokens)
         return ReplayState(answered, PendingTurn(row, turn, prompt))
 
     def _enqueue(self, state: ReplayState) -> None:

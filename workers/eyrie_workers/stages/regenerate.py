@@ -19,8 +19,9 @@ cluster send the requests (`regeneration.sharded`).
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from eyrie_workers.conversations.overlap import Runs
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.conversations.suites import excluded_prompts
+from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.batch import BatchClient
 from eyrie_workers.regeneration.conversation_replay import Ended
@@ -44,6 +46,7 @@ from eyrie_workers.regeneration.generation_client import (
     GenerationParams,
 )
 from eyrie_workers.regeneration.online import OnlineClient
+from eyrie_workers.regeneration.own_servers import own_servers
 from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.regeneration.sharded import ShardingConfig
 from eyrie_workers.regeneration.turn_queue import REFUSED, PendingTurn, TurnQueue
@@ -55,6 +58,7 @@ from eyrie_workers.targets.templates import ChatTokenizer
 
 QUARANTINE = "quarantine.jsonl"
 BATCH_STATE = "batch.json"
+SERVERS = "servers"
 _QUARANTINE_REPORTED = 100
 _MAX_INITIAL_FAILURES = 20
 """Failures before the first answer that end the stage: the request itself is wrong, not these prompts."""
@@ -127,7 +131,7 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
 def _check_meta(directory: Path, spec: RegenerateStage, digest: str) -> None:
     """Write the metadata of the answers, or raise Conflict when the directory holds others."""
     inputs = (spec.data.model_dump_json(), spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
-               spec.regenerate.max_new_tokens, spec.regenerate.seed, spec.regenerate.engine, spec.target.dtype,
+               spec.regenerate.max_new_tokens, spec.regenerate.seed, _engine_name(spec), spec.target.dtype,
                spec.regenerate.turns)
     meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(inputs).encode()))
     found = read_meta(directory)
@@ -174,12 +178,29 @@ def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokeniz
         stage.event("Resumed", f"{resumed} of {total} rows were already answered")
     if resumed == total:
         return resumed, 0, []
+    for last_try in (False, True):
+        try:
+            with _client(spec, stage, path, tokenizer) as (client, pause):
+                new_tokens, refused = _answer_rest(spec, stage, path, tokenizer, ledger, summary, client, pause)
+                return resumed, new_tokens, refused
+        except EngineFailed as error:
+            if last_try:
+                raise
+            stage.event("ServersRestarted", f"{len(ledger)} of {total} rows are answered; {error.message}",
+                        warning=True)
+    raise AssertionError("the second try returns or raises")
+
+
+def _answer_rest(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: RowLedger,
+                 summary: selection.SelectionSummary, client: GenerationClient,
+                 pause: Callable[[], None]) -> tuple[int, list[QuarantinedRow]]:
+    """Answer the turns that are not in the ledger; return tokens generated, rows that failed."""
+    total, resumed = summary.turns_selected, len(ledger)
     refused: list[QuarantinedRow] = []
     answered = new_tokens = 0
     turns = _turn_queue(spec, stage, tokenizer, ledger, summary, read_config(path).max_position_embeddings)
-    engine = _engine(spec, stage, path, tokenizer)
     stage.progress(resumed, total, "rows", "answering")
-    for outcome in engine.answers(turns, stage.pause_point):
+    for outcome in client.answers(turns, pause):
         pending = turns.in_flight(outcome.row_id)
         row = pending.row
         if isinstance(outcome, GeneratedAnswer) and outcome.finish_reason == "stop" and len(outcome.answer_ids) == 1:
@@ -195,12 +216,13 @@ def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokeniz
             new_tokens += len(outcome.answer_ids)
         turns.mark_done(outcome.row_id)
         stage.progress(resumed + answered + len(refused), total, "rows", "answering")
-        stage.pause_point()
-    return resumed, new_tokens, refused
+        pause()
+    return new_tokens, refused
 
 
 def _answered(spec: RegenerateStage, pending: PendingTurn, answer: GeneratedAnswer) -> AnsweredRow:
-    sampling = RowSampling(**spec.regenerate.sampling.model_dump(), max_new_tokens=spec.regenerate.max_new_tokens)
+    sampling = RowSampling(**spec.regenerate.sampling.model_dump(),
+                           max_new_tokens=pending.prompt.max_new_tokens or spec.regenerate.max_new_tokens)
     row = pending.row
     return AnsweredRow(id=answer.row_id, source=row.source, line=row.line, category=row.category,
                        prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
@@ -209,18 +231,41 @@ def _answered(spec: RegenerateStage, pending: PendingTurn, answer: GeneratedAnsw
                        reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=pending.turn)
 
 
+@contextmanager
+def _client(spec: RegenerateStage, stage: Stage, path: Path,
+            tokenizer: ChatTokenizer) -> Iterator[tuple[GenerationClient, Callable[[], None]]]:
+    """The client of the engine that answers, and the `pause` to call between answers."""
+    if _engine_name(spec) != "sglang":
+        yield _engine(spec, stage, path, tokenizer), stage.pause_point
+        return
+    stage.event("ServersStarting", "SGLang servers of the target are starting")
+    with own_servers(spec, stage.out_dir / SERVERS, stage.pause_point) as (section, pause):
+        stage.event("ServersReady", f"{len(section.endpoints)} SGLang servers answer")
+        endpoint = endpoint_of(section, spec.target, read_config(path).max_position_embeddings)
+        yield OnlineClient(replace(endpoint, native=True), AnswerRetokenizer(tokenizer), _warning(stage)), pause
+
+
+def _engine_name(spec: RegenerateStage) -> str:
+    """Where the answers are generated: the job's engine, unless the section names another."""
+    return spec.regenerate.engine or spec.engine.kind
+
+
+def _warning(stage: Stage) -> Callable[[str, str], None]:
+    def warn(reason: str, text: str) -> None:
+        stage.event(reason, text, warning=True)
+
+    return warn
+
+
 def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer) -> GenerationClient:
-    if spec.regenerate.engine == "embedded":
+    if _engine_name(spec) == "embedded":
         target = load_target(path, spec.target.dtype)
         return EmbeddedClient(
             engine=Engine(target, None, max_concurrency=spec.regenerate.concurrency), tokenizer=tokenizer,
             params=GenerationParams(spec.regenerate.sampling, spec.regenerate.max_new_tokens),
             context=target.config.max_position_embeddings, concurrency=spec.regenerate.concurrency)
 
-    def warn(reason: str, text: str) -> None:
-        stage.event(reason, text, warning=True)
-
-    context = read_config(path).max_position_embeddings
+    warn, context = _warning(stage), read_config(path).max_position_embeddings
     if spec.regenerate.engine == "openai" and (sharding := ShardingConfig.from_env()).shard_rows is not None:
         from eyrie_workers.shards import sharded_client  # lazy: on one machine Celery is not needed
 
@@ -266,7 +311,8 @@ def _finish(spec: RegenerateStage, stage: Stage, turns: TurnQueue, ledger: RowLe
     for quarantined_row in quarantined:
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
     return RegenerateReport(
-        rows_read=summary.rows_read, rows_answered=tally.rows, rows_held_out=summary.rows_held_out,
+        engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=tally.rows,
+        rows_held_out=summary.rows_held_out,
         rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
         outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
         rows_retokenised=tally.retokenised, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,

@@ -104,16 +104,18 @@ class ChatTokenizer:
         self.eos_ids = self._end_ids()
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
-               add_generation_prompt: bool = True) -> list[int]:
+               add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of the conversation, ending where the assistant's answer begins.
+
+        variables   for the template (`chat_template_kwargs` of the OpenAI extensions); they replace none of its own
 
         Raises NoChatTemplate when the tokenizer has none, InvalidInput when the template refuses the conversation.
         """
-        text = self.render_text(messages, tools, add_generation_prompt)
+        text = self.render_text(messages, tools, add_generation_prompt, variables)
         return self._codec.encode(text, add_special_tokens=False)
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
-                    add_generation_prompt: bool = True) -> str:
+                    add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None) -> str:
         """The text that `render` encodes. Raises as `render`."""
         if not self._templates:
             raise NoChatTemplate(f"the tokenizer in {self.path} has no chat template",
@@ -121,10 +123,10 @@ class ChatTokenizer:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name) or next(iter(self._templates.values()))
         try:
-            return template.render(
-                messages=[_with_parsed_arguments(message) for message in messages],
-                tools=list(tools) if tools else None, documents=None,
-                add_generation_prompt=add_generation_prompt, **self._special)
+            return template.render(**{
+                **(variables or {}), "messages": [_with_parsed_arguments(message) for message in messages],
+                "tools": list(tools) if tools else None, "documents": None,
+                "add_generation_prompt": add_generation_prompt, **self._special})
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
             raise InvalidInput(f"the target's chat template refuses this conversation: {error}",
                                "check roles, their order and the content of each message") from error
