@@ -40,7 +40,7 @@ from eyrie_api.decisions.leaderboard import mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision
 
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
@@ -220,7 +220,7 @@ def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, require
     if _has_variant(proof, INCUMBENT):
         yield _beats_incumbent_under_load(policy, proof.load)
     if proof.changed_prompt is not None:
-        yield _survives_changed_prompt(policy, proof.changed_prompt)
+        yield _survives_changed_prompt(policy, proof.changed_prompt, proof.changed_parity)
 
 
 def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, users: int) -> Iterator[PromotionCheck]:
@@ -322,17 +322,21 @@ def _over_incumbent(load: LoadReport, users: int) -> float | None:
     return None if mine is None or its is None else mine.throughput_ratio / its.throughput_ratio
 
 
-def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport) -> PromotionCheck:
+def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,
+                             answers: ParityReport | None) -> PromotionCheck:
     seen = [one for one in load.comparisons if (one.variant, one.baseline) == (CANDIDATE, OFF)]
     bound = policy.min_speedup_changed_prompt
     if not seen:
         return PromotionCheck(name="changed-prompt", passed=False, bound=bound,
                               words="with another system prompt: not compared with no drafter")
     slowest = min(seen, key=lambda one: one.user_ratio)
-    differ = sum(one.compared - one.identical for one in seen)
+    compared = sum(one.compared for one in seen)
+    differ = compared - sum(one.identical for one in seen)
+    if answers is not None:  # these are judged by near-ties; under load, answers are compared by their digests alone
+        compared, differ = answers.prompts, answers.prompts - answers.identical - answers.explained
     ok = slowest.user_ratio >= bound
     words = (f"with another system prompt: {slowest.user_ratio:.2f}x over no drafter, {_sign(ok)} the required "
-             f"{bound:.2f}x; {differ or 'no'} of {sum(one.compared for one in seen)} outputs differ")
+             f"{bound:.2f}x; {differ or 'no'} of {compared} outputs differ")
     return PromotionCheck(name="changed-prompt", passed=ok and (not differ or not policy.require_identical),
                           figure=slowest.user_ratio, bound=bound, interval=slowest.user_interval, words=words)
 

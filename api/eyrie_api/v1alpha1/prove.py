@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 
 
 class ParityReport(Frozen):
-    """The serving engine against itself undrafted, and against our reference engine."""
+    """The serving engine against itself undrafted, and against our reference engine where that holds the target."""
 
     engine: EngineKind
     prompts: int
@@ -35,12 +35,14 @@ class ParityReport(Frozen):
     histogram: tuple[int, ...]
     """Index k: rounds of the serving engine in which exactly k draft tokens were accepted."""
 
-    reference_histogram: tuple[int, ...]
+    reference_histogram: tuple[int, ...] = ()
+    """Empty when the rounds were not replayed in the reference engine; `reasons` says why."""
+
     tau: float
     tau_interval: Interval
     """Bootstrap over prompts."""
 
-    reference_tau: float
+    reference_tau: float | None = None
     rounds_explained: int = 0
     """Of the rounds in which the two engines accepted differently, those a near-tie explains."""
 
@@ -69,6 +71,12 @@ class ProveReport(Frozen):
 
     changed_prompt: LoadReport | None = None
     """The same at the lowest declared load with another system prompt."""
+
+    changed_parity: ParityReport | None = None
+    """Answers with that system prompt, compared as in `parity`; their rounds are not replayed."""
+
+    restarts: int = 0
+    """Servers that ended while they were measured and were started again."""
 
     launch: tuple[str, ...] = Field((), max_length=4096)
     """The candidate's command line in the serving engine, without secrets."""

@@ -286,11 +286,12 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
                       f"{milliseconds(one['ttft_p99_s'])} ({milliseconds(one['off_ttft_p99_s'])})")
     parity = proof["parity"]
     holds = "serves what was trained" if parity["passed"] else "does NOT serve what was trained"
+    tau = parity["reference_tau"]
+    reference = "" if tau is None else f" and {tau:.2f} in the reference engine"
     setting = proof["setting"] + (", by load" if proof["follows_load"] else "")
     return [Text(), Text(
         f"The {proof['engine']} engine {holds}: {parity['identical']} of {parity['prompts']} answers are identical "
-        f"with the drafter, tau is {parity['tau']:.2f} there and {parity['reference_tau']:.2f} in the reference "
-        f"engine. Under load, greedy, at {setting}:"), table]
+        f"with the drafter, tau is {parity['tau']:.2f} there{reference}. Under load, greedy, at {setting}:"), table]
 
 
 def milliseconds(seconds: float | None) -> str:

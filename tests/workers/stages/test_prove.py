@@ -116,7 +116,7 @@ def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_an
     report = run_here(directory)
     assert ledger.read_bytes().split(b"\n")[: len(kept)] == kept
     assert [json.loads(line)["question"] for line in ledger.read_text().splitlines()[1:]] == [
-        "parity", "load 1", "load 2", "changed system prompt"]
+        "answers", "load 1", "load 2", "changed system prompt", "parity"]
     assert servers_of(directory) == []
     verify_files(read_manifest(directory), directory)
 
@@ -124,6 +124,9 @@ def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_an
     assert report.parity is not None
     assert report.parity.passed
     assert (report.parity.identical, report.parity.prompts, report.parity.tree) == (2, 2, CHAIN.tree)
+    assert report.parity.histogram == report.parity.reference_histogram
+    assert report.changed_parity is not None
+    assert (report.changed_parity.identical, report.changed_parity.reference_tau) == (2, None)
     assert report.load is not None
     assert {(one.variant, one.level) for one in report.load.levels} == {
         (variant, load) for variant in ("off", "candidate", "incumbent") for load in (1.0, 2.0)}

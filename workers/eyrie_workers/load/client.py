@@ -92,10 +92,7 @@ class LoadRequest:
 
     def messages(self, spec: LoadSpec) -> list[Any]:
         """The messages to send, with the system message replaced if the spec has one."""
-        if spec.system_prompt is None:
-            return list(self.prompt.messages)
-        kept = [message for message in self.prompt.messages if message.get("role") not in ("system", "developer")]
-        return [{"role": "system", "content": spec.system_prompt}, *kept]
+        return self.prompt.messages_with(spec.system_prompt)
 
     def seed(self, spec: LoadSpec) -> int:
         """Equal for all variants, so that engines whose random numbers depend on seed and position agree."""

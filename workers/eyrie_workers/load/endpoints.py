@@ -32,6 +32,13 @@ class LoadPrompt:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
 
+    def messages_with(self, system_prompt: str | None) -> list[Mapping[str, Any]]:
+        """The messages; with `system_prompt` in place of their own system message, if one is given."""
+        if system_prompt is None:
+            return list(self.messages)
+        kept = [message for message in self.messages if message.get("role") not in ("system", "developer")]
+        return [{"role": "system", "content": system_prompt}, *kept]
+
     @classmethod
     def of(cls, prompt: Prompt) -> "LoadPrompt":
         """A suite's prompt; its suite is the category."""

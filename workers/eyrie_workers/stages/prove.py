@@ -6,16 +6,18 @@ Benchmark and tune measure in the reference engine. A promoted drafter is served
 to several users at once. This stage starts servers that differ in drafting alone (`off`, `candidate` and, when a
 drafter serves already, `incumbent`), and makes three checks:
 
-1. Parity: the candidate's output equals `off`'s, and it accepts the tokens that the reference engine accepts.
-2. Load: speed and time to first token at every load that the job declares.
-3. Changed system prompt: the same with another system prompt, which operators change in production.
+1. Load: speed and time to first token at every load that the job declares.
+2. Changed system prompt: the same with another system prompt, which operators change in production.
+3. Parity: the candidate's output equals `off`'s, and it accepts the tokens that the reference engine accepts. The
+   servers answer; the reference engine replays their rounds when they are gone, so that it has the memory. Where it
+   cannot hold the target all the same, the answers alone are compared, and the report says so.
 
-All three run even when the first fails: promotion decides (`eyrie_api.decisions.promotion`), and its reasons cover all
-of them. When tuning found that speculation pays at none of the declared loads, the stage reports that and starts no
+All three run even when one fails: promotion decides (`eyrie_api.decisions.promotion`), and its reasons cover all of
+them. When tuning found that speculation pays at none of the declared loads, the stage reports that and starts no
 server.
 
-Every finished check is a line of the ledger, the load test one per level, from which an interrupted stage resumes. The
-servers exit with the stage (`engines.managed_servers`).
+Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
+stage resumes. The servers exit with the stage (`engines.managed_servers`).
 """
 
 import itertools
@@ -35,6 +37,7 @@ from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, select
 from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line, managed_servers
+from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.report_statistics import crossover
@@ -49,9 +52,9 @@ from eyrie_workers.measurement.benchmark.session import (
     read_suites,
     round_robin,
 )
-from eyrie_workers.measurement.parity.evidence import Evidence
-from eyrie_workers.measurement.parity.parity import decide, prove_parity
-from eyrie_workers.measurement.parity.served_answers import request_answers
+from eyrie_workers.measurement.parity.parity import compare_answers, replay_parity, report_without_answers
+from eyrie_workers.measurement.parity.reference import Reference, why_not_held
+from eyrie_workers.measurement.parity.served_answers import Served, request_answers
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
@@ -61,12 +64,25 @@ BASELINE, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
 FIXED = "fixed"
 """The candidate with the proven setting at every load, for parity, where its map has another for a single user."""
 
-PARITY, CHANGED_PROMPT = "parity", "changed system prompt"
+ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
 
 _REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.interleaving`)
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
 """Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
+
+
+class Answers(Frozen):
+    """Greedy answers of one server with the drafter and of the one without, one user at a time."""
+
+    plain: tuple[Served, ...]
+    drafted: tuple[Served, ...]
+    changed_plain: tuple[Served, ...] = ()
+    """With the changed system prompt."""
+
+    changed_drafted: tuple[Served, ...] = ()
+    error: str = ""
+    """Why the drafted server did not answer; then there are no drafted answers."""
 
 
 class CheckResult(Frozen):
@@ -75,7 +91,9 @@ class CheckResult(Frozen):
     question: str
     """Name of the check."""
 
+    answers: Answers | None = None
     parity: ParityReport | None = None
+    changed_parity: ParityReport | None = None
     load: LoadReport | None = None
 
 
@@ -141,6 +159,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     proof = _Proof(spec, stage, plan, uses, select_prompts(spec, suites),
                    open_ledger_for(CheckResult, stage, spec, LEDGER))
     _run_all(proof, checks_of(spec, len(uses.keys() - {FIXED})))
+    if proof.result(PARITY) is None:
+        proof.ledger.append(_judge_parity(proof))
     report = _report(proof, use, launch, time.monotonic() - started)
     for step, one in enumerate(_comparisons(report.load)):
         stage.metric(f"{one.variant}/{one.level:g} users/speedup", step, one.throughput_ratio)
@@ -204,7 +224,7 @@ def checks_of(spec: ProveStage, num_variants: int) -> list[_Check]:
     """All checks, in order."""
     prove = spec.prove
     per_variant = prove.requests + _WARMUP_REQUESTS
-    checks = [_Check(PARITY, 3 * prove.parity_prompts, _check_parity)]
+    checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts, _collect_answers)]
     for load in prove.loads:
         checks.append(_Check(_load_check(load), num_variants * max(per_variant, 2 * load * _REPEATS),
                              partial(_check_load, load=load)))
@@ -237,47 +257,95 @@ def _run_all(proof: _Proof, checks: Sequence[_Check]) -> None:
             proof.done += check.num_requests
 
 
-def _check_parity(proof: _Proof) -> CheckResult:
+def _collect_answers(proof: _Proof) -> CheckResult:
+    """Answers for parity, one user at a time: then an engine's rounds depend on the request alone."""
     spec = proof.spec
-    target_dir = resolve(spec.target)
-    tokenizer = ChatTokenizer(target_dir)
-    prompts = [tokenizer.render(list(prompt.messages), list(prompt.tools) or None)
-               for prompt in proof.prompts[: spec.prove.parity_prompts]]
-    plain, drafted = proof.variants[BASELINE], proof.variants.get(FIXED, proof.variants[CANDIDATE])
     done = itertools.count(1)
 
     def pause() -> None:
         proof.stage.pause_point()
-        proof.report_progress(next(done), proof.current, "parity")
+        proof.report_progress(next(done), proof.current, "answers")
 
-    if drafted.use.setting.method == "ngram":
-        report = _same_answers(proof, plain, drafted, prompts, pause)
-    else:
-        tree = drafted.use.setting.tree
-        assert tree is not None
-        report = prove_parity(
-            spec.engine.kind, plain.server.url, drafted.server.url, proof.plan.model, target_dir,
-            Path(spec.drafter_dir), tree, prompts, spec.prove.max_new_tokens, spec.target.dtype, pause=pause)
-    proof.stage.event("Parity", ("holds: " if report.passed else "FAILS: ") + "; ".join(report.reasons),
-                      warning=not report.passed)
-    return CheckResult(question=PARITY, parity=report)
+    def answers(server: ManagedServer, system_prompt: str | None) -> tuple[Served, ...]:
+        return tuple(request_answers(spec.engine.kind, server.server.url, proof.plan.model,
+                                     parity_prompts(proof, system_prompt), spec.prove.max_new_tokens, pause=pause))
+
+    plain, drafted = proof.variants[BASELINE], proof.variants[_drafted_variant(proof)]
+    changed = spec.prove.system_prompt
+    without = answers(plain, None), answers(plain, changed) if changed else ()
+    try:
+        found = Answers(plain=without[0], drafted=answers(drafted, None), changed_plain=without[1],
+                        changed_drafted=answers(drafted, changed) if changed else ())
+    except EngineFailed as error:
+        found = Answers(plain=without[0], drafted=(), error=error.message)
+    return CheckResult(question=ANSWERS, answers=found)
 
 
-def _same_answers(proof: _Proof, plain: ManagedServer, drafted: ManagedServer, prompts: Sequence[Sequence[int]],
-                  pause: Callable[[], None]) -> ParityReport:
-    """Parity of n-gram lookup: it has no weights that could be misconfigured, so only the answers are compared."""
-    spec, tree = proof.spec, drafted.use.setting.tree
+def _drafted_variant(proof: _Proof) -> str:
+    return FIXED if FIXED in proof.uses else CANDIDATE
+
+
+def parity_prompts(proof: _Proof, system_prompt: str | None = None) -> list[list[int]]:
+    """Token ids of the prompts for parity; with a system prompt in place of their own, if one is given."""
+    tokenizer = ChatTokenizer(resolve(proof.spec.target))
+    chosen = [LoadPrompt.of(prompt) for prompt in proof.prompts[: proof.spec.prove.parity_prompts]]
+    return [tokenizer.render(prompt.messages_with(system_prompt), list(prompt.tools) or None) for prompt in chosen]
+
+
+def _judge_parity(proof: _Proof) -> CheckResult:
+    """Compare the answers, and replay the rounds in the reference engine where that can hold the target."""
+    answers = proof.result(ANSWERS)
+    assert answers is not None
+    assert answers.answers is not None
+    found = judge_answers(proof, answers.answers)
+    for report in (found.parity, found.changed_parity):
+        if report is not None:
+            proof.stage.event("Parity", ("holds: " if report.passed else "FAILS: ") + "; ".join(report.reasons),
+                              warning=not report.passed)
+    return found
+
+
+def judge_answers(proof: _Proof, answers: Answers) -> CheckResult:
+    """The parity of answers that the servers have given."""
+    spec = proof.spec
+    kind, dtype, setting = spec.engine.kind, spec.target.dtype, proof.uses[_drafted_variant(proof)].setting
+    tree = setting.tree
     assert tree is not None
-    without, with_it = (request_answers(spec.engine.kind, server.server.url, proof.plan.model, prompts,
-                                        spec.prove.max_new_tokens, pause=pause) for server in (plain, drafted))
-    evidence = []
-    for index, (one, other) in enumerate(zip(without, with_it, strict=True)):
-        place = first_difference(one.token_ids, other.token_ids)
-        evidence.append(Evidence(f"prompt {index}", place is None, other.histogram, other.histogram,
-                                 "" if place is None else f"prompt {index}: position {place}"))
-    report = decide(spec.engine.kind, tree, spec.target.dtype, evidence)
-    reason = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
-    return report.model_copy(update={"reasons": (*report.reasons, reason)})
+    if answers.error:
+        return CheckResult(question=PARITY, parity=report_without_answers(
+            kind, tree, len(answers.plain), answers.error))
+    target_dir = resolve(spec.target)
+    reference = None
+    why = why_not_held(target_dir)
+    if why is None:
+        reference = Reference(target_dir, Path(spec.drafter_dir), kind, tree, dtype)
+    elif setting.method == "drafter":
+        why = f"rounds not replayed: the reference does not hold the target ({why})"
+    if setting.method == "ngram":
+        why = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
+
+    def compare(name: str, prompts: list[list[int]], plain: Sequence[Served], drafted: Sequence[Served],
+                note: str) -> ParityReport:
+        def divergence(index: int) -> tuple[str, bool]:
+            title = f"{name} {index}"
+            if reference is not None:
+                return reference.divergence(title, prompts[index], plain[index], drafted[index])
+            place = first_difference(plain[index].token_ids, drafted[index].token_ids)
+            return f"{title}: position {place}", False
+
+        return compare_answers(kind, tree, plain, drafted, divergence, note)
+
+    prompts = parity_prompts(proof)
+    if reference is not None and setting.method == "drafter":
+        parity = replay_parity(reference, kind, tree, dtype, prompts, answers.plain, answers.drafted,
+                               proof.stage.pause_point)
+    else:
+        parity = compare("prompt", prompts, answers.plain, answers.drafted, why or "")
+    changed = None
+    if answers.changed_plain:
+        changed = compare("changed prompt", parity_prompts(proof, spec.prove.system_prompt), answers.changed_plain,
+                          answers.changed_drafted, "with another system prompt; its rounds are not replayed")
+    return CheckResult(question=PARITY, parity=parity, changed_parity=changed)
 
 
 def _load_spec(spec: ProveStage, loads: Sequence[int], num_requests: int,
@@ -313,12 +381,13 @@ def _check_changed_prompt(proof: _Proof) -> CheckResult:
 def _report(proof: _Proof, use: DrafterUse, launch: tuple[str, ...], seconds: float) -> ProveReport:
     spec = proof.spec
     parity, changed = proof.result(PARITY), proof.result(CHANGED_PROMPT)
+    assert parity is not None
     parts = [one.load for load in spec.prove.loads if (one := proof.result(_load_check(load))) and one.load]
     load = merge_load_reports(parts, _load_spec(spec, spec.prove.loads, spec.prove.requests))
     return ProveReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind, use=use,
-        parity=parity.parity if parity else None, load=load,
-        changed_prompt=changed.load if changed else None, launch=launch, environment=environment(spec.target.dtype),
+        parity=parity.parity, load=load, changed_prompt=changed.load if changed else None,
+        changed_parity=parity.changed_parity, launch=launch, environment=environment(spec.target.dtype),
         seconds=seconds)
 
 

@@ -18,11 +18,14 @@ When the check fails, known misconfigurations are tried (`known_misconfiguration
 reproduces the served rounds.
 
 `prove_parity` queries the servers, loads the reference and decides; `decide` is the decision alone, a pure function.
+Where the reference cannot hold the target, `compare_answers` decides by the first property alone, and the report says
+so.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,7 +37,10 @@ from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.intervals import acceptance_interval, acceptance_length, add_histograms
 from eyrie_workers.measurement.parity.evidence import Evidence
-from eyrie_workers.measurement.parity.served_answers import request_answers
+from eyrie_workers.measurement.parity.served_answers import Served, request_answers
+
+if TYPE_CHECKING:
+    from eyrie_workers.measurement.parity.reference import Reference
 
 _UNEXPLAINED_SHARE = {"float32": 0.0, "bfloat16": 0.02, "float16": 0.02}
 """Share of all rounds that may differ without an explaining near-tie."""
@@ -64,14 +70,20 @@ def prove_parity(kind: EngineKind, plain_url: str, drafted_url: str, model: str,
     if not prompts:
         raise InvalidInput("parity has no prompts", "give at least one")
     plain = request_answers(kind, plain_url, model, prompts, max_new_tokens, in_flight=in_flight, pause=pause)
-    from eyrie_workers.measurement.parity.reference import Reference  # torch
-
-    reference = Reference(target_dir, drafter_dir, kind, tree, dtype)
     try:
         drafted = request_answers(kind, drafted_url, model, prompts, max_new_tokens, in_flight=in_flight, pause=pause)
     except EngineFailed as error:
-        own = [reference.histogram(prompt, len(one.token_ids)) for prompt, one in zip(prompts, plain, strict=True)]
-        return report_without_answers(kind, tree, add_histograms(own), len(prompts), error.message)
+        return report_without_answers(kind, tree, len(prompts), error.message)
+    from eyrie_workers.measurement.parity.reference import Reference  # torch
+
+    reference = Reference(target_dir, drafter_dir, kind, tree, dtype)
+    return replay_parity(reference, kind, tree, dtype, prompts, plain, drafted, pause)
+
+
+def replay_parity(reference: "Reference", kind: EngineKind, tree: DraftTreeShape, dtype: str,
+                  prompts: Sequence[Sequence[int]], plain: Sequence[Served], drafted: Sequence[Served],
+                  pause: Callable[[], None] = lambda: None) -> ParityReport:
+    """Replay the rounds of given answers in the reference engine, and decide."""
     evidence, searched = [], 0
     for index, (prompt, one, other) in enumerate(zip(prompts, plain, drafted, strict=True)):
         found = reference.examine(f"prompt {index}", prompt, one, other, search=searched < _MOST_SEARCHED)
@@ -84,6 +96,40 @@ def prove_parity(kind: EngineKind, plain_url: str, drafted_url: str, model: str,
                        key=lambda index: -_changed_rounds(evidence[index]))[:_TRIED_ON]
         likely_cause = reference.diagnose([(prompts[index], drafted[index]) for index in worst])
     return decide(kind, tree, dtype, evidence, likely_cause)
+
+
+def compare_answers(kind: EngineKind, tree: DraftTreeShape, plain: Sequence[Served], drafted: Sequence[Served],
+                    divergence: Callable[[int], tuple[str, bool]], why_not_replayed: str) -> ParityReport:
+    """Decide by the answers alone, where the rounds cannot be replayed or need not be. Pure but for `divergence`.
+
+    divergence   of prompt number i: a line for the report, and whether it is a near-tie
+    """
+    lines, ties = [], 0
+    for index, (one, other) in enumerate(zip(plain, drafted, strict=True)):
+        if one.token_ids != other.token_ids:
+            line, is_tie = divergence(index)
+            lines.append(line)
+            ties += is_tie
+    histogram = add_histograms([one.histogram for one in drafted])
+    reasons = [_identical_words(len(plain), len(lines)), *_different_words(len(lines) - ties), why_not_replayed]
+    return ParityReport(
+        engine=kind, prompts=len(plain), identical=len(plain) - len(lines), divergences=tuple(lines), explained=ties,
+        tree=tree, histogram=histogram, tau=acceptance_length(histogram),
+        tau_interval=acceptance_interval(np.array([_rounds_and_accepted(one.histogram) for one in drafted])),
+        passed=len(lines) == ties, reasons=tuple(reasons))
+
+
+def _identical_words(num_prompts: int, num_diverged: int) -> str:
+    return f"{num_prompts - num_diverged} of {num_prompts} answers are identical with and without the drafter"
+
+
+def _different_words(num_unexplained: int) -> list[str]:
+    return [f"{num_unexplained} answers differ by more than a rounding tie: this drafter must not be served by this "
+            "engine; report it with the engine's version"] if num_unexplained else []
+
+
+def _rounds_and_accepted(histogram: Sequence[int]) -> tuple[float, float]:
+    return float(sum(histogram)), float(sum(k * n for k, n in enumerate(histogram)))
 
 
 def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequence[Evidence],
@@ -99,10 +145,7 @@ def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequenc
     other_target = [found.target_differs for found in evidence if found.target_differs]
     share = unexplained / max(1, sum(histogram), sum(reference))
     same = share <= _UNEXPLAINED_SHARE[dtype]
-    reasons = [f"{len(evidence) - len(diverged)} of {len(evidence)} answers are identical with and without the drafter"]
-    if len(diverged) > ties:
-        reasons.append(f"{len(diverged) - ties} answers differ by more than a rounding tie: this drafter must not be "
-                       "served by this engine; report it with the engine's version")
+    reasons = [_identical_words(len(evidence), len(diverged)), *_different_words(len(diverged) - ties)]
     if other_target:
         reasons.append(f"the engine's target differs from ours beyond rounding ({other_target[0]}): serve the target "
                        "the drafter was trained for, at the same revision and dtype")
@@ -123,13 +166,11 @@ def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequenc
         passed=len(diverged) == ties and same and not other_target, reasons=tuple(reasons))
 
 
-def report_without_answers(kind: EngineKind, tree: DraftTreeShape, reference_histogram: tuple[int, ...],
-                           num_prompts: int, error: str) -> ParityReport:
+def report_without_answers(kind: EngineKind, tree: DraftTreeShape, num_prompts: int, error: str) -> ParityReport:
     """The report on a drafted engine that exited or dropped a connection."""
     return ParityReport(
-        engine=kind, prompts=num_prompts, identical=0, tree=tree, histogram=(), reference_histogram=reference_histogram,
-        tau=1.0, tau_interval=Interval(low=1.0, high=1.0), reference_tau=acceptance_length(reference_histogram),
-        passed=False, reasons=(
+        engine=kind, prompts=num_prompts, identical=0, tree=tree, histogram=(), tau=1.0,
+        tau_interval=Interval(low=1.0, high=1.0), passed=False, reasons=(
             f"the engine with the drafter did not answer: {error}",
             "likely cause when it loaded and exited on its first drafts: d2t holds target ids instead of offsets, so "
             "draft ids lie outside the vocabulary; run eyrie check-drafter on the served directory"))
@@ -143,6 +184,4 @@ def _changed_rounds(found: Evidence) -> int:
 
 def _tau_interval(evidence: Sequence[Evidence]) -> Interval:
     """95 % interval of the served tau, prompts resampled."""
-    return acceptance_interval(np.array(
-        [[sum(found.histogram), sum(k * n for k, n in enumerate(found.histogram))] for found in evidence],
-        dtype=np.float64))
+    return acceptance_interval(np.array([_rounds_and_accepted(found.histogram) for found in evidence]))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_workers.drafters.registry import open_drafter
@@ -15,7 +17,31 @@ from eyrie_workers.measurement.parity.served_answers import WHOLE_LAST_ROUND, Se
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.speculation.tree import BranchKeys
+from eyrie_workers.targets.device import default_device
 from eyrie_workers.targets.loading import load_target
+
+_KEPT_FREE = 2**30
+"""For activations, caches and the drafter."""
+
+
+def why_not_held(target_dir: Path) -> str | None:
+    """Why the reference engine cannot hold the target now, with both numbers; None when it can."""
+    needed = sum(file.stat().st_size for file in target_dir.glob("*.safetensors")) + _KEPT_FREE
+    free = free_bytes()
+    if free is None or needed <= free:
+        return None
+    return f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free on the device"
+
+
+def free_bytes() -> int | None:
+    """Free memory of the device that the reference engine computes on; None where it is not known."""
+    if default_device().type == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 @runtime_checkable
@@ -56,12 +82,15 @@ class Reference:
         """`rounds` as a histogram, counted as the serving engine counts."""
         return self._counted(self.rounds(prompt, length, drafter).accepted, length)
 
+    def divergence(self, name: str, prompt: Sequence[int], plain: Served, drafted: Served) -> tuple[str, bool]:
+        """The first difference of two answers as a line, and whether it is a near-tie; ("", False) for equal ones."""
+        found = explain(self.target, name, prompt, plain.token_ids, drafted.token_ids)
+        return ("", False) if found is None else (found.line(self._dtype), found.is_tie(self._dtype))
+
     def examine(self, name: str, prompt: Sequence[int], plain: Served, drafted: Served, *, search: bool) -> Evidence:
         """Compare one prompt's answers and rounds. `search` for explaining near-ties where rounds differ."""
-        answer, line, tie, target_differs = drafted.token_ids, "", False, ""
-        divergence = explain(self.target, name, prompt, plain.token_ids, answer)
-        if divergence is not None:
-            line, tie = divergence.line(self._dtype), divergence.is_tie(self._dtype)
+        answer, target_differs = drafted.token_ids, ""
+        line, tie = self.divergence(name, prompt, plain, drafted)
         own = self.rounds(prompt, len(answer))
         histogram = self._counted(own.accepted, len(answer))
         deviations: int | None = 0
@@ -76,7 +105,8 @@ class Reference:
             if histogram != drafted.histogram:
                 starts = replay.explain(drafted.histogram, whole_last_round=self._whole) if search else None
                 deviations = None if starts is None else len(starts)
-        return Evidence(name, divergence is None, drafted.histogram, histogram, line, tie, deviations, target_differs)
+        return Evidence(name, plain.token_ids == answer, drafted.histogram, histogram, line, tie, deviations,
+                        target_differs)
 
     def diagnose(self, answered: Sequence[tuple[Sequence[int], Served]]) -> str:
         """A sentence naming the misconfiguration that reproduces the rounds of most prompts; empty when none does."""

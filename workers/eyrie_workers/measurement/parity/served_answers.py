@@ -11,10 +11,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.engines.process import EngineFailed
 
 _TIMEOUT_S = 600.0
@@ -22,8 +22,7 @@ WHOLE_LAST_ROUND: dict[EngineKind, bool] = {"sglang": True, "embedded": False}
 """Whether an engine counts all tokens accepted in the round that ends a request."""
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(Frozen):
     """One answer."""
 
     token_ids: tuple[int, ...]
@@ -37,13 +36,14 @@ def request_answer(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[
         answer = _post(f"{url}/generate", {
             "input_ids": list(prompt_ids),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens}})
-        return Served(tuple(answer["output_ids"]),
-                      tuple(answer["meta_info"].get("spec_correct_drafts_histogram") or ()))
+        return Served(token_ids=answer["output_ids"],
+                      histogram=answer["meta_info"].get("spec_correct_drafts_histogram") or ())
     answer = _post(f"{url}/v1/completions", {
         "model": model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens, "temperature": 0.0,
         "return_token_ids": True, "return_spec_tokens_details": True})
     details = (answer.get("sglext") or {}).get("spec_tokens_details") or {}
-    return Served(tuple(answer["choices"][0]["token_ids"]), tuple(details.get("spec_correct_drafts_histogram") or ()))
+    return Served(token_ids=answer["choices"][0]["token_ids"],
+                  histogram=details.get("spec_correct_drafts_histogram") or ())
 
 
 def request_answers(kind: EngineKind, url: str, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
