@@ -155,7 +155,7 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
     return BenchmarkStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
         benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
-        held_out_file=_held_out_file(job, job_dir), measure_transformers=first)
+        held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
 
 def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneStage:
@@ -163,7 +163,7 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneSta
     return TuneStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
         benchmark=job.spec.benchmark, tune=job.spec.tune, drafter_dir=str(job_dir / checkpoint.path),
-        held_out_file=_held_out_file(job, job_dir))
+        held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine)
 
 
 def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: str) -> ProveStage:

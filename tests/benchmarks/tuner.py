@@ -1,6 +1,6 @@
 """The tuner against the exhaustive grid.
 
-    python -m tests.benchmarks.tuner --target quickstart --drafter DIR --out report.json
+    python -m tests.benchmarks.tuner --target quickstart --drafter DIR --out report.json [--engine sglang]
 
 Three measurements on one machine. The tuner, as the stage runs it. The grid: every setting at every concurrency, for as
 many blocks as the tuner would give its finalists, interleaved. The finalists: at each concurrency the tuner's choice,
@@ -15,26 +15,27 @@ All measurements are in ledgers next to the report, from which an interrupted ru
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, BenchmarkSpec
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting, TuneSpec
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, open_engines
-from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner
+from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites, uses_of
 from eyrie_workers.measurement.tuner.grid import possible_settings
 from eyrie_workers.measurement.tuner.profile import TuningProfile
 from eyrie_workers.measurement.tuner.race import Race
 from eyrie_workers.stage_program import Stage
-from eyrie_workers.stages.tune import PROFILE, Tuning, draw_prompts, tune
+from eyrie_workers.stages.tune import PROFILE, Blocks, Tuning, draw_prompts, tune
 from tests.benchmarks.experiments.fits import rank_correlation
 
 _FINALISTS = 3  # of the grid, in addition to the tuner's choice and off
@@ -115,11 +116,11 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
         write_model(tuned, report)
     settings = possible_settings(spec.tune)
     suites = read_suites(spec, stage)
-    with measuring(stage):
-        session = open_session(spec, suites, max_concurrency=max(spec.tune.concurrencies))
-        runner = BlockRunner(session, open_engines(session), draw_prompts(suites, spec).raced)
+    uses = uses_of(spec, {setting.label(): setting for setting in settings})
+    with measuring(stage), open_session(spec, suites, uses, stage, max(spec.tune.concurrencies)) as session:
+        runner = BlockRunner(session, draw_prompts(suites, spec).raced)
         profile = TuningProfile.model_validate_json((directory / PROFILE).read_bytes())
-        grid, final = (_tuning(spec, stage, runner, settings, profile, directory / name)
+        grid, final = (_tuning(spec, stage, runner, settings, uses, profile, directory / name)
                        for name in (GRID, FINALISTS))
         rows, verdicts = [], []
         for concurrency in sorted(set(spec.tune.concurrencies)):
@@ -138,20 +139,30 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
                        environment=report.environment)
 
 
-def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[Setting, ...], profile: TuningProfile,
-            path: Path) -> Tuning:
+def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[Setting, ...],
+            uses: Mapping[str, DrafterUse], profile: TuningProfile, path: Path) -> Tuning:
     ledger = JsonlLedger(path, BlockRun, digest_model(spec))
-    return Tuning(spec, stage, runner, settings, profile, ledger, {run.key: run for run in ledger.entries})
+    blocks = Blocks(runner, ledger, {run.key: run for run in ledger.entries})
+    return Tuning(spec, stage, blocks, settings, uses, profile)
 
 
 def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], rungs: range) -> Race:
     """A race without elimination."""
     race = Race(tuning.profile.predictions(concurrency), len(settings), active=list(settings))
-    for setting in settings:
-        tuning.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
-    for rung in rungs:
-        tuning.rung(race, concurrency, rung)
-        print(f"concurrency {concurrency}: {rung - rungs.start + 1} of {len(rungs)} rungs of {len(settings)} settings",
+    engine = tuning.blocks.engine
+    all_ready = engine.num_resident is None or len(settings) <= engine.num_resident
+    labels = {setting.label(): setting for setting in settings}
+    steps = [range(rung, rung + 1) for rung in rungs] if all_ready else [rungs]
+    if any((concurrency, temperature, rung, label) not in tuning.runs for label in labels for rung in rungs
+           for temperature in tuning.spec.tune.temperatures):
+        for name, error in engine.start({label: tuning.uses[label] for label in labels}).items():
+            print(f"{name} is left out: {error.message}", file=sys.stderr, flush=True)
+            race.withdraw(labels[name], error.message)
+        for setting in race.active if all_ready else ():
+            tuning.blocks.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
+    for step in steps:
+        tuning.measure_rungs(race, concurrency, step, all_ready)
+        print(f"concurrency {concurrency}: {step.stop - rungs.start} of {len(rungs)} rungs of {len(settings)} settings",
               file=sys.stderr, flush=True)
     return race
 
@@ -203,6 +214,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
     parser = argparse.ArgumentParser(description="The tuner against the exhaustive grid.")
     default = TuneSpec()
     parser.add_argument("--target", default="quickstart")
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    parser.add_argument("--no-ngram", action="store_true")
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON report; ledgers and plots go next to it")
     parser.add_argument("--dtype", default="float32")
@@ -218,14 +231,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
         tune_spec = TuneSpec(
             num_steps=tuple(options.num_steps), top_k=tuple(options.top_k), concurrencies=tuple(options.concurrencies),
             num_draft_tokens=tuple(options.num_draft_tokens), max_prompts=options.prompts,
-            temperatures=tuple(options.temperatures))
+            temperatures=tuple(options.temperatures), ngram=not options.no_ngram)
         benchmark = BenchmarkSpec(suites=suites, max_new_tokens=options.tokens, threads=options.threads,
                                   temperatures=tuple(options.temperatures))
         target = TargetSpec.model_validate({"model": options.target, "dtype": options.dtype})
     except ValueError as error:
         raise InvalidInput(f"the options make no valid trial: {error}", "see --help") from error
     return TuneStage(job_id="trial", checkpoint=options.drafter.name, candidate="trial", target=target,
-                     benchmark=benchmark, tune=tune_spec, drafter_dir=str(options.drafter)), options.out
+                     benchmark=benchmark, tune=tune_spec, drafter_dir=str(options.drafter),
+                     engine=EngineSpec(kind=options.engine)), options.out
 
 
 def main(argv: Sequence[str] | None = None) -> int:

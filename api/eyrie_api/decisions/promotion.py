@@ -142,8 +142,9 @@ def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> floa
 
 
 def _identical(policy: PromotionPolicy, candidate: BenchmarkReport) -> PromotionCheck:
-    prompts = sum(cell.prompts for cell in candidate.cells)
-    same, ties = sum(cell.identical for cell in candidate.cells), sum(cell.near_ties for cell in candidate.cells)
+    cells = [cell for cell in candidate.cells if cell.compared]
+    prompts = sum(cell.prompts for cell in cells)
+    same, ties = sum(cell.identical for cell in cells), sum(cell.near_ties for cell in cells)
     passed, words = True, f"{candidate.checkpoint}: every prompt's output is identical to the target's"
     if ties:
         words += f", {ties} of {prompts} after a near-tie of two logits"

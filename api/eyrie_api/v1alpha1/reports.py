@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.model import Frozen, Interval, Probability
 from eyrie_api.v1alpha1.tuning import DraftTime, OperatingMap, StepTime, Trial
 
@@ -24,6 +25,20 @@ class Environment(Frozen):
     dtype: str
     code_version: str
     date: str
+
+
+class EngineUsed(Frozen):
+    """The engine that a stage measured in."""
+
+    kind: EngineKind
+    version: str
+    dtype: str
+    device: str
+    limits: tuple[str, ...] = ()
+    """What could not be measured or shown in this engine on this device, one sentence each."""
+
+    restarts: int = 0
+    """Servers that ended while they were measured and were started again."""
 
 
 QuarantineKind = Literal["malformed", "too-long", "benchmark", "declined", "filtered", "failed", "empty", "truncated"]
@@ -233,6 +248,10 @@ class CellReport(Frozen):
     near_ties: int = 0
     """Prompts that differed by near-ties of the target's dtype alone (`decisions.near_ties`)."""
 
+    compared: bool = True
+    """False for sampled answers of an engine whose noise is not keyed by position: they differ although their
+    distributions are equal, and `identical` is no finding."""
+
     divergences: tuple[str, ...] = ()
     """One line per prompt that differed: id, position, logit gap."""
 
@@ -245,7 +264,7 @@ class BenchmarkReport(Frozen):
     path: str
     cells: tuple[CellReport, ...]
     lossless: bool
-    """Every prompt of every cell is identical, or differs by near-ties alone."""
+    """Every prompt of every compared cell is identical, or differs by near-ties alone."""
 
     speedup: float
     """Mean over suites and temperatures: what selection ranks by."""
@@ -261,6 +280,9 @@ class BenchmarkReport(Frozen):
     """The engine without a drafter on those prompts, interleaved with `transformers` generate."""
 
     transformers_prompts: int = 0
+    engine: EngineUsed | None = None
+    """None only in reports from before the engine was a choice: they are of the embedded engine."""
+
     environment: Environment
     seconds: float
 
@@ -302,6 +324,9 @@ class TuneReport(Frozen):
     finding: str
     final: BenchmarkReport
     """The winner measured on prompts of every suite: what promotion decides on."""
+
+    engine: EngineUsed | None = None
+    """As in `BenchmarkReport`."""
 
     environment: Environment
     seconds: float

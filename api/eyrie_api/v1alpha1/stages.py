@@ -92,7 +92,9 @@ class BenchmarkStage(Frozen):
     """`held_out.jsonl` of regenerate, for suites whose path is `held-out`."""
 
     measure_transformers: bool = False
-    """Also time `transformers` generate, once per job."""
+    """Also time `transformers` generate, once per job. Only in the embedded engine."""
+
+    engine: EngineSpec = EngineSpec()
 
 
 class TuneStage(Frozen):
@@ -107,6 +109,7 @@ class TuneStage(Frozen):
     tune: TuneSpec
     drafter_dir: str
     held_out_file: str | None = None
+    engine: EngineSpec = EngineSpec()
 
 
 class ProveStage(Frozen):

@@ -151,4 +151,5 @@ def _mean_speedup(cells: Iterable[CellReport]) -> float | None:
 
 
 def _all_identical(cells: Sequence[CellReport]) -> bool | None:
-    return all(cell.identical == cell.prompts for cell in cells) if cells else None
+    compared = [cell for cell in cells if cell.compared]
+    return all(cell.identical == cell.prompts for cell in compared) if compared else None

@@ -1,6 +1,7 @@
 """Interleaved variants over the real engine, and the report of differing outputs."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt
+from eyrie_workers.engines.embedded import EmbeddedEngine
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (
@@ -18,11 +21,13 @@ from eyrie_workers.measurement.benchmark.session import (
     read_suites,
     report_cells,
     round_robin,
+    setting_of,
+    start_all,
+    uses_of,
 )
 from eyrie_workers.measurement.benchmark.transformers_baseline import compare
 from eyrie_workers.measurement.benchmark.variants import Bench, unit_seed
 from eyrie_workers.measurement.variant import Variant, drafted
-from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
@@ -34,9 +39,12 @@ VARIANTS = [UNDRAFTED, CHAIN, TREE]
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    spec = stage_specs(tmp_path_factory.mktemp("bench"))[0]
-    return open_session(spec, read_suites(spec, Stage(tmp_path_factory.mktemp("stage"))))
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    spec, stage = stage_specs(tmp_path_factory.mktemp("bench"))[0], Stage(tmp_path_factory.mktemp("stage"))
+    uses = uses_of(spec, {variant.title: setting_of(variant) for variant in VARIANTS})
+    with open_session(spec, read_suites(spec, stage), uses, stage) as session:
+        start_all(session, uses)
+        yield session
 
 
 def test_prompts_without_room_for_an_answer_are_left_out_with_an_event(session: Session, tmp_path: Path) -> None:
@@ -95,8 +103,9 @@ def test_noise_is_shared_by_variants_and_differs_between_prompts_and_repeats(ses
 
 def test_a_variant_run_on_another_target_is_reported_as_divergent_with_id_and_position(
         session: Session, tmp_path: Path) -> None:
-    other = load_target(tiny_target(tmp_path / "other", seed=1), "float32")
-    corrupted = dataclasses.replace(session.bench, engine=Engine(other, session.bench.engine.drafter))
+    other = EmbeddedEngine(load_target(tiny_target(tmp_path / "other", seed=1), "float32"), "float32")
+    other.start({CHAIN.title: DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree))})
+    corrupted = dataclasses.replace(session.bench, engine=other)
     units = units_of(session)
     entries = []
     for honest, wrong in zip(entries_of(session, session.bench, [UNDRAFTED]),
@@ -172,7 +181,7 @@ def test_prompts_of_uneven_suites_are_all_asked() -> None:
 
 def test_transformers_generate_is_timed_on_the_same_prompts(session: Session) -> None:
     units = [unit for unit in units_of(session) if unit.temperature == 0.0][:2]
-    found = compare(session.bench, session.target_path, "float32", units, nothing)
+    found = compare(session.bench, session.target, session.target_path, "float32", units, nothing)
     assert found.tokens_per_s > 0
     assert found.transformers_tokens_per_s > 0
     assert found.prompts == 2

@@ -2,14 +2,13 @@
 
 One engine per checkpoint over one target, and one without a drafter; a variant is an engine with a draft-tree shape.
 All variants answer a block before the next block begins, in an order that changes from block to block
-(`eyrie_workers.interleaving`). A block is timed by `measurement.benchmark.blocks.run_block`: whole requests, prefill
+(`eyrie_workers.interleaving`). A block is timed by `engines.embedded.decode`: whole requests, prefill
 included, every slot busy.
 
 Each engine also counts the seconds of its phases (`phase_times.EngineStats`); the cost of a round follows from them.
 Every answer is recorded, to be compared with the undrafted one.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +22,9 @@ from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.plan import Block, CompareSpec, blocks_of, suites_stage
 from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
+from eyrie_workers.engines.embedded import EmbeddedEngine, decode
 from eyrie_workers.interleaving import interleaved
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_size, run_block
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_run, block_size
 from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_for, read_suites
 from eyrie_workers.measurement.benchmark.variants import Bench
 from eyrie_workers.measurement.variant import Variant
@@ -103,10 +103,9 @@ class Setup:
         engine = self.engines[variant.family]
         engine.stats.reset()
         setting = OFF_SETTING if variant.tree is None else Setting(tree=variant.tree)
-        cpu = time.process_time()
-        done = run_block({setting.method: engine}, setting, requests, block.concurrency, block.index)
-        cpu, spent = time.process_time() - cpu, engine.stats
-        return VariantRun(block=done, cpu_seconds=cpu, prefill_s=spent.prefill_s, draft_s=spent.draft_s,
+        run = decode(engine, variant.tree, requests, block.concurrency, truncate=True)
+        done, spent = block_run(setting, block.concurrency, block.temperature, block.index, run), engine.stats
+        return VariantRun(block=done, cpu_seconds=run.cpu_seconds, prefill_s=spent.prefill_s, draft_s=spent.draft_s,
                       verify_s=spent.verify_s, rounds=spent.rounds, nodes=spent.nodes)
 
     def warm_up(self, blocks: Sequence[Block], stage: Stage) -> None:
@@ -160,10 +159,10 @@ def open_all(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mappin
     slots = max(spec.concurrencies)
     engines = {family: _engine(family, checkpoints, target,
                                slots) for family in dict.fromkeys(a.family for a in variants)}
-    bench = Bench(engines[OFF], seed=spec.benchmark.seed, max_new_tokens=spec.benchmark.max_new_tokens,
-                  stop_ids=tuple(tokenizer.eos_ids))
-    session = Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
-    return Setup(engines, {name: BlockRunner(session, {}, prompts) for name, prompts in suites.items()}, variants)
+    bench = Bench(EmbeddedEngine(target, spec.target.dtype, slots), seed=spec.benchmark.seed,
+                  max_new_tokens=spec.benchmark.max_new_tokens, stop_ids=tuple(tokenizer.eos_ids))
+    session = Session(bench, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
+    return Setup(engines, {name: BlockRunner(session, prompts) for name, prompts in suites.items()}, variants)
 
 
 def _engine(family: str, checkpoints: Mapping[str, Path], target: TargetModel, slots: int) -> Engine:

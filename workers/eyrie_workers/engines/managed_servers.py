@@ -31,10 +31,10 @@ from eyrie_workers.engines.sglang.profiles import HardwareProfile
 from eyrie_workers.targets.loading import resolve
 
 _POLL_S = 0.1
-_READY_S = {"embedded": 180.0, "sglang": 1800.0}
+READY_S = {"embedded": 180.0, "sglang": 1800.0}
 """Timeout of the start. Loading a large target and capturing its CUDA graphs takes SGLang many minutes."""
 
-_DRAIN_S = {"embedded": 10.0, "sglang": 0.0}
+DRAIN_S = {"embedded": 10.0, "sglang": 0.0}
 """Between SIGTERM and SIGKILL. No request is running any more, and SGLang polls for the signal only every 5 s."""
 
 DrafterUses = dict[str, DrafterUse]
@@ -52,6 +52,10 @@ class EngineServer(Protocol):
 
     def ready(self) -> bool:
         """Whether it accepts requests."""
+        ...
+
+    def phase(self) -> str:
+        """How far it has come while it starts."""
         ...
 
     def stop(self, timeout_s: float) -> int:
@@ -115,16 +119,17 @@ def managed_servers(plan: ServerPlan, uses: DrafterUses, directory: Path,
     """
     servers: dict[str, ManagedServer] = {}
     try:
-        for name in uses:
-            servers[name] = start_server(plan, name, uses, directory / name)
+        for index, name in enumerate(uses):
+            servers[name] = start_server(plan, name, uses, directory / name, _share(plan, uses, index),
+                                         plan.gpu_groups[index] if plan.gpu_groups else ())
             if plan.kind == "sglang" and (plan.machine or detect_hardware()).platform != "cpu":
                 # One after the other: SGLang measures the free memory at start, see `_memory_fraction`.
-                wait_ready([servers[name]], _READY_S[plan.kind], pause_point)
-        wait_ready(list(servers.values()), _READY_S[plan.kind], pause_point)
+                wait_ready([servers[name]], READY_S[plan.kind], pause_point)
+        wait_ready(list(servers.values()), READY_S[plan.kind], pause_point)
         yield servers
     finally:
         for server in servers.values():
-            server.server.stop(_DRAIN_S[plan.kind])
+            server.server.stop(DRAIN_S[plan.kind])
 
 
 def wait_ready(servers: Sequence[ManagedServer], timeout_s: float, pause_point: Callable[[], None]) -> None:
@@ -146,23 +151,28 @@ def _is_ready(managed: ManagedServer) -> bool:
     return managed.server.ready()
 
 
-def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path) -> ManagedServer:
-    """Start the server of one variant; does not wait until it is ready. Its log goes to `directory`."""
+def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path,
+                 share: tuple[int, int] = (0, 1), gpus: GpuGroup = ()) -> ManagedServer:
+    """Start the server of one variant; does not wait until it is ready. Its log goes to `directory`.
+
+    uses    all variants of the comparison: their servers have the same arguments but for drafting
+    share   how many equal shares of its GPUs' memory are taken already, and how many there are
+    gpus    those it computes on; empty: those the stage sees
+    """
     use = uses[name]
     server: EngineServer
     if plan.kind == "embedded":
         server = start_engine(_engine_command(plan, use), directory, die_with_parent=True)
     else:
-        launch_plan, shared = _sglang_plan(plan, name, uses, directory, free_port())
+        launch_plan, shared = _sglang_plan(plan, name, uses, directory, free_port(), share)
         launch_plan = replace(launch_plan, plugin_root=plugin_root(directory))
         config = adaptive_config(launch_plan)
         if config is not None:
             directory.mkdir(parents=True, exist_ok=True)
             _adaptive_file(directory).write_text(config)
         environment = launch_environment(launch_plan)
-        group = plan.gpu_groups[list(uses).index(name)] if plan.gpu_groups else ()
-        if group:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(group)
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         server = start_sglang(launch_arguments(launch_plan, shared), directory, environment=environment)
     return ManagedServer(name, use, plan.model, server)
 
@@ -171,7 +181,8 @@ def command_line(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     """The command line of a variant's server, for the report, with port 0."""
     if plan.kind == "embedded":
         return tuple(_engine_command(plan, uses[name]).argv())
-    return (*launcher_command(), *launch_arguments(*_sglang_plan(plan, name, uses, directory, 0)))
+    share = _share(plan, uses, list(uses).index(name))
+    return (*launcher_command(), *launch_arguments(*_sglang_plan(plan, name, uses, directory, 0, share)))
 
 
 def _engine_command(plan: ServerPlan, use: DrafterUse) -> EngineCommand:
@@ -181,8 +192,14 @@ def _engine_command(plan: ServerPlan, use: DrafterUse) -> EngineCommand:
         threads=plan.threads)
 
 
-def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path,
-                 port: int) -> tuple[LaunchPlan, SharedServerArgs]:
+def shared_context_length(plan: ServerPlan, uses: DrafterUses) -> int:
+    """The context length of the servers of all variants: the smallest of the target's and the drafters'."""
+    _, shared = _sglang_plan(plan, next(iter(uses)), uses, Path(), 0, (0, 1))
+    return shared.context_length
+
+
+def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path, port: int,
+                 share: tuple[int, int]) -> tuple[LaunchPlan, SharedServerArgs]:
     """One variant's launch plan, and the arguments it shares with the other variants."""
     target_dir = resolve(plan.target)
     machine = plan.machine or detect_hardware()
@@ -206,9 +223,15 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     # One attention backend for all variants: chosen for the drafter with the most requirements, under every setting.
     most_demanding = max(plans.values(), key=_backend_requirements)
     shared = shared_args(most_demanding, other_settings=[use.setting for use in uses.values()])
-    own_gpus = len(plan.gpu_groups) >= len(uses)
-    mem_fraction = machine.mem_fraction if own_gpus else _memory_fraction(machine, list(uses).index(name), len(uses))
-    return own, replace(shared, context_length=context_length, mem_fraction=mem_fraction)
+    return own, replace(shared, context_length=context_length, mem_fraction=_memory_fraction(machine, *share))
+
+
+def _share(plan: ServerPlan, uses: DrafterUses, index: int) -> tuple[int, int]:
+    """The share of a GPU's memory of the server started as number `index`: all where every server has its own GPUs.
+
+    Otherwise all servers and the reference engine share them.
+    """
+    return (0, 1) if len(plan.gpu_groups) >= len(uses) else (index, len(uses) + 1)
 
 
 def _backend_requirements(plan: LaunchPlan) -> int:
@@ -218,16 +241,16 @@ def _backend_requirements(plan: LaunchPlan) -> int:
     return 1 if plan.drafter.sliding_window is None else 2
 
 
-def _memory_fraction(machine: HardwareProfile, index: int, num_variants: int) -> float:
-    """`--mem-fraction-static` of the server started as number `index`, so that all and the reference engine fit.
+def _memory_fraction(machine: HardwareProfile, taken: int, num_shares: int) -> float:
+    """`--mem-fraction-static` of a server that takes one of `num_shares` equal shares, `taken` of them being used.
 
     SGLang applies the fraction to the memory that is free when it starts. Equal shares of the whole therefore are
     increasing fractions of what the servers before have left.
     """
     if machine.platform == "cpu":
         return machine.mem_fraction
-    share = machine.mem_fraction / (num_variants + 1)
-    return round(share / (1.0 - index * share), 3)
+    share = machine.mem_fraction / num_shares
+    return round(share / (1.0 - taken * share), 3)
 
 
 def _adaptive_file(directory: Path) -> Path:

@@ -157,6 +157,10 @@ class EngineProcess:
             self.url = str(json.loads(self.ready_file.read_text())["url"])
         return bool(self.url)
 
+    def phase(self) -> str:
+        """As for `SglangServer`. A small model: the engine logs no phases of its start."""
+        return "ready" if self.ready() else "loading"
+
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether /health answers 200 now."""
         try:

@@ -2,7 +2,7 @@
 
     python -m eyrie_workers.stages.benchmark --spec spec.json --out manifest.json
 
-Speed and acceptance are measured in the reference engine, on prompts that no drafter was trained on: training metrics
+Speed and acceptance are measured in the engine of the spec, on prompts that no drafter was trained on: training metrics
 overestimate both. Both variants answer every prompt in turn (`measurement.benchmark.variants`), answers are compared
 token by token, and every finished prompt is a line of `cells.jsonl`, from which an interrupted benchmark resumes. One
 process of a machine measures at a time (`machine.machine_lock`).
@@ -29,6 +29,9 @@ from eyrie_workers.measurement.benchmark.session import (
     read_suites,
     report_cells,
     round_robin,
+    setting_of,
+    start_all,
+    uses_of,
 )
 from eyrie_workers.measurement.variant import drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -43,12 +46,15 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
         suite.name: select(suites[suite.name], 0, suite.max_prompts) for suite in spec.benchmark.suites})
     variant = drafted(spec.benchmark.tree)
     variants = [UNDRAFTED, variant]
-    with measuring(stage):
-        session = open_session(spec, suites)
+    uses = uses_of(spec, {one.title: setting_of(one) for one in variants})
+    with measuring(stage), open_session(spec, suites, uses, stage) as session:
         units = session.units(prompts, spec.benchmark.temperatures, spec.benchmark.repeats)
-        session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
+        if len(ledger.entries) < len(units) or spec.measure_transformers:
+            start_all(session, uses)
+            session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
         entries = measure_units(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
+    # The servers are gone: where an answer differs, the reference implementation of the target is loaded to explain it.
     cells = report_cells(session, entries, units, variant)
     for step, cell in enumerate(cells):
         for name, value in (("tau", cell.tau), ("speedup", cell.speedup), ("tokens_per_s", cell.tokens_per_s)):
@@ -66,12 +72,14 @@ def _compare_with_transformers(session: Session, spec: BenchmarkStage,
 
     None where the GPU has no room for both.
     """
+    if spec.engine.kind != "embedded":
+        return None  # its server would compete with transformers for the device
     if not transformers_baseline.fits(session.target):
         stage.event("BaselineNotCompared", f"{session.target.device} has no room for a second copy of the target: the "
                     "undrafted engine is not compared with transformers generate", warning=True)
         return None
     first = round_robin({name: select(prompts, 0, 1) for name, prompts in session.suites.items()})
-    found = transformers_baseline.compare(session.bench, session.target_path, session.dtype,
+    found = transformers_baseline.compare(session.bench, session.target, session.target_path, session.dtype,
                                           session.units(first, (0.0,), 1), stage.pause_point)
     stage.event("BaselineCompared", f"undrafted engine {found.tokens_per_s:.1f} tokens/s, transformers generate "
                                     f"{found.transformers_tokens_per_s:.1f} tokens/s on the same {found.prompts} "

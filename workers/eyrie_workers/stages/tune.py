@@ -22,7 +22,7 @@ a resumed race ends where an uninterrupted one would have.
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -32,14 +32,15 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
-from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.interleaving import interleaved
+from eyrie_workers.engines.decoding_engine import DecodingEngine
+from eyrie_workers.engines.embedded import EmbeddedEngine
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine.environment import environment
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_size, num_identical, open_engines
-from eyrie_workers.measurement.benchmark.samples import UNDRAFTED, Entry
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_size, num_identical
+from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
     Progress,
@@ -53,20 +54,27 @@ from eyrie_workers.measurement.benchmark.session import (
     read_suites,
     report_cells,
     round_robin,
+    setting_of,
+    start_all,
+    uses_of,
 )
 from eyrie_workers.measurement.tuner import profile as profiling
+from eyrie_workers.measurement.tuner.anchors import anchors
 from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even_shares, possible_settings
 from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.profile import TuningProfile
-from eyrie_workers.measurement.tuner.race import Measured, Race, trials_allowed, within_budget
+from eyrie_workers.measurement.tuner.race import Measured, Race, trials_allowed, turns, within_budget
 from eyrie_workers.measurement.variant import Variant, drafted
+from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
 
 PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
 _FEWEST_RUNGS = 4  # an interval from fewer blocks is too wide
+_FEWEST_RACERS = 3  # off, the drafter's best and a rival, also where fewer servers fit the memory
+_RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
 
 
 @dataclass(frozen=True)
@@ -78,36 +86,66 @@ class Prompts:
     final: Suites
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Measures blocks, each once: the ledger has those of earlier runs."""
+
+    runner: BlockRunner
+    ledger: JsonlLedger[BlockRun]
+    runs: dict[tuple[int, float, int, str], BlockRun]
+
+    @property
+    def engine(self) -> DecodingEngine:
+        """The engine that is measured."""
+        return self.runner.session.bench.engine
+
+    def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
+        """One block. The setting's variant must be started unless the ledger has the block."""
+        key = (concurrency, temperature, rung, setting.label())
+        if key not in self.runs:
+            run = self.runner.run(setting, concurrency, temperature, rung)
+            self.ledger.append(run)
+            self.runs[key] = run
+        return self.runs[key]
+
+
 @dataclass
 class Tuning:
     """Runs the races, and reports them, once everything is loaded."""
 
     spec: TuneStage
     stage: Stage
-    runner: BlockRunner
+    blocks: "Blocks"
     settings: tuple[Setting, ...]
+    uses: Mapping[str, DrafterUse]
     profile: TuningProfile
-    ledger: JsonlLedger[BlockRun]
-    runs: dict[tuple[int, float, int, str], BlockRun]
     spent_s: float = 0.0
+
+    @property
+    def runs(self) -> dict[tuple[int, float, int, str], BlockRun]:
+        """Every measured block."""
+        return self.blocks.runs
 
     def race(self, concurrency: int, budget_s: float) -> Race:
         """Race at one concurrency to its end."""
         predictions = self.profile.predictions(concurrency)
         race = Race(predictions, trials_allowed(len(self.settings), self.spec.tune.trials_share))
         by_speed = sorted(predictions.values(), key=lambda one: -one.speedup)
-        drafted = next(one.setting for one in by_speed if one.setting.method == "drafter")
         rung_tokens = (block_size(concurrency) * self.profile.tokens_per_answer * len(self.spec.tune.temperatures))
         costs = [rung_tokens / one.tokens_per_s for one in [predictions[OFF], *by_speed]]
         # Half of the budget for the first rung leaves a second one, without which there is no interval.
         affordable = within_budget(costs, budget_s / 2)
+        resident = self.blocks.engine.num_resident
+        if resident is not None:
+            # Settings beyond those that are ready at once would replace each other in every rung.
+            affordable = min(affordable, max(resident, _FEWEST_RACERS))
         spent, rung, most_rungs = 0.0, 0, self.most_rungs(concurrency)
         while True:
-            for setting in race.admit(affordable, [drafted]):
-                if not self._known(setting, concurrency, rung):
-                    self.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
-            seconds = self.rung(race, concurrency, rung)
-            spent, rung = spent + seconds, rung + 1
+            self._admit(race, concurrency, rung, affordable, [one.setting for one in by_speed])
+            all_ready = resident is None or len(race.active) <= resident
+            rungs = range(rung, rung + (1 if all_ready else _RUNGS_PER_START))
+            seconds = self.measure_rungs(race, concurrency, rungs, all_ready)
+            spent, rung = spent + seconds, rungs.stop
             dropped = race.drop()
             if dropped:
                 self.stage.event("Dropped", f"at concurrency {concurrency}: " + "; ".join(
@@ -121,6 +159,36 @@ class Tuning:
                                   f"{race.estimate(leader):.2f}x; {len(race.blocks)} of {len(self.settings)} measured")
         return race
 
+    def _admit(self, race: Race, concurrency: int, rung: int, affordable: int, by_speed: Sequence[Setting]) -> None:
+        """Activate settings and make them ready. One that cannot start is withdrawn, and the next one admitted.
+
+        Raises the error of off, and of the drafter when no setting of it can start.
+        """
+        while True:
+            left = [setting for setting in by_speed if setting not in race.reasons or setting in race.blocks]
+            # The drafter's best is needed for the final measurement; the best of all, often n-gram lookup, may win.
+            required = [setting for setting in left if setting != OFF][:1]
+            required += [setting for setting in left if setting.method == "drafter"][:1]
+            entered = race.admit(max(affordable, 1 + len(set(required))), required)
+            unknown = [setting for setting in race.active if not self._known(setting, concurrency, rung)]
+            if not unknown:
+                return
+            failed = self.blocks.engine.start({one.label(): self.uses[one.label()] for one in race.active})
+            if OFF.label() in failed:
+                raise failed[OFF.label()]
+            if not failed:
+                break
+            for setting in [setting for setting in race.active if setting.label() in failed]:
+                error = failed[setting.label()]
+                race.withdraw(setting, f"could not start: {error.message}")
+                self.stage.event("VariantDropped", f"{setting.label()} at concurrency {concurrency}: {error.message}",
+                                 warning=True)
+                if not any(one.method == "drafter" and one not in race.reasons for one in self.settings):
+                    raise error
+        for setting in entered:
+            if setting in unknown:
+                self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
+
     def most_rungs(self, concurrency: int) -> int:
         """Rungs that use every prompt twice per repeat; at least `_FEWEST_RUNGS`."""
         requests = 2 * self.spec.tune.max_prompts * self.spec.tune.repeats
@@ -129,31 +197,25 @@ class Tuning:
     def _known(self, setting: Setting, concurrency: int, rung: int) -> bool:
         return all((concurrency, t, rung, setting.label()) in self.runs for t in self.spec.tune.temperatures)
 
-    def rung(self, race: Race, concurrency: int, rung: int) -> float:
-        """Measure one block of each temperature in every active setting; returns the seconds measured."""
+    def measure_rungs(self, race: Race, concurrency: int, rungs: range, all_ready: bool = True) -> float:
+        """Measure one block of each rung and temperature in every active setting; returns the seconds measured."""
         seconds, variants = 0.0, list(race.active)
-        for turn, temperature in enumerate(self.spec.tune.temperatures):
-            for setting in interleaved(variants, rung + turn):
-                self.stage.pause_point()
-                run = self.measure(setting, concurrency, temperature, rung)
-                race.record(setting, (temperature, rung), Measured(run.tokens, run.seconds))
-                seconds += run.seconds
+        blocks = [(temperature, rung) for rung in rungs for temperature in self.spec.tune.temperatures]
+        for setting, (temperature, rung) in turns(variants, blocks, rungs.start, all_ready):
+            self.stage.pause_point()
+            run = self.blocks.measure(setting, concurrency, temperature, rung)
+            race.record(setting, (temperature, rung), Measured(run.tokens, run.seconds))
+            seconds += run.seconds
+            self.stage.progress(self.spent_s, self.spec.tune.budget_s, "seconds of racing",
+                                f"{setting.label()} at concurrency {concurrency}")
+        for temperature, rung in blocks:
+            if temperature > 0.0 and not self.blocks.engine.same_samples:
+                continue
             plain = self.runs[concurrency, temperature, rung, OFF.label()]
-            race.changed_output |= {setting for setting in variants
-                            if num_identical(self.runs[concurrency, temperature, rung, setting.label()], plain)
-                            < len(plain.answers)}
+            race.changed_output |= {
+                setting for setting in variants if len(plain.answers) > num_identical(
+                    self.runs[concurrency, temperature, rung, setting.label()], plain)}
         return seconds
-
-    def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
-        """One block, from the ledger if it was measured before."""
-        key = (concurrency, temperature, rung, setting.label())
-        if key not in self.runs:
-            run = self.runner.run(setting, concurrency, temperature, rung)
-            self.ledger.append(run)
-            self.runs[key] = run
-        self.stage.progress(self.spent_s, self.spec.tune.budget_s, "seconds of racing",
-                            f"{setting.label()} at concurrency {concurrency}")
-        return self.runs[key]
 
     # Reports of a race
 
@@ -171,7 +233,8 @@ class Tuning:
         predicted = {"setting": setting, "concurrency": concurrency, "predicted_tokens_per_s": prediction.tokens_per_s,
                 "predicted_speedup": prediction.speedup, "predicted_tau": prediction.tau}
         if setting not in race.blocks:
-            return Trial.model_validate(predicted | {"reason": "not tried: others were predicted faster"})
+            reason = race.reasons.get(setting) or _why_untried(race, setting)
+            return Trial.model_validate(predicted | {"reason": reason})
         runs = self.runs_of(setting, concurrency)
         reason = ("chosen" if setting == best else "baseline" if setting == OFF
                   else race.reasons.get(setting, "not separated from the leader; prediction and measurement decided"))
@@ -229,11 +292,11 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
     if ledger.entries:
         stage.event("Resumed", f"{len(ledger.entries)} measured blocks found in {BLOCKS}")
     prompts = draw_prompts(suites, spec)
-    with measuring(stage):
-        session = open_session(spec, suites, max_concurrency=concurrencies[-1])
-        runner = BlockRunner(session, open_engines(session), prompts.raced)
-        profile = read_or_measure_profile(stage, spec, runner, settings, prompts.probed)
-        tuning = Tuning(spec, stage, runner, settings, profile, ledger, {run.key: run for run in ledger.entries})
+    uses = uses_of(spec, {setting.label(): setting for setting in settings} | {BASELINE: OFF})
+    with measuring(stage), open_session(spec, suites, uses, stage, concurrencies[-1]) as session:
+        blocks = Blocks(BlockRunner(session, prompts.raced), ledger, {run.key: run for run in ledger.entries})
+        profile = read_or_measure_profile(stage, spec, blocks, settings, uses, prompts.probed)
+        tuning = Tuning(spec, stage, blocks, settings, uses, profile)
         races = {}
         for number, concurrency in enumerate(concurrencies):
             left = spec.tune.budget_s - tuning.spent_s
@@ -249,7 +312,7 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
                     if setting.method == "drafter"),
         winner=winner.tree, map=map_, trials=trials, step_times=profile.step_times,
-        draft_times=profile.draft_times, finding=f"{map_.finding} {_source(prompts)}", final=final,
+        draft_times=profile.draft_times, finding=f"{map_.finding} {_source(prompts)}", final=final, engine=final.engine,
         environment=environment(session.dtype), seconds=time.monotonic() - started)
     for step, trial in enumerate(trial for trial in trials if trial.speedup is not None):
         stage.metric(f"{trial.setting.label()}@{trial.concurrency}/speedup", step, trial.speedup or 0.0)
@@ -271,8 +334,8 @@ def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
                    final={name: final for name, (_, final) in drawn.items()})
 
 
-def read_or_measure_profile(stage: Stage, spec: TuneStage, runner: BlockRunner, settings: Sequence[Setting],
-                            prompts: Sequence[Prompt]) -> TuningProfile:
+def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Sequence[Setting],
+                            uses: Mapping[str, DrafterUse], prompts: Sequence[Prompt]) -> TuningProfile:
     """The profile of an earlier run of this spec, or a new one."""
     path: Path = stage.out_dir / PROFILE
     digest = digest_model(spec)
@@ -281,10 +344,40 @@ def read_or_measure_profile(stage: Stage, spec: TuneStage, runner: BlockRunner, 
         if kept.belongs_to == digest:
             stage.event("Resumed", f"predictions and costs found in {PROFILE}")
             return kept
-    measured = profiling.measure(runner, settings, prompts, spec.tune, digest, stage.pause_point)
+    measured = _measure_profile(stage, spec, blocks, settings, uses, prompts, digest)
     write_model(path, measured)
     stage.event("Predicted", f"{len(settings)} settings from {len(prompts)} prompts in {measured.seconds:.1f} s")
     return measured
+
+
+def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Sequence[Setting],
+                     uses: Mapping[str, DrafterUse], prompts: Sequence[Prompt], digest: str) -> TuningProfile:
+    engine, session = blocks.engine, blocks.runner.session
+    if isinstance(engine, EmbeddedEngine):
+        engine.start(uses)
+        engines = _reference_engines(engine, settings, uses)
+        return profiling.measure(blocks.runner, engines, settings, prompts, spec.tune, digest, stage.pause_point)
+    anchored = anchors(settings)
+    for name, error in engine.start({one.label(): uses[one.label()] for one in anchored}).items():
+        if name == OFF.label():
+            raise error
+        stage.event("VariantDropped", f"anchor {name}: {error.message}", warning=True)
+        anchored = [one for one in anchored if one.label() != name]
+    if not any(one.method == "drafter" for one in anchored):
+        raise InvalidInput("tune: no setting of the drafter could start in the engine",
+                           "read the VariantDropped events, and the servers' logs in the stage's directory")
+    reference = EmbeddedEngine(session.target, session.dtype)
+    return profiling.measure_from_outside(
+        blocks.runner, _reference_engines(reference, settings, uses), settings, anchored, prompts, spec.tune, digest,
+        stage.pause_point, blocks.measure)
+
+
+def _reference_engines(reference: EmbeddedEngine, settings: Sequence[Setting],
+                       uses: Mapping[str, DrafterUse]) -> dict[Method, Engine]:
+    """The reference engine of each method."""
+    one_of = {setting.method: uses[setting.label()] for setting in settings}
+    # `off` last, because it uses the drafter's engine.
+    return {method: reference.reference(one_of[method]) for method in sorted(one_of, key=lambda name: name == "off")}
 
 
 def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[OperatingMap, tuple[Trial, ...]]:
@@ -310,9 +403,19 @@ def _measure_final(session: Session, spec: TuneStage, stage: Stage, variant: Var
                   ledger: JsonlLedger[Entry]) -> BenchmarkReport:
     started = time.monotonic()
     units = session.units(round_robin(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
+    if len(ledger.entries) < len(units):
+        start_all(session, uses_of(spec, {one.title: setting_of(one) for one in (UNDRAFTED, variant)}))
     entries = measure_units(session, units, [UNDRAFTED, variant], ledger, Progress(stage, 2 * len(units)))
     return benchmark_report(session, spec, entries, report_cells(session, entries, units, variant), None,
                             time.monotonic() - started)
+
+
+def _why_untried(race: Race, setting: Setting) -> str:
+    """Why a setting was not measured: its prediction, or the limits of the race."""
+    predicted = race.predictions[setting].speedup
+    if predicted > max(race.predictions[tried].speedup for tried in race.blocks):
+        return "not tried: the budget of trials, seconds or memory was used up"
+    return "not tried: others were predicted faster"
 
 
 def _source(prompts: Prompts) -> str:

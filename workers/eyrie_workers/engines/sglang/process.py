@@ -98,6 +98,33 @@ class SglangServer:
         except (urllib.error.URLError, OSError):
             return False
 
+    def phase(self) -> str:
+        """How far it has come while it starts."""
+        return loading_phase(log_lines(self.log_file))
+
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until no request runs, then forget cached prefixes and texts of n-gram lookup. Raises EngineFailed."""
+        url = f"{self.url}/flush_cache?timeout={timeout_s:g}"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=timeout_s + 30.0):
+                pass
+        except urllib.error.HTTPError as error:
+            raise EngineFailed(f"{url} answered {error.code}: {error.read(300).decode(errors='replace')}",
+                               f"read {self.log_file}") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise EngineFailed(f"{url} did not answer: {error}", f"read {self.log_file}") from error
+
+    def cpu_seconds(self) -> float:
+        """CPU time of its processes since they began."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # a process that ends meanwhile
+                # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+                if int(fields[2]) == self.process.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def stop(self, timeout_s: float = 30.0) -> int:
         """Stop it: SIGTERM, on which SGLang finishes running requests, then SIGKILL to the rest of its process group.
 
@@ -133,6 +160,21 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
             env=merged_environment(environment or {}),
         )
     return SglangServer(process, f"http://{_address(arguments)}", log_file, command)
+
+
+_PHASES = (("Load weight begin", "loading weights"), ("Load weight end", "weights loaded"),
+           ("KV Cache is allocated", "KV pool allocated"), ("Capture cuda graph begin", "capturing graphs"),
+           ("Capture cuda graph end", "graphs captured"), ("Application startup complete", "warming up"))
+"""Text of SGLang's log and what it says about a starting server; the target's weights come before the drafter's."""
+
+
+def loading_phase(lines: Sequence[str]) -> str:
+    """How far a starting server has come, from the lines of its log. Pure."""
+    for line in reversed(lines):
+        for text, phase in _PHASES:
+            if text in line:
+                return phase
+    return "importing"
 
 
 def last_error(log_file: Path) -> str:

@@ -9,18 +9,17 @@ An answer does not depend on the setting, so every answer is compared token by t
 same request, truncated answers up to the shorter length.
 """
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.drafters.registry import UNTRAINED, open_method
+from eyrie_workers.engines.decoding_engine import EngineRun
+from eyrie_workers.intervals import add_histograms
 from eyrie_workers.measurement.benchmark.session import Session
 from eyrie_workers.measurement.benchmark.variants import make_request
-from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.requests import Request
 
 _WARMUP_TOKENS = 16  # as in `measurement.benchmark.variants`
 
@@ -51,10 +50,9 @@ class BlockRun(Frozen):
 
 @dataclass(frozen=True)
 class BlockRunner:
-    """Runs blocks: one engine per drafting method over one target, and the prompts that blocks are taken from."""
+    """Runs blocks of prompts in the session's engine, whose variants have the names that `Setting.label` gives."""
 
     session: Session
-    engines: Mapping[str, Engine]
     prompts: Sequence[Prompt]
 
     def requests(self, concurrency: int, temperature: float, rung: int) -> list[Request]:
@@ -75,14 +73,16 @@ class BlockRunner:
 
     def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
         """Measure one setting on one block."""
-        return run_block(self.engines, setting, self.requests(concurrency, temperature, rung), concurrency, rung)
+        run = self.session.bench.engine.generate(
+            setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
+        return block_run(setting, concurrency, temperature, rung, run)
 
     def warm_up(self, setting: Setting, concurrency: int, temperatures: Sequence[float]) -> None:
         """Run the beginning of a block without timing it: kernels are selected, memory is mapped."""
         for temperature in temperatures:
             short = [replace(request, max_new_tokens=_WARMUP_TOKENS)
                      for request in self.requests(concurrency, temperature, 0)[:concurrency]]
-            run_block(self.engines, setting, short, concurrency, 0)
+            self.session.bench.engine.generate(setting.label(), short, concurrency, truncate=True)
 
 
 def block_size(concurrency: int) -> int:
@@ -90,55 +90,21 @@ def block_size(concurrency: int) -> int:
     return 2 * concurrency
 
 
-def open_engines(session: Session) -> dict[str, Engine]:
-    """One engine per drafting method, over the same target and with as many slots as the session's. `off` shares the
-    drafter's engine."""
-    own = session.bench.engine
-    return {"off": own, "drafter": own} | {
-        method: Engine(session.target, open_method(method, None, session.target), max_concurrency=own.max_concurrency)
-        for method in UNTRAINED}
-
-
-def run_block(engines: Mapping[str, Engine], setting: Setting, requests: Sequence[Request], concurrency: int,
-              rung: int) -> BlockRun:
-    """Run a block. The engine is idle afterwards."""
-    engine = engines[setting.method]
-    engine.tree = setting.tree
-    waiting = list(reversed(requests))
-    slots = min(concurrency, len(requests))
-    answers: dict[str, list[int]] = {request.id: [] for request in requests}
-    whole: list[str] = []
-    histogram = [0] * (_depth(setting.tree) + 1)
-    began = time.perf_counter()
-    while True:
-        while waiting and engine.num_running + engine.num_waiting < slots:
-            engine.submit(waiting.pop())
-        # A slot that cannot be refilled ends the block: what follows would run at a lower concurrency.
-        if engine.num_running + engine.num_waiting < slots:
-            break
-        for progress in engine.step():
-            answers[progress.id] += progress.token_ids
-            for accepted in progress.accepted:
-                histogram[accepted] += 1
-            if progress.generation is not None:
-                whole.append(progress.id)
-    seconds = time.perf_counter() - began
-    for request in requests:
-        engine.cancel(request.id)
+def block_run(setting: Setting, concurrency: int, temperature: float, rung: int, run: EngineRun) -> BlockRun:
+    """A run as a line of the ledger."""
+    depth = setting.tree.num_steps if setting.tree is not None else 0
+    histogram = add_histograms([(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)])
     return BlockRun(
-        concurrency=concurrency, temperature=requests[0].sampling.temperature, rung=rung, variant=setting.label(),
-        seconds=seconds, tokens=sum(map(len, answers.values())), accepted_histogram=tuple(histogram),
-        answers={name: tuple(tokens) for name, tokens in answers.items()}, whole=tuple(whole))
+        concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
+        tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
+        answers={answer.id: answer.token_ids for answer in run.answers},
+        whole=tuple(answer.id for answer in run.answers if answer.whole))
 
 
 def _identical(first: Sequence[int], second: Sequence[int], both_whole: bool) -> bool:
     # Truncated answers are compared up to the shorter one; complete ones must also end at the same token.
     shared = min(len(first), len(second))
     return first[:shared] == second[:shared] and (not both_whole or len(first) == len(second))
-
-
-def _depth(tree: DraftTreeShape | None) -> int:
-    return tree.num_steps if tree is not None else 0
 
 
 def num_identical(first: BlockRun, second: BlockRun) -> int:

@@ -57,7 +57,8 @@ def by_prompt(entries: Iterable[Entry], variant: str, temperature: float) -> dic
 
 
 def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: DraftTreeShape,
-                divergences: Sequence[str] = (), near_ties: int = 0, seed: int = 0) -> CellReport:
+                divergences: Sequence[str] = (), near_ties: int = 0, seed: int = 0, *,
+                compared: bool = True) -> CellReport:
     """One suite at one temperature. Raises ValueError when nothing was measured there."""
     results = list(by_prompt((e for e in entries if e.suite == suite), tree.label(), temperature).values())
     if not results:
@@ -72,7 +73,7 @@ def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: 
         tokens_per_s=_rate(drafted), baseline_tokens_per_s=_rate(baseline), speedup=speed_ratio(tallies),
         speedup_interval=speed_interval([tallies], seed), ttft_s=median(s.ttft_s for s in drafted),
         baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
-        near_ties=near_ties, divergences=tuple(divergences))
+        near_ties=near_ties, compared=compared, divergences=tuple(divergences))
 
 
 def baseline_rate(entries: Sequence[Entry]) -> float:

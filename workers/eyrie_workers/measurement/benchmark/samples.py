@@ -20,7 +20,7 @@ class Sample(Frozen):
     """Wall time of the whole request, prefill included."""
 
     cpu_seconds: float
-    """Process CPU time of the whole request."""
+    """CPU time of the engine's processes for the whole request."""
 
     ttft_s: float
     rounds: int

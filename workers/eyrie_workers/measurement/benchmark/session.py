@@ -5,9 +5,10 @@ eliminations follow from the spec alone, so a resumed run measures what an unint
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,18 +20,22 @@ from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, load_suite
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.engines.decoding_engine import DecodingEngine, check_temperatures
+from eyrie_workers.engines.embedded import EmbeddedEngine
+from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.managed_engine import SglangEngine
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine.environment import cpu_count, environment
 from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
 from eyrie_workers.measurement.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, first_difference
 from eyrie_workers.measurement.benchmark.transformers_baseline import TransformersBaseline
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit, unit_seed
 from eyrie_workers.measurement.variant import Variant
-from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve
@@ -51,7 +56,6 @@ class Session:
     """Everything loaded that a measurement needs."""
 
     bench: Bench
-    target: TargetModel
     target_path: Path
     tokenizer: ChatTokenizer
     suites: Suites
@@ -59,6 +63,12 @@ class Session:
 
     spec: BenchmarkSpec
     dtype: str
+
+    @cached_property
+    def target(self) -> TargetModel:
+        """The reference implementation of the target: the embedded engine's own, otherwise loaded at first use."""
+        engine = self.bench.engine
+        return engine.target if isinstance(engine, EmbeddedEngine) else load_target(self.target_path, self.dtype)
 
     def units(self, prompts: Iterable[tuple[int, Prompt]], temperatures: Sequence[float],
               repeats: int) -> list[Unit]:
@@ -104,16 +114,53 @@ def prompts_that_fit(suites: Suites, tokenizer: ChatTokenizer, context: int, sta
     return kept
 
 
-def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, max_concurrency: int = 1) -> Session:
-    """Load target and drafter."""
+def uses_of(spec: BenchmarkStage | TuneStage, settings: Mapping[str, Setting]) -> dict[str, DrafterUse]:
+    """The variants of the stage's drafter with these settings, by name."""
+    return {name: DrafterUse(drafter_dir=spec.drafter_dir if setting.method == "drafter" else None, setting=setting)
+            for name, setting in settings.items()}
+
+
+def setting_of(variant: Variant) -> Setting:
+    """The setting of a variant of the stage's drafter."""
+    return Setting(tree=variant.tree) if variant.tree is not None else Setting(method="off")
+
+
+@contextmanager
+def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Mapping[str, DrafterUse], stage: Stage,
+                 max_concurrency: int = 1) -> Iterator[Session]:
+    """An engine of the stage's kind, without variants yet; stopped when the block is left.
+
+    possible   every variant that will be started
+
+    Raises InvalidInput for a temperature at which the engine cannot decode one of them, before anything starts.
+    """
     torch.set_num_threads(spec.benchmark.threads or torch.get_num_threads())
     path = resolve(spec.target)
     tokenizer = ChatTokenizer(path)
-    target = load_target(path, spec.target.dtype)
-    engine = Engine(target, open_drafter(Path(spec.drafter_dir), target), max_concurrency=max_concurrency)
+    engine: DecodingEngine
+    if spec.engine.kind == "embedded":
+        engine = EmbeddedEngine(load_target(path, spec.target.dtype), spec.target.dtype, max_concurrency)
+    else:
+        groups = gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.num_gpus)
+        plan = ServerPlan("sglang", spec.target, max_concurrency, tp_size=spec.engine.tp_size, gpu_groups=groups)
+        engine = SglangEngine(plan, dict(possible), stage.out_dir / "servers", stage)
+    temperatures = {"benchmark.temperatures": spec.benchmark.temperatures}
+    if isinstance(spec, TuneStage):
+        temperatures["tune.temperatures"] = spec.tune.temperatures
+    for field, values in temperatures.items():
+        check_temperatures(engine, [use.setting for use in possible.values()], values, field)
     bench = Bench(engine, seed=spec.benchmark.seed, max_new_tokens=spec.benchmark.max_new_tokens,
                   stop_ids=tuple(tokenizer.eos_ids))
-    return Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
+    try:
+        yield Session(bench, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
+    finally:
+        engine.stop()
+
+
+def start_all(session: Session, uses: Mapping[str, DrafterUse]) -> None:
+    """Start all of a measurement's variants. Raises the error of the first that cannot start."""
+    for error in session.bench.engine.start(uses).values():
+        raise error
 
 
 def open_ledger(stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[Entry]:
@@ -208,19 +255,24 @@ def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Uni
     cells = []
     for suite in session.suites:
         for temperature in session.spec.temperatures:
+            compared = temperature == 0.0 or session.bench.engine.same_samples
             found = [
                 divergence for unit, entry in zip(units, entries, strict=True)
-                if (unit.prompt.suite, unit.temperature) == (suite, temperature)
+                if compared and (unit.prompt.suite, unit.temperature) == (suite, temperature)
                 and (divergence := _divergence(session, unit, entry, variant)) is not None
             ]
             lines = [one.line(session.dtype) for one in found]
             wrong = {one.prompt_id for one in found if not one.is_tie(session.dtype)}
             ties = {one.prompt_id for one in found} - wrong  # a prompt may be repeated: each repeat must be a near-tie
-            cells.append(cell_report(entries, suite, temperature, variant.tree, lines, len(ties), session.spec.seed))
+            cells.append(cell_report(entries, suite, temperature, variant.tree, lines, len(ties), session.spec.seed,
+                                     compared=compared))
     return tuple(cells)
 
 
 def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) -> Divergence | None:
+    # The reference implementation is loaded only when an answer differs, see `Session.target`.
+    if first_difference(entry.samples[BASELINE].token_ids, entry.samples[variant.title].token_ids) is None:
+        return None
     return explain(
         session.target, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
         entry.samples[variant.title].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
@@ -232,9 +284,9 @@ def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries
     """The report of one checkpoint from its cells. compared: the undrafted engine against `transformers`, if timed."""
     return BenchmarkReport(
         checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=cells,
-        lossless=all(is_lossless(cell.prompts, cell.identical, cell.near_ties) for cell in cells),
+        lossless=all(is_lossless(cell.prompts, cell.identical, cell.near_ties) for cell in cells if cell.compared),
         speedup=sum(cell.speedup for cell in cells) / len(cells), baseline_tokens_per_s=baseline_rate(entries),
         transformers_generate_tokens_per_s=compared.transformers_tokens_per_s if compared else None,
         transformers_baseline_tokens_per_s=compared.tokens_per_s if compared else None,
-        transformers_prompts=compared.prompts if compared else 0, environment=environment(session.dtype),
-        seconds=seconds)
+        transformers_prompts=compared.prompts if compared else 0, engine=session.bench.engine.describe(),
+        environment=environment(session.dtype), seconds=seconds)

@@ -43,13 +43,13 @@ def fits(target: TargetModel) -> bool:
     return free > sum(file.stat().st_size for file in weight_files(target.path))
 
 
-def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit],
+def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, units: Sequence[Unit],
             between: Callable[[], None]) -> TransformersBaseline:
     """Time both engines on greedy `units`, interleaved. `between` is called before each answer and may raise."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        target_path, dtype=getattr(torch, dtype), local_files_only=True).eval().to(bench.engine.target.device)
+        target_path, dtype=getattr(torch, dtype), local_files_only=True).eval().to(target.device)
     bench.warm_up(units[:1], [UNDRAFTED], between)
     _generate(model, units[0], bench.stop_ids, 8)
     tokens = transformers_tokens = 0

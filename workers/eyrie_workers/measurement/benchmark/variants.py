@@ -1,24 +1,24 @@
 """The same prompt through several variants of one engine, one after the other.
 
-A variant is the engine with a draft-tree shape, or without drafting (`tree=None`): the same engine object, weights,
-threads and sampling noise, so two variants differ in speculation alone. All variants answer a prompt before the next
-prompt begins, in an order that changes from prompt to prompt (`eyrie_workers.interleaving`).
+A variant is the engine with a draft-tree shape, or without drafting (`tree=None`): the same weights, dtype and limits,
+so two variants differ in speculation alone. All variants answer a prompt before the next prompt begins, in an order
+that changes from prompt to prompt (`eyrie_workers.interleaving`).
 
 The whole request is timed at concurrency 1, prefill included (the drafter's prefill too, in a drafted variant). Wall
-time gives tokens per second; process CPU time is recorded as a cross-check for a busy machine.
+time gives tokens per second; the CPU time of the engine's processes is recorded as a cross-check for a busy machine.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.conversations.suites import Prompt
+from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.samples import Entry, Sample, UnitKey
 from eyrie_workers.measurement.variant import Variant
-from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.requests import Request
 
 _WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 
@@ -53,12 +53,11 @@ def make_request(unit: Unit, *, seed: int, max_new_tokens: int, stop_ids: Sequen
         sampling=SamplingSpec(temperature=unit.temperature), seed=unit_seed(unit, seed), stop_ids=tuple(stop_ids))
 
 
-
 @dataclass
 class Bench:
-    """An engine and the settings all its measurements share."""
+    """An engine, whose variants have the names that `Variant.title` gives, and what all its measurements share."""
 
-    engine: Engine
+    engine: DecodingEngine
     seed: int
     max_new_tokens: int
     stop_ids: tuple[int, ...]
@@ -71,7 +70,7 @@ class Bench:
                 between()
                 request = make_request(unit, seed=self.seed, stop_ids=self.stop_ids,
                                        max_new_tokens=min(self.max_new_tokens, _WARMUP_TOKENS))
-                self.engine.generate([request], variant.tree)
+                self.engine.generate(variant.title, [request], 1)
 
     def measure(self, unit: Unit, variants: Sequence[Variant], between: Callable[[], None]) -> Entry:
         """Answer one unit in every variant, in the order of its turn."""
@@ -84,9 +83,8 @@ class Bench:
 
     def _time(self, unit: Unit, variant: Variant) -> Sample:
         request = make_request(unit, seed=self.seed, max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids)
-        wall, cpu = time.perf_counter(), time.process_time()
-        (answer,) = self.engine.generate([request], variant.tree)
-        seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+        run = self.engine.generate(variant.title, [request], 1)
+        (answer,) = run.answers
         return Sample(
-            token_ids=tuple(answer.token_ids), seconds=seconds, cpu_seconds=cpu_seconds, ttft_s=answer.first_token_s,
-            rounds=answer.rounds, accepted_histogram=tuple(answer.accepted_histogram))
+            token_ids=answer.token_ids, seconds=run.seconds, cpu_seconds=run.cpu_seconds, ttft_s=answer.ttft_s,
+            rounds=answer.rounds, accepted_histogram=answer.accepted_histogram)

@@ -1,9 +1,11 @@
 """The tuning profile: step times and replays, measured once, from which all predictions are computed.
 
 `measure` answers the prompts at every concurrency in rounds of alternating shapes (`measurement.tuner.probe`), then
-drafts along the answers (`measurement.tuner.draft_replay`) with every drafting method, at every width of the grid. The
-profile is a value: predictions for any concurrency follow from it without further measurement, and an interrupted stage
-reads it from disk, so the race resumes from the same predictions.
+drafts along the answers (`measurement.tuner.draft_replay`) with every drafting method, at every width of the grid.
+`measure_from_outside` does it for an engine behind HTTP: costs come from anchor settings (`measurement.tuner.anchors`),
+the answers from that engine, and the replay from the reference implementation. The profile is a value: predictions for
+any concurrency follow from it without further measurement, and an interrupted stage reads it from disk, so the race
+resumes from the same predictions.
 """
 
 import time
@@ -15,7 +17,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime, TuneSpec
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.measurement.benchmark.blocks import BlockRunner
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner
+from eyrie_workers.measurement.tuner import anchors
 from eyrie_workers.measurement.tuner.draft_replay import KnownAnswer, trace
 from eyrie_workers.measurement.tuner.predict import (
     Costs,
@@ -28,7 +31,7 @@ from eyrie_workers.measurement.tuner.predict import (
     undrafted,
 )
 from eyrie_workers.measurement.tuner.probe import draft_times, run_probe, shapes_to_time, step_times
-from eyrie_workers.speculation.engine import Request
+from eyrie_workers.speculation.engine import Engine, Request
 
 _FEW_PROMPTS = 4  # probed at low concurrency, where rounds are cheap but whole answers are not
 _ROUNDS = 10  # of each shape, at least; the time is their median
@@ -71,11 +74,15 @@ class TuningProfile(Frozen):
         return sum(done.tokens for done in plain) / sum(done.requests for done in plain)
 
 
-def measure(runner: BlockRunner, settings: Sequence[Setting], prompts: Sequence[Prompt], tune: TuneSpec,
-            belongs_to: str, between: Callable[[], None]) -> TuningProfile:
-    """Measure and replay. `between` is called between rounds and may raise."""
+Engines = Mapping[Method, Engine]
+"""The reference engine of each method."""
+
+
+def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
+            tune: TuneSpec, belongs_to: str, between: Callable[[], None]) -> TuningProfile:
+    """Measure and replay in the reference engine. `between` is called between rounds and may raise."""
     began = time.monotonic()
-    profiler = _Profiler(runner, settings, prompts, between)
+    profiler = _Profiler(runner, engines, settings, prompts, between)
     for concurrency in sorted(set(tune.concurrencies)):
         for temperature in tune.temperatures:
             profiler.probe(concurrency, temperature)
@@ -84,12 +91,58 @@ def measure(runner: BlockRunner, settings: Sequence[Setting], prompts: Sequence[
         prefill_s=profiler.prefill(), replays=tuple(profiler.replay(tune)), seconds=time.monotonic() - began)
 
 
+def measure_from_outside(
+        runner: BlockRunner, engines: Engines, settings: Sequence[Setting], anchored: Sequence[Setting],
+        prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str, between: Callable[[], None],
+        measure_block: Callable[[Setting, int, float, int], BlockRun]) -> TuningProfile:
+    """Measure in the session's engine, whose variants `anchored` are started, and replay in the reference engines.
+
+    measure_block   of a setting, concurrency, temperature and rung; the race's, so that it measures no block again
+    """
+    began = time.monotonic()
+    profiler = _Profiler(runner, engines, settings, prompts, between)
+    step_times: list[StepTime] = []
+    draft_times: list[DraftTime] = []
+    concurrencies = sorted(set(tune.concurrencies))
+    for setting in anchored:
+        runner.warm_up(setting, 1, tune.temperatures)
+    prefill_s = {setting: profiler.prefill_outside(setting) for setting in anchored}
+    for concurrency in concurrencies:
+        for setting in anchored if concurrency > 1 else ():
+            runner.warm_up(setting, concurrency, tune.temperatures)
+        for temperature in tune.temperatures:
+            runs = {setting: measure_block(setting, concurrency, temperature, 0) for setting in anchored}
+            timed = {setting: anchors.round_seconds(run, prefill_s[setting]) for setting, run in runs.items()}
+            costs = anchors.fit(timed[OFF], [(setting, timed[setting]) for setting in anchored if setting != OFF])
+            rounds = min(sum(run.accepted_histogram) for run in runs.values())
+            step_times += anchors.step_times(costs, settings, concurrency, temperature, rounds)
+            draft_times += anchors.draft_times(costs, settings, concurrency, temperature, rounds)
+    for temperature in tune.temperatures:
+        profiler.answer_outside(concurrencies[-1], temperature)
+    # Its servers verify `num_draft_tokens` nodes in every round, filled or not.
+    replays = [one.model_copy(update={"done": _full_passes(one)}) for one in profiler.replay(tune)]
+    methods: dict[str, list[float]] = {}
+    for setting, seconds in prefill_s.items():
+        methods.setdefault(setting.method, []).append(seconds)
+    return TuningProfile(
+        belongs_to=belongs_to, step_times=tuple(step_times), draft_times=tuple(draft_times),
+        prefill_s={method: median(seconds) for method, seconds in methods.items()}, replays=tuple(replays),
+        seconds=time.monotonic() - began)
+
+
+def _full_passes(one: SettingReplay) -> ReplayedRounds:
+    if one.setting.tree is None:
+        return one.done
+    return one.done.model_copy(update={"passes": {one.setting.tree.num_draft_tokens: one.done.rounds}})
+
+
 class _Profiler:
     """Collects the parts of a profile."""
 
-    def __init__(self, runner: BlockRunner, settings: Sequence[Setting], prompts: Sequence[Prompt],
+    def __init__(self, runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
                  between: Callable[[], None]) -> None:
-        self.runner, self.settings, self.prompts, self.between = runner, settings, prompts, between
+        self.runner, self.engines = runner, engines
+        self.settings, self.prompts, self.between = settings, prompts, between
         self.step_times: list[StepTime] = []
         self.draft_times: list[DraftTime] = []
         self.answers: dict[tuple[str, float], KnownAnswer] = {}
@@ -106,7 +159,7 @@ class _Profiler:
                 replace(request, max_new_tokens=8 * _LOOKUP_ROUNDS) for request in requests[:concurrency]]
             # Rounds without drafting run in the drafter's probe, so all points of the step-time curve are of one run.
             shapes = [*([None] if trained else []), *shapes_to_time(self._shapes(method))]
-            probe = run_probe(self.runner.engines[method], probed, concurrency, shapes, self.between,
+            probe = run_probe(self.engines[method], probed, concurrency, shapes, self.between,
                               _ROUNDS if trained else _LOOKUP_ROUNDS)
             self.draft_times += draft_times(probe, method, concurrency, temperature)
             self._prefill_s.setdefault(method, []).extend(probe.prefill_s)
@@ -122,7 +175,7 @@ class _Profiler:
     def prefill(self) -> dict[str, float]:
         """Median prefill seconds by method; those without drafting are timed here."""
         prompts = [replace(request, max_new_tokens=1) for request in self._first_requests()]
-        engine = self.runner.engines["off"]
+        engine = self.engines["off"]
         engine.tree = None
         plain = []
         for request in prompts:
@@ -130,6 +183,21 @@ class _Profiler:
             engine.generate([request])
             plain.append(engine.stats.prefill_s - before)
         return {"off": median(plain)} | {method: median(times) for method, times in self._prefill_s.items() if times}
+
+    def prefill_outside(self, setting: Setting) -> float:
+        """Median seconds of the first token of a variant of the session's engine, one request at a time."""
+        requests = [replace(request, max_new_tokens=1) for request in self._first_requests()[:_FEW_PROMPTS]]
+        run = self.runner.session.bench.engine.generate(setting.label(), requests, 1)
+        return median(answer.ttft_s for answer in run.answers)
+
+    def answer_outside(self, concurrency: int, temperature: float) -> None:
+        """Undrafted answers of the session's engine to all prompts, to replay along."""
+        self.between()
+        requests = self.runner.some_requests(self.prompts, temperature, 0, len(self.prompts))
+        run = self.runner.session.bench.engine.generate(OFF.label(), requests, concurrency)
+        for request, answer in zip(requests, run.answers, strict=True):
+            self.answers[request.id, temperature] = KnownAnswer(
+                tuple(request.prompt_ids), answer.token_ids, temperature, request.seed)
 
     def _first_requests(self) -> list[Request]:
         return self.runner.some_requests(self.prompts, 0.0, 0, len(self.prompts))
@@ -153,6 +221,6 @@ class _Profiler:
 
     def _trace(self, method: Method, answers: Sequence[KnownAnswer], num_steps: int,
                widths: set[int]) -> Mapping[int, list[Trace]]:
-        drafter = self.runner.engines[method].drafter
+        drafter = self.engines[method].drafter
         assert drafter is not None
         return trace(self.runner.session.target, drafter, answers, num_steps, widths, self.between)

@@ -26,6 +26,7 @@ from statistics import fmean, pstdev
 
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.tuning import OFF, Setting
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import Tally, mean_speed_ratio, speed_interval, student_quantile
 from eyrie_workers.measurement.tuner.predict import Prediction
 
@@ -69,7 +70,7 @@ class Race:
 
     active: list[Setting] = field(default_factory=list)
     reasons: dict[Setting, str] = field(default_factory=dict)
-    """Why a setting was dropped."""
+    """Why a setting was dropped or withdrawn."""
 
     changed_output: set[Setting] = field(default_factory=set)
     """Settings that changed an answer: one wins only if all others did too, and promotion then refuses it."""
@@ -89,7 +90,7 @@ class Race:
         """
         entered: list[Setting] = []
         for setting in [OFF, *required, *self._candidates()]:
-            tried = set(self.blocks) | set(self.active)
+            tried = set(self.blocks) | set(self.active) | set(self.reasons)
             if len(tried) >= self.most_trials or len(self.active) >= affordable:
                 break
             if setting not in tried:
@@ -97,9 +98,15 @@ class Race:
                 entered.append(setting)
         return entered
 
+    def withdraw(self, setting: Setting, reason: str) -> None:
+        """Take out a setting that cannot be measured; it is not admitted again."""
+        self.active.remove(setting)
+        self.reasons[setting] = reason
+
     def _candidates(self) -> list[Setting]:
         """Untried settings that could win, best prediction first; settings similar to an earlier one come last."""
-        untried = [setting for setting in self._by_prediction() if setting not in self.blocks and setting != OFF]
+        untried = [setting for setting in self._by_prediction()
+                   if setting not in self.blocks and setting not in self.reasons and setting != OFF]
         threshold = self._threshold()
         candidates = [setting for setting in untried if self._optimistic(setting) >= threshold]
         # Neighbouring shapes have nearly the same speed and prediction error: measuring both would tell little more.
@@ -268,3 +275,21 @@ def within_budget(order: Sequence[float], budget_s: float) -> int:
             break
         count += 1
     return count
+
+
+def turns(active: Sequence[Setting], blocks: Sequence[BlockKey], first_turn: int,
+          all_ready: bool) -> list[tuple[Setting, BlockKey]]:
+    """The order in which settings answer blocks.
+
+    first_turn   of `interleaving.interleaved`
+    all_ready    every setting can be measured at any time. Otherwise making one ready replaces another, so each answers
+                 all blocks before the next; off answers the first half before the others and the second half after
+                 them, so that a drift of the machine cancels.
+    """
+    if all_ready:
+        return [(setting, block) for turn, block in enumerate(blocks, first_turn)
+                for setting in interleaved(active, turn)]
+    half = (len(blocks) + 1) // 2
+    others = interleaved([setting for setting in active if setting != OFF], first_turn)
+    return [*((OFF, block) for block in blocks[:half]), *((setting, block) for setting in others for block in blocks),
+            *((OFF, block) for block in blocks[half:])]

@@ -1,0 +1,70 @@
+"""How many servers fit the machine's memory at the same time, computed before the first one starts.
+
+The estimate of one server: the weights of target and drafter in the served dtype, the KV pool that the requests can
+fill, and the processes themselves. On a CPU the memory is that which is available now; on a GPU the share that SGLang
+may use. The arithmetic is pure; `available_bytes` reads /proc/meminfo.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.targets import Dtype
+from eyrie_workers.engines.sglang.profiles import HardwareProfile
+
+_GIB = 2**30
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROCESSES_BYTES = int(2.5 * _GIB)
+"""Main memory of SGLang's three processes without weights: 2 GiB measured with 0.5.23, torch's libraries included."""
+
+_NGRAM_BYTES = _GIB // 4
+"""The trie of n-gram lookup with the capacity that `launch` sets on a CPU (a tenth of SGLang's default of 2 GB)."""
+
+_GPU_WORKSPACE_BYTES = 2 * _GIB
+"""CUDA context, graphs and workspace of one server."""
+
+_KEPT_FREE_BYTES = _GIB
+"""Main memory left for the stage and the system."""
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], dtype: Dtype) -> int:
+    """Bytes of one token's keys and values in all layers, from a target's config.json."""
+    text = config.get("text_config") or config
+    heads = int(text["num_attention_heads"])
+    head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    return 2 * int(text["num_hidden_layers"]) * kv_heads * head_dim * _ELEMENT_BYTES[dtype]
+
+
+def server_bytes(platform: str, weight_bytes: int, kv_bytes: int, ngram: bool) -> int:
+    """Memory of one server, on its device."""
+    if platform != "cpu":
+        return weight_bytes + kv_bytes + _GPU_WORKSPACE_BYTES
+    return weight_bytes + kv_bytes + PROCESSES_BYTES + (_NGRAM_BYTES if ngram else 0)
+
+
+def num_that_fit(available_bytes: int, one_server_bytes: int) -> int:
+    """Servers that fit. Raises InvalidInput when none does."""
+    num = available_bytes // one_server_bytes
+    if num < 1:
+        raise InvalidInput(
+            f"one SGLang server needs about {one_server_bytes / _GIB:.1f} GiB of memory and "
+            f"{max(0, available_bytes) / _GIB:.1f} GiB are available",
+            "free memory, lower the concurrency, raise engine.tp_size, or use a machine with more memory")
+    return num
+
+
+def weights_on_disk(directory: Path) -> int:
+    """Bytes of the safetensors files of a checkpoint."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def available_bytes(machine: HardwareProfile, num_gpus: int = 1) -> int:
+    """Memory that servers may take now."""
+    if machine.platform != "cpu":
+        return int(machine.mem_fraction * machine.memory_gib * _GIB * num_gpus)
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 - _KEPT_FREE_BYTES
+    return int(machine.memory_gib * _GIB)

@@ -1,0 +1,132 @@
+"""The cost of a round in an engine that can only be timed from outside, from a few anchor settings. Pure.
+
+A server reports how many rounds a request took and when its answer ended, not how long one target pass or one draft
+step takes. Both follow from a few settings whose rounds differ in known numbers. At one concurrency, with the seconds
+of an undrafted round u, a round of a setting takes
+
+    u + beta (nodes - 1) + fixed + step * num_steps                   with the drafter
+    u + beta (nodes - 1) + lookup                                     with n-gram lookup
+
+beta is the cost of one more verified token per row, `fixed` what drafting costs once per round, `step` one pass of the
+drafter. The four are fitted by least squares of the relative errors, none below zero: a negative cost is noise.
+
+Anchors are off, the shallowest and the deepest chain, the largest tree, and the deepest n-gram chain; each answers the
+first block of the race, whose result the race then reuses. Errors of the model are corrected by the race, which shifts
+all predictions by their mean error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime
+from eyrie_workers.measurement.benchmark.blocks import BlockRun
+
+_FEATURES = 4
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds at one concurrency and temperature."""
+
+    undrafted_s: float
+    per_node_s: float
+    fixed_s: float
+    per_step_s: float
+    lookup_s: float
+
+    def round_s(self, setting: Setting) -> float:
+        """One round of a setting."""
+        return self.undrafted_s + float(np.dot(_features(setting), (
+            self.per_node_s, self.fixed_s, self.per_step_s, self.lookup_s)))
+
+
+def anchors(settings: Sequence[Setting]) -> list[Setting]:
+    """The settings to time, off first."""
+    def size(setting: Setting) -> tuple[int, int, int]:
+        assert setting.tree is not None
+        return setting.tree.num_steps, setting.tree.num_draft_tokens, setting.tree.top_k
+
+    chosen: dict[Setting, None] = {OFF: None}
+    drafted = [setting for setting in settings if setting.method == "drafter"]
+    chains = sorted((one for one in drafted if one.tree is not None and one.tree.top_k == 1), key=size)
+    trees = sorted((one for one in drafted if one.tree is not None and one.tree.top_k > 1), key=size)
+    lookups = sorted((one for one in settings if one.method == "ngram"), key=size)
+    for group in ((chains or trees)[:1], chains[-1:], trees[-1:], lookups[-1:]):
+        chosen |= dict.fromkeys(group)
+    return list(chosen)
+
+
+def round_seconds(run: BlockRun, prefill_s: float) -> float:
+    """Mean seconds of one round of all rows in a block: its seconds without the prefills of its requests.
+
+    Raises ValueError for a block without a round.
+    """
+    rounds = sum(run.accepted_histogram)
+    if rounds == 0:
+        raise ValueError(f"block of {run.variant} at concurrency {run.concurrency} has no round")
+    prefilled = sum(bool(tokens) for tokens in run.answers.values())
+    # A block of short answers may be mostly prefill; its rounds are not free.
+    return max(run.seconds - prefilled * prefill_s, 0.1 * run.seconds) * run.concurrency / rounds
+
+
+def fit(undrafted_s: float, timed: Sequence[tuple[Setting, float]]) -> RoundCosts:
+    """Costs from the seconds of one round of some drafted settings, and of one without drafting."""
+    rows = np.array([_features(setting) for setting, _ in timed], dtype=np.float64).reshape(-1, _FEATURES)
+    seconds = np.array([round_s for _, round_s in timed], dtype=np.float64)
+    weights = 1.0 / seconds
+    best, least = np.zeros(_FEATURES), np.inf
+    # Four parameters: the best of all sixteen subsets without a negative one is the constrained optimum. Of equally
+    # good ones the smallest subset is taken.
+    for num in range(_FEATURES + 1):
+        for subset in map(list, combinations(range(_FEATURES), num)):
+            found = np.zeros(_FEATURES)
+            if subset:
+                found[subset] = np.linalg.lstsq(rows[:, subset] * weights[:, None],
+                                                (seconds - undrafted_s) * weights, rcond=None)[0]
+            error = float(np.sum(((undrafted_s + rows @ found - seconds) * weights) ** 2))
+            if (found >= 0.0).all() and error < least - 1e-12:
+                best, least = found, error
+    per_node, fixed, per_step, lookup = map(float, best)
+    return RoundCosts(undrafted_s, per_node, fixed, per_step, lookup)
+
+
+def step_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int, temperature: float,
+               rounds: int) -> list[StepTime]:
+    """The line of target passes, from one node to the most of any setting; chains and trees have the same."""
+    most = max((one.tree.num_draft_tokens for one in settings if one.tree is not None), default=2)
+    return [StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, rounds=rounds,
+                     verify_s=costs.undrafted_s + costs.per_node_s * (nodes - 1)) for nodes in (1, most)]
+
+
+def draft_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int, temperature: float,
+                rounds: int) -> list[DraftTime]:
+    """Drafting seconds of the shallowest and the deepest setting of each method and width."""
+    groups: dict[tuple[Method, int], list[Setting]] = {}
+    for setting in settings:
+        if setting.tree is not None:
+            groups.setdefault((setting.method, setting.tree.top_k), []).append(setting)
+    chosen: dict[Setting, None] = {}
+    for group in groups.values():
+        depths = sorted(group, key=lambda one: one.tree.num_steps if one.tree is not None else 0)
+        chosen |= dict.fromkeys((depths[0], depths[-1]))
+    return [DraftTime(concurrency=concurrency, temperature=temperature, setting=setting, rounds=rounds,
+                      draft_s=_draft_s(costs, setting)) for setting in chosen]
+
+
+def _draft_s(costs: RoundCosts, setting: Setting) -> float:
+    assert setting.tree is not None
+    if setting.method == "ngram":
+        return costs.lookup_s
+    return costs.fixed_s + costs.per_step_s * setting.tree.num_steps
+
+
+def _features(setting: Setting) -> tuple[float, ...]:
+    """Multipliers of per_node_s, fixed_s, per_step_s and lookup_s."""
+    if setting.tree is None:
+        return (0.0, 0.0, 0.0, 0.0)
+    drafter = setting.method == "drafter"
+    return (setting.tree.num_draft_tokens - 1.0, float(drafter), setting.tree.num_steps * float(drafter),
+            float(not drafter))
