@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 SGLANG_LIMIT_S ?= 1500
+VLLM_LIMIT_S ?= 1500
 CLUSTER_LIMIT_S ?= 3000
 HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt helm-python-sdk
 
@@ -14,7 +15,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-stop test test-wheel test-sglang test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-stop test test-wheel test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -47,6 +48,10 @@ test-wheel:  ## the wheel, installed in an empty environment without a checkout,
 test-sglang: setup  ## the real SGLang on the CPU, with and without a drafter (needs 3 GB of disk, 6 GB of memory)
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
 	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 $(SGLANG_LIMIT_S) $(BIN)/pytest -v --timeout 1200 tests/sglang
+
+test-vllm: setup  ## vLLM's CPU build with an exported drafter, its rounds compared with ours (needs 2.2 GB of disk)
+	@PYTHON="$(PYTHON)" bash tests/vllm/environment/setup
+	@EYRIE_TEST_VLLM=1 timeout --kill-after=30 $(VLLM_LIMIT_S) $(BIN)/pytest -v -rP --timeout 1200 tests/vllm
 
 # Any cluster on which you are an administrator: kind, minikube, or your own. The tests create the two definitions and
 # namespaces named eyrie-test-*, and delete them. One pytest worker: the tests share the machine with the API server.
