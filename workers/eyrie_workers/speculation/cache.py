@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyrie_api.decisions.target_config import SLIDING
 from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.causal_attention import causal
-from eyrie_workers.targets.config import SLIDING, TargetConfig
+from eyrie_workers.targets.config import TargetConfig
 
 INITIAL_POSITIONS = 256
 _MOST_UNUSED = 4096

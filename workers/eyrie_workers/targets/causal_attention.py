@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_workers.targets.config import SLIDING, TargetConfig
+from eyrie_api.decisions.target_config import SLIDING
+from eyrie_workers.targets.config import TargetConfig
 
 _LONGEST_FLASH_HEAD = 256
 

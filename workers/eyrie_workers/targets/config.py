@@ -4,23 +4,20 @@ The families share one block (attention with rotary positions, gated MLP) and di
 code: Llama (rope scaling of Llama 3), Qwen2 (bias on q, k, v), Qwen3 (RMS norm on each head of q and k), Olmo 2 and 3
 (norms after attention and MLP instead of before them, and over all heads of q and of k together; in Olmo 3 three layers
 of four have sliding-window attention, and only the rope of the fourth is scaled). A config that the forward pass would
-compute wrongly is refused here, naming the field, before weights are read.
+compute wrongly is refused before weights are read (`eyrie_api.decisions.target_config`).
 
 Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from eyrie_api.decisions.target_config import check_config, layer_types, olmo3_ropes, rope_type
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
-
-FAMILIES = ("llama", "qwen2", "qwen3", "olmo2", "olmo3")
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -138,63 +135,42 @@ def read_config(directory: Path) -> TargetConfig:
 
 def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:
     """Reduce a `config.json` object. Raises UnsupportedTarget, naming the field, for what cannot be computed."""
-    family = str(data.get("model_type", ""))
-    if family not in FAMILIES:
-        raise UnsupportedTarget(f"model_type {family!r} is not supported", f"use a target of {', '.join(FAMILIES)}")
-    if data.get("hidden_act", "silu") != "silu":
-        raise UnsupportedTarget(f"hidden_act {data['hidden_act']!r} is not supported", "only silu is computed")
-    if data.get("quantization_config") is not None:
-        raise UnsupportedTarget("quantization_config is set: quantised weights cannot be read here",
-                                "give the unquantised model")
-    hidden, num_heads = _count(data, "hidden_size"), _count(data, "num_attention_heads")
-    num_layers = _count(data, "num_hidden_layers")
-    layer_types, window = _layer_types(data, num_layers)
+    check_config(data)
+    family = str(data["model_type"])
+    hidden, num_heads = int(data["hidden_size"]), int(data["num_attention_heads"])
+    types, window = layer_types(data)
     biased = bool(data.get("attention_bias", False))
     post_norm = family in ("olmo2", "olmo3")
     rope, full_rope = _ropes(data)
     return TargetConfig(
-        family=family, hidden_size=hidden, num_layers=num_layers, num_heads=num_heads,
+        family=family, hidden_size=hidden, num_layers=len(types), num_heads=num_heads,
         num_kv_heads=int(data.get("num_key_value_heads") or num_heads),
         head_dim=int(data.get("head_dim") or hidden // num_heads),
-        intermediate_size=_count(data, "intermediate_size"), vocab_size=_count(data, "vocab_size"),
+        intermediate_size=int(data["intermediate_size"]), vocab_size=int(data["vocab_size"]),
         rms_eps=float(data.get("rms_norm_eps", 1e-6)), rope=rope,
         max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
         tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3", attention_bias=biased or family == "qwen2",
         output_bias=biased and family != "qwen2", mlp_bias=family == "llama" and bool(data.get("mlp_bias", False)),
-        layer_types=layer_types, sliding_window=window,
+        layer_types=types, sliding_window=window,
         eos_token_ids=_eos(data, generation or {}), post_norm=post_norm, full_rope=full_rope,
     )
 
 
-def _count(data: Mapping[str, Any], field: str) -> int:
-    value = data.get(field)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer", "save the model again")
-    return value
-
-
 def _ropes(data: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
     """The rope of all layers, and that of the full-attention layers where they differ (Olmo 3)."""
-    kinds = ("default", "linear", "llama3")
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if data.get("model_type") != "olmo3":
-        return _rope(data, scaling, kinds), None
-    # By layer type since transformers 5; before, `rope_scaling` was for the full layers alone.
-    sliding, full = scaling.get(SLIDING) or {}, scaling.get(FULL) or (scaling if "factor" in scaling else {})
-    rope = _rope(data, sliding if "rope_theta" in sliding else {"rope_theta": full.get("rope_theta")} | sliding,
-                 ("default",), theta=500_000.0)
-    full_rope = _rope(data, full, (*kinds, "yarn"), theta=rope.theta)
+        return _rope(data, scaling), None
+    sliding, full = olmo3_ropes(scaling)
+    rope = _rope(data, sliding if "rope_theta" in sliding else {"rope_theta": full.get("rope_theta")} | dict(sliding),
+                 theta=500_000.0)
+    full_rope = _rope(data, full, theta=rope.theta)
     return rope, full_rope if full_rope != rope else None
 
 
-def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], kinds: Sequence[str],
-          theta: float = 10_000.0) -> RopeConfig:
-    kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in kinds:
-        raise UnsupportedTarget(f"rope type {kind!r} is not supported", f"only {', '.join(kinds)} are computed")
-    if float(scaling.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
-        raise UnsupportedTarget("partial_rotary_factor is not 1", "only rotation of whole heads is computed")
+def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], theta: float = 10_000.0) -> RopeConfig:
+    kind = rope_type(scaling)
     factor = float(scaling.get("factor", 1.0))
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
@@ -207,33 +183,6 @@ def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], kinds: Sequence[s
         beta_fast=float(scaling.get("beta_fast") or 32.0), beta_slow=float(scaling.get("beta_slow") or 1.0),
         attention_factor=float(attention_factor) if kind == "yarn" else 1.0,
     )
-
-
-def read_layer_types(data: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Attention type per layer as `config.json` lists it, for any family; None when it lists none."""
-    listed = data.get("layer_types")
-    return tuple(str(kind) for kind in listed) if listed else None
-
-
-def _layer_types(data: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, ...], int | None]:
-    window = data.get("sliding_window")
-    slides = bool(data.get("use_sliding_window", window is not None and data.get("model_type") == "llama"))
-    types = read_layer_types(data)
-    if types is None and data.get("model_type") == "olmo3":
-        types = tuple(SLIDING if (i + 1) % 4 else FULL for i in range(num_layers))
-    if types is None:
-        first_sliding = int(data.get("max_window_layers", num_layers)) if slides and window else num_layers
-        types = tuple(SLIDING if i >= first_sliding else FULL for i in range(num_layers))
-    if len(types) != num_layers:
-        raise UnsupportedTarget(f"layer_types has {len(types)} entries for {num_layers} layers", "correct config.json")
-    unknown = sorted(set(types) - {FULL, SLIDING})
-    if unknown:
-        raise UnsupportedTarget(f"layer_types holds {unknown}", f"only {FULL} and {SLIDING} are computed")
-    if SLIDING not in types:
-        return types, None
-    if not isinstance(window, int) or window < 1:
-        raise UnsupportedTarget(f"sliding_window is {window!r} but layers slide", "correct config.json")
-    return types, window
 
 
 def _eos(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

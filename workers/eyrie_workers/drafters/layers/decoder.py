@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyrie_api.decisions.target_config import FULL
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS
 from eyrie_workers.drafters.checkpoint.files import rope_json
 from eyrie_workers.drafters.layers.modules import AttentionProjections, GatedMlp, Norm, PostAttention
-from eyrie_workers.targets.config import FULL, TargetConfig
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.training.fused import apply_rotary, normed_linear, rms_norm
 from eyrie_workers.training.matmul import linear
 
