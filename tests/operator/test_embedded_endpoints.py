@@ -25,6 +25,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_operator.embedded.hardware import FreeMemory
 from eyrie_operator.embedded.processes import (
     EngineRecord,
     endpoint_dir,
@@ -102,6 +103,20 @@ def harness(tmp_path: Path, target: Path) -> Iterator[Harness]:
     made = Harness(tmp_path / "home", target)
     yield made
     made.close()
+
+
+def test_without_memory_for_two_engines_the_old_one_is_stopped_first_and_the_gap_recorded(
+        harness: Harness, drafter: Path) -> None:
+    harness.serve(1)
+    [old] = harness.engines().values()
+    harness.keeper = EmbeddedEndpoints(harness.settings, harness.database, free=lambda: FreeMemory(0))
+    harness.propose(drafter)
+    harness.tend_until(lambda _: 2 in harness.engines())
+    assert not is_alive(old.process)
+    assert harness.engines()[2].alone
+    harness.serve(2)
+    assert ("gap", 2, "ReplacingEngine") in harness.events("gap")
+    harness.tend_until(lambda _: list(harness.engines()) == [2])
 
 
 def is_serving(endpoint: Endpoint) -> bool:

@@ -14,6 +14,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_operator.endpoints.plan import CANARY_ROUNDS, DRAIN_S, MIN_ROUNDS, plan_endpoint
 from eyrie_operator.endpoints.state import (
     Activate,
+    AnnounceGap,
     CloseWindow,
     DeleteEngine,
     KillEngine,
@@ -70,6 +71,35 @@ def kinds(planned: Any) -> list[type]:
 
 def test_a_new_endpoint_listens_and_starts_its_first_engine() -> None:
     assert plan(endpoint(None, 1), gateway=False).actions == (StartGateway(), StartEngine(1, 1))
+
+
+def test_where_two_engines_do_not_fit_the_old_one_is_stopped_first_and_the_gap_announced() -> None:
+    wanted, why = endpoint(1, 2), "another engine needs 9.0 GiB"
+    found = plan(wanted, engine(1), routed=1, no_room=why)
+    assert kinds(found) == [AnnounceGap, RetireEngine]
+    assert why in found.actions[0].message
+    stopping = engine(1, retiring_since=NOW)
+    waiting = plan(wanted, stopping, routed=1, no_room=why)
+    assert (waiting.actions, waiting.serving) == ((), "True")
+    late = NOW + timedelta(seconds=DRAIN_S + 1)
+    assert plan(wanted, stopping, routed=1, no_room=why, now=late).actions == (KillEngine(1),)
+    # The memory is free now, and it is the candidate's.
+    stopped = engine(1, "dead", retiring_since=NOW)
+    assert plan(wanted, stopped, routed=1).actions == (StartEngine(2, 1, alone=True),)
+    starting = plan(wanted, stopped, engine(2, "starting", alone=True), routed=1)
+    assert (starting.actions, starting.serving, starting.reason) == ((), "False", "ReplacingEngine")
+    ready = plan(wanted, stopped, engine(2, alone=True), routed=1)
+    assert ready.actions[:2] == (Route(2), Activate(2))
+
+
+def test_a_candidate_that_fails_in_the_gap_gives_its_memory_back_before_the_old_engine_starts() -> None:
+    stopped, failed = engine(1, "dead", retiring_since=NOW), engine(2, "dead", alone=True)
+    rejected = plan(endpoint(1, 2), stopped, failed, routed=1)
+    assert isinstance(rejected.actions[0], Reject)
+    timed_out = engine(2, "starting", alone=True)
+    assert plan(endpoint(1), stopped, timed_out, routed=1).actions == (RetireEngine(2),)
+    restarted = plan(endpoint(1), stopped, failed, routed=1, now=NOW + timedelta(minutes=1))
+    assert StartEngine(1, 2) in restarted.actions
 
 
 def test_the_route_moves_only_when_the_candidate_is_healthy_and_the_old_engine_serves_until_then() -> None:

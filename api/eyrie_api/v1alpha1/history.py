@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 from eyrie_api.v1alpha1.model import Frozen
 
 HistoryKind = Literal["created", "decided", "proposed", "canary", "activated", "rejected", "rolled-back", "window",
-                      "drift", "retraining", "on", "off"]
+                      "drift", "retraining", "gap", "on", "off"]
 Actor = Literal["policy", "person", "watch"]
 
 
@@ -26,7 +26,8 @@ class HistoryEntry(Frozen):
     """created: the name was taken. decided: a job's candidate was judged. proposed: a revision became the candidate.
     canary: it was given a share of the requests. activated: it serves all. rejected: it was given up before that.
     rolled-back: what served was given up for an earlier one. window: live acceptance length over one window.
-    drift: it stayed low; `data.job` is the job that would retrain the drafter. retraining: that job was started."""
+    drift: it stayed low; `data.job` is the job that would retrain the drafter. retraining: that job was started.
+    gap: the serving engine is stopped before its successor starts, since both do not fit."""
 
     revision: int | None = None
     job_id: str | None = None

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.conditions import observe
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_operator.embedded.hardware import FreeMemory, Room, find_room, free_memory, weights_on_disk
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     HOST,
@@ -39,6 +40,7 @@ from eyrie_operator.embedded.processes import (
     read_port,
     read_record,
     read_shares,
+    resolve_target,
     spawn,
     start_gateway,
     stop_gateway,
@@ -74,8 +76,9 @@ _LASTING_S = 60.0
 class EmbeddedEndpoints:
     """The reconciler of one machine's endpoints."""
 
-    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
-        self._settings, self._clock = settings, clock
+    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now,
+                 free: Callable[[], FreeMemory] = free_memory) -> None:
+        self._settings, self._clock, self._free_memory = settings, clock, free
         self._records = EndpointRecords(settings, database, clock)
         self._endpoints = self._records.endpoints
 
@@ -97,7 +100,7 @@ class EmbeddedEndpoints:
         """Observe, plan, act, store; returns whether another step should follow at once."""
         endpoint, serving = self._endpoints.get(name), self._endpoints.serving(name)
         policy, now = self._records.policy(endpoint, serving), self._clock()
-        plan = plan_endpoint(endpoint, policy, self._observe(endpoint, directory), now)
+        plan = plan_endpoint(endpoint, policy, self._observe(endpoint, serving, directory), now)
         conditions = endpoint.conditions
         try:
             for action in plan.actions:
@@ -115,7 +118,7 @@ class EmbeddedEndpoints:
 
     # Observation.
 
-    def _observe(self, endpoint: Endpoint, directory: Path) -> ObservedEndpoint:
+    def _observe(self, endpoint: Endpoint, serving: Serving, directory: Path) -> ObservedEndpoint:
         gateway = read_record(directory / GATEWAY_FILE, GatewayRecord)
         route = read_record(directory / ROUTE_FILE, RouteRecord)
         engines = tuple(self._observe_engine(record, folder, endpoint.model)
@@ -128,18 +131,32 @@ class EmbeddedEndpoints:
         shared = route is not None and bool(route.others)
         canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and shared else None)
         return ObservedEndpoint(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
-                                drift_reported=watched.drift_reported, canary=canary)
+                                drift_reported=watched.drift_reported, canary=canary,
+                                no_room=self._no_room(endpoint, serving, engines))
+
+    def _no_room(self, endpoint: Endpoint, serving: Serving, engines: Sequence[ObservedEngine]) -> str:
+        """Why the candidate's engine does not fit next to the serving one; empty where none is to be started."""
+        number = endpoint.candidate_revision
+        if number is None or not any(engine.state != "dead" for engine in engines) or any(
+                engine.revision == number for engine in engines):
+            return ""
+        return self._room(endpoint, serving, number).missing
+
+    def _room(self, endpoint: Endpoint, serving: Serving, number: int) -> Room:
+        use = next(each for each in endpoint.revisions if each.number == number).use
+        weight_bytes = weights_on_disk(resolve_target(serving.target), use)
+        return find_room(serving.serve.engine, weight_bytes, self._free_memory())
 
     def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> ObservedEngine:
         if not is_alive(record.process):
             return ObservedEngine(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
-                                  message=last_lines(folder / "engine.log"))
+                                  message=last_lines(folder / "engine.log"), alone=record.alone)
         known = record
         if record.url is None:
             url = probe(folder, model)
             if url is None:
                 return ObservedEngine(record.revision, "starting", record.started_at, record.starts,
-                                      record.retiring_since)
+                                      record.retiring_since, alone=record.alone)
             rounds, tokens = read_counters(url) or (0.0, 0.0)  # baseline: the probe's own rounds do not count
             record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens,
                                                "window_since": self._clock()})
@@ -151,7 +168,7 @@ class EmbeddedEndpoints:
         rounds, tokens = read_counters(record.url) or (record.window_rounds, record.window_tokens)
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
                               window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens,
-                              window_since=record.window_since)
+                              window_since=record.window_since, alone=record.alone)
 
     # Actions. Each is idempotent: after a crash it is applied again.
 
@@ -185,9 +202,12 @@ class EmbeddedEndpoints:
         argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
         # Race: killed between spawn and record, this control plane leaves an engine that the next one does not know. It
         # starts another on another port; the unknown one gets no requests and stays until it is killed by hand.
-        process = spawn(argv, folder, folder / "engine.log")
-        write_model(folder / ENGINE_FILE, EngineRecord(revision=action.revision, process=process,
-                                                       started_at=self._clock(), starts=action.starts))
+        gpus = self._room(endpoint, serving, action.revision).gpus if serving.serve.engine.kind == "sglang" else ()
+        process = spawn(argv, folder, folder / "engine.log",
+                        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
+        write_model(folder / ENGINE_FILE, EngineRecord(
+            revision=action.revision, process=process, started_at=self._clock(), starts=action.starts,
+            alone=action.alone))
 
 
 def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> ObservedCanary | None:

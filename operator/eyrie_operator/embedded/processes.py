@@ -14,11 +14,12 @@ This module decides nothing: `endpoints` executes the actions of the plan with i
 """
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +66,9 @@ class EngineRecord(Frozen):
     """Set once the probe has passed: the engine is healthy."""
 
     retiring_since: datetime | None = None
+    alone: bool = False
+    """The serving engine was stopped for it, because both do not fit the memory."""
+
     window_rounds: float = 0.0
     """The engine's counters when the current acceptance window began."""
 
@@ -109,11 +113,14 @@ def stop_endpoints(home: Path) -> None:
         (directory / ROUTE_FILE).unlink(missing_ok=True)
 
 
-def spawn(argv: list[str], cwd: Path, log_file: Path) -> ProcessId:
-    """Start a process in its own session, so that it outlives this one; its output is appended to `log_file`."""
+def spawn(argv: list[str], cwd: Path, log_file: Path, variables: Mapping[str, str] | None = None) -> ProcessId:
+    """Start a process in its own session, so that it outlives this one; its output is appended to `log_file`.
+
+    variables   added to this process's environment
+    """
     with log_file.open("ab") as out:
         child = subprocess.Popen(argv, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                                 start_new_session=True)
+                                 start_new_session=True, env={**os.environ, **(variables or {})})
     _children.append(child)
     _children[:] = [other for other in _children if other.poll() is None]  # reaps those that ended
     # Race: a child that has ended already gets an identity that matches no process: it counts as dead.

@@ -2,9 +2,11 @@
 
 An endpoint is a gateway with a stable URL and one engine per revision behind it. A promotion makes a revision the
 candidate: its engine is started next to the serving one (blue/green) and probed; it then gets a growing share of the
-requests (canary) and, when it has passed, all of them; the old engine finishes its requests and is stopped. A candidate
-that dies, is not healthy in time, fails a request or has too low an acceptance is rejected, while the old engine serves
-on. A revision that has served before skips the canary: after a failure requests wait, and the engine is known to work.
+requests (canary) and, when it has passed, all of them; the old engine finishes its requests and is stopped. Where both
+do not fit the memory, the old engine is stopped first, and the endpoint announces that it does not answer meanwhile. A
+candidate that dies, is not healthy in time, fails a request or has too low an acceptance is rejected, while the old
+engine serves on. A revision that has served before skips the canary: after a failure requests wait, and the engine is
+known to work.
 
 A drafter can also become slow after it was promoted, when traffic differs from its training data; output stays the
 same. When the acceptance length over enough recent rounds falls below a share of the proven one, the endpoint rolls
@@ -21,6 +23,7 @@ from typing import Literal
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_operator.endpoints.state import (
     Activate,
+    AnnounceGap,
     CloseWindow,
     DeleteEngine,
     EndpointAction,
@@ -93,7 +96,7 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     assert candidate is not None
     engine = seen.engine(candidate)
     if engine is None:
-        actions.append(StartEngine(candidate, 1))
+        actions += _start_candidate(candidate, seen, seen.engine(endpoint.active_revision), now)
     elif engine.state == "healthy":
         return _run_canary(endpoint, policy, seen, engine, now, actions)
     elif engine.state == "dead":
@@ -105,6 +108,31 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
         actions.append(Reject(candidate, "HealthTimeout", message))
         return True
     return False
+
+
+def _start_candidate(candidate: int, seen: ObservedEndpoint, serving: ObservedEngine | None,
+                     now: datetime) -> list[EndpointAction]:
+    """Start the candidate next to the serving engine; where both do not fit, stop that one first."""
+    if serving is None or (serving.state == "dead" and serving.retiring_since is None):
+        return [StartEngine(candidate, 1)]
+    if serving.state == "dead":
+        return [StartEngine(candidate, 1, alone=True)]
+    if serving.retiring_since is not None:  # being stopped for the candidate
+        overdue = now - serving.retiring_since > timedelta(seconds=DRAIN_S)
+        return [KillEngine(serving.revision)] if overdue else []
+    if not seen.no_room:
+        return [StartEngine(candidate, 1)]
+    message = (f"revision {serving.revision} is stopped before revision {candidate} starts, and the endpoint does not "
+               f"answer in between: {seen.no_room}")
+    return [AnnounceGap(candidate, message), RetireEngine(serving.revision)]
+
+
+def _in_gap(active: int | None, candidate: int | None, seen: ObservedEndpoint) -> bool:
+    """Whether the serving engine must stay stopped, because a candidate has, or is about to take, its memory."""
+    serving = seen.engine(active)
+    stopping = candidate is not None and serving is not None and serving.retiring_since is not None
+    return stopping or any(engine.alone and engine.state != "dead" and engine.revision != active
+                           for engine in seen.engines)
 
 
 def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, engine: ObservedEngine, now: datetime,
@@ -146,7 +174,7 @@ def _keep_alive(active: int | None, candidate: int | None, seen: ObservedEndpoin
                 now: datetime) -> list[EndpointAction]:
     """Start the serving engine, restart it with growing pauses, and route all requests to it when there is no
     canary."""
-    if active is None:
+    if active is None or _in_gap(active, candidate, seen):
         return []
     engine = seen.engine(active)
     if engine is None:
@@ -227,6 +255,10 @@ def _serving(endpoint: Endpoint, seen: ObservedEndpoint) -> tuple[Literal["True"
         return "True", "Healthy", f"revision {routed.revision} serves with {what}{canary}"
     if endpoint.candidate_revision is not None:
         candidate = seen.engine(endpoint.candidate_revision)
+        if _in_gap(endpoint.active_revision, endpoint.candidate_revision, seen):
+            return "False", "ReplacingEngine", (
+                f"revision {endpoint.candidate_revision} is starting; the endpoint does not answer until it is ready, "
+                f"because two engines do not fit the memory{_because(candidate)}")
         return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is starting{_because(candidate)}"
     if endpoint.active_revision is None:
         return "False", "NothingToServe", "no revision has been promoted"

@@ -21,6 +21,7 @@ from eyrie_operator.conditions import Conditions, observe
 from eyrie_operator.endpoints.drift import Drift
 from eyrie_operator.endpoints.state import (
     Activate,
+    AnnounceGap,
     CloseWindow,
     EndpointAction,
     ProposeNoDrafter,
@@ -84,7 +85,10 @@ class EndpointRecords:
             self.endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
-        if isinstance(action, ShareRoute):
+        if isinstance(action, AnnounceGap):
+            self._histories.record(name, "gap", "ReplacingEngine", action.message, revision=action.revision,
+                                   once=f"gap/{action.revision}/{now.isoformat()}")
+        elif isinstance(action, ShareRoute):
             self.endpoints.canary(name, action.revision, action.share)
         elif isinstance(action, CloseWindow):
             if action.proven is not None:

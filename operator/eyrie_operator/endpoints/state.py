@@ -31,6 +31,8 @@ class ObservedEngine:
 
     window_tokens: float = 0.0
     window_since: datetime | None = None
+    alone: bool = False
+    """It was started after the serving engine had been stopped, because both do not fit the memory."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class ObservedEndpoint:
     canary: ObservedCanary | None = None
     windows: tuple[float, ...] = ()
     """tau of the active revision's windows since its activation, or since the last drift report; oldest first."""
+
+    no_room: str = ""
+    """Why an engine for the candidate does not fit next to the serving one; empty: it does."""
 
     drift_reported: bool = False
     """Drift of the active revision has been reported since its activation."""
@@ -93,6 +98,16 @@ class StartEngine:
 
     revision: int
     starts: int
+    alone: bool = False
+    """The serving engine was stopped for it."""
+
+
+@dataclass(frozen=True)
+class AnnounceGap:
+    """Record that the endpoint does not answer until the candidate is ready: both engines do not fit."""
+
+    revision: int
+    message: str
 
 
 @dataclass(frozen=True)
@@ -185,8 +200,9 @@ class ProposeNoDrafter:
     """Propose the target without a drafter: the only revision ever proposed did not become healthy."""
 
 
-EndpointAction = (StartGateway | StopGateway | StartEngine | Route | ShareRoute | RetireEngine | KillEngine
-                  | DeleteEngine | CloseWindow | Activate | Reject | RollBack | ReportDrift | ProposeNoDrafter)
+EndpointAction = (StartGateway | StopGateway | StartEngine | AnnounceGap | Route | ShareRoute | RetireEngine
+                  | KillEngine | DeleteEngine | CloseWindow | Activate | Reject | RollBack | ReportDrift
+                  | ProposeNoDrafter)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ launcher (exec), so that pid, session and log are the server's own.
 The ready file is written before the launcher starts, because SGLang cannot select a port itself. It contains the URL
 and does not mean that the server is ready; `GET /health` reports that.
 
-Two servers run at the same time while a new revision is tested, so each takes half of the memory that is free when it
-starts. On one GPU the second has less for its KV cache than it would have alone.
+The server takes its share of the memory that is free when it starts. Whether a second one fits next to it is decided
+before it starts, by the control plane.
 """
 
 
@@ -33,9 +33,6 @@ from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, L
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.engines.sglang.process import launcher_command, merged_environment, plugin_root
 
-_SHARE = 0.5
-"""Share of the memory fraction that one server alone would have."""
-
 
 def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, directory: Path) -> LaunchPlan:
     """The launch plan of one engine on this machine. Raises Unlaunchable or InvalidInput."""
@@ -43,12 +40,11 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     drafter = None
     if use.setting.method == "drafter" and use.drafter_dir is not None:
         drafter = read_drafter(use.drafter_dir, read_json_config(Path(use.drafter_dir)))
-    mem_fraction = machine.mem_fraction if machine.platform == "cpu" else round(machine.mem_fraction * _SHARE, 3)
     return LaunchPlan(
         target=read_target(options.target, read_json_config(Path(options.target))), machine=machine,
         served_model_name=options.model, drafter=drafter, setting=use.setting, map=use.map,
         adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,
-        context_length=use.context_length, max_running_requests=options.max_concurrency, mem_fraction=mem_fraction,
+        context_length=use.context_length, max_running_requests=options.max_concurrency,
         tp_size=options.tp_size)
 
 
