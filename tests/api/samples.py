@@ -1,12 +1,18 @@
 """Contract values for tests: the smallest job, benchmark reports with chosen speed-ups, a finished stage on disk."""
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, list_files, write_model
+from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.submission.target_facts import target_facts
+from eyrie_api.submission.weight_files import expected_tensors
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
@@ -78,11 +84,29 @@ def finish_stage(directory: Path, stage: str, report: Any, files: Mapping[str, b
 
 
 def target_directory(path: Path, **changes: Any) -> Path:
-    """A Hugging Face directory as far as the control plane looks: config, tokenizer, chat template."""
+    """A Hugging Face directory as far as the control plane looks: config, headers of the weights, tokenizer, template.
+
+    The weights are holes in a sparse file.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 320,
-              "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2} | changes
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4,
+              "vocab_size": 320, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "eos_token_id": 2} | changes
     (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer.json").write_text("{}")
-    (path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    with suppress(UnsupportedTarget):  # a config that is to be refused may have no sizes
+        write_weights(path / "model.safetensors", expected_tensors(config, target_facts(path)))
+    (path / "tokenizer.json").write_text(json.dumps({
+        "model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<end>", "special": True}]}))
+    (path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}", "eos_token": "<end>"}')
     return path
+
+
+def write_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> None:
+    """A safetensors file of zeros, two bytes each."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)

@@ -21,6 +21,8 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import check, plan
 from tests.api.samples import job_spec, target_directory
 
+ROW = '{"messages": [{"role": "user", "content": "hi"}]}\n'
+
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
@@ -39,7 +41,7 @@ def refused(settings: Settings, kind: type[EyrieError], says: str, **changes: An
 
 def test_a_local_target_with_local_data_is_accepted_with_absolute_paths(
         settings: Settings, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "chats.jsonl").write_text(ROW)
     monkeypatch.chdir(tmp_path)
     checked = check(job_spec(target={"model": "./target"}, data=data("chats.jsonl")), settings)
     assert checked.spec.target.model == str(target)
@@ -58,7 +60,7 @@ def test_a_hub_target_that_is_not_in_the_cache_is_left_to_the_stages(
 
 def test_a_training_step_that_no_gpu_of_the_requested_type_holds_is_refused_with_the_number_to_change(
         settings: Settings, target: Path, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "chats.jsonl").write_text(ROW)
     job: dict[str, Any] = {"target": {"model": str(target)}, "data": data(tmp_path / "chats.jsonl")}
     placed = {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-1GB"}}}
     refused(settings, GpuTooSmall, "Some-1GB has", **job, placement=placed, train={"max_tokens_per_gpu": 1_000_000})
@@ -115,7 +117,7 @@ def test_an_architecture_we_cannot_decode_is_refused_and_the_supported_ones_are_
 
 
 def test_a_target_without_tokenizer_or_without_chat_template_is_refused(settings: Settings, target: Path) -> None:
-    (target / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10}))
+    (target / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10, "eos_token": "<end>"}))
     refused(settings, NoChatTemplate, "without a chat template", target={"model": str(target)})
     (target / "chat_template.jinja").write_text("{{ messages }}")
     check(job_spec(target={"model": str(target)}), settings)
@@ -132,7 +134,7 @@ def test_data_that_is_missing_or_empty_is_refused(settings: Settings, target: Pa
     refused(settings, NoUsableData, "no such file", target=model, data=data("missing.jsonl"))
     refused(settings, NoUsableData, "is empty", target=model, data=data(tmp_path / "empty.jsonl"))
     refused(settings, NoUsableData, "no rows", target=model, data=data(tmp_path / "blank.jsonl"))
-    refused(settings, NoUsableData, "no such file", target=model, data=data(tmp_path))
+    refused(settings, NoUsableData, "is a directory", target=model, data=data(tmp_path))
     refused(settings, InvalidInput, "neither a file", target=model, data=data("chats"))
 
 
@@ -187,7 +189,7 @@ def test_a_sweep_over_a_field_that_does_not_exist_is_refused(settings: Settings)
 
 
 def test_a_job_that_does_not_fit_the_disk_is_refused_with_both_sizes(settings: Settings, tmp_path: Path) -> None:
-    path = target_directory(tmp_path / "huge", hidden_size=8_388_608)
+    path = target_directory(tmp_path / "huge", hidden_size=8_388_608, head_dim=16)
     with pytest.raises(DiskTooSmall, match=r"needs about .* GiB .* are free") as caught:
         check(job_spec(target={"model": str(path)}, data=data("quickstart", max_conversations=100_000_000)), settings)
     assert "max_conversations" in caught.value.hint

@@ -1,15 +1,15 @@
 """Validation of a job before it is accepted, without loading a model.
 
 Each error names field, value and rule, and a hint says what to do instead. Paths are the server's: they are made
-absolute once here, because stage programs run elsewhere. What cannot be checked cheaply (a Hub id that is not in the
-cache, malformed rows) is left to the stage that reads it. The sweep is expanded once per job; every check gets the
-candidates.
+absolute once here, because stage programs run elsewhere. A target's files are checked by their headers and a data file
+by its first rows (`weight_files`, `tokenizer_files`, `data_files`). What is not on this machine (a Hub id) or cannot be
+checked cheaply (single malformed rows) is left to the stage that reads it; the plan's notes say so for Hub ids. The
+sweep is expanded once per job; every check gets the candidates.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from eyrie_api.decisions.capture_support import sglang_layer_ids
 from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
@@ -22,15 +22,10 @@ from eyrie_api.decisions.plan import (
     require_gpu_memory,
 )
 from eyrie_api.decisions.sweep import Candidate, expand, families_of
-from eyrie_api.errors import (
-    DiskTooSmall,
-    InvalidInput,
-    NoChatTemplate,
-    NoUsableData,
-    UnsupportedTarget,
-    VocabularyTooLarge,
-)
+from eyrie_api.decisions.target_config import check_config
+from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, VocabularyTooLarge
 from eyrie_api.settings import Settings
+from eyrie_api.submission.data_files import check_data_file
 from eyrie_api.submission.devices import planned_device
 from eyrie_api.submission.target_facts import (
     HUB_ID,
@@ -41,6 +36,8 @@ from eyrie_api.submission.target_facts import (
     target_dir,
     target_facts,
 )
+from eyrie_api.submission.tokenizer_files import check_tokenizer
+from eyrie_api.submission.weight_files import check_weights, weights_are_here
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
@@ -49,7 +46,6 @@ from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, QUICKSTART_SUITE_NA
 
 _CACHED_S = 2.0
 _MAX_CACHED = 1000
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -62,25 +58,10 @@ class CheckedJob:
 
 def check(spec: JobSpec, settings: Settings) -> CheckedJob:
     """Check a job before it is accepted. Raises InvalidInput or DiskTooSmall, with a hint."""
-    device = planned_device(spec, settings)
-    spec = with_engine_defaults(spec, device)
-    candidates = expand(spec)
-    _check_layers(spec, candidates)
-    _check_windows(spec, candidates)
-    facts = _check_target(spec, candidates, device)
-    for source in spec.data.sources:
-        _check_source(source)
-    for suite in spec.benchmark.suites:
-        _check_suite(suite, spec)
-    if facts is None:
-        return CheckedJob(absolute(spec), None)
-    _check_sizes(candidates, facts)
-    known = data_facts(spec.data)
-    require_gpu_memory(spec, candidates, facts, known)
-    plan = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
+    spec, plan, lengths_known = _checked(spec, settings)
     # Only lengths sampled from the data refuse a job: without them the plan is an upper bound, which does not prove
     # that the job will not fit.
-    if plan.fits_disk is False and known.prompt_tokens is not None:
+    if plan is not None and plan.fits_disk is False and lengths_known:
         raise DiskTooSmall(f"the job needs about {plan.total_bytes_on_disk / 2**30:.1f} GiB under {settings.home} and "
                            f"{free_bytes(settings.home) / 2**30:.1f} GiB are free",
                            "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
@@ -111,6 +92,16 @@ class PreflightCache:
 
 def plan(spec: JobSpec, settings: Settings) -> Plan:
     """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here."""
+    _, planned, _ = _checked(spec, settings)
+    if planned is None:
+        raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
+                           "download it first (`hf download`), or give a local directory with its config.json")
+    return planned
+
+
+def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, bool]:
+    """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
+    sampled from the data."""
     device = planned_device(spec, settings)
     spec = with_engine_defaults(spec, device)
     candidates = expand(spec)
@@ -119,13 +110,30 @@ def plan(spec: JobSpec, settings: Settings) -> Plan:
     facts = _check_target(spec, candidates, device)
     for source in spec.data.sources:
         _check_source(source)
+    for suite in spec.benchmark.suites:
+        _check_suite(suite, spec)
     if facts is None:
-        raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
-                           "download it first (`hf download`), or give a local directory with its config.json")
+        return spec, None, False
     _check_sizes(candidates, facts)
-    require_gpu_memory(spec, candidates, facts, data_facts(spec.data))
-    return make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=data_facts(spec.data),
-                     rates=rates(settings))
+    known = data_facts(spec.data)
+    require_gpu_memory(spec, candidates, facts, known)
+    planned = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
+    return (spec, planned.model_copy(update={"notes": (*planned.notes, *_unread(spec))}),
+            known.prompt_tokens is not None)
+
+
+def _unread(spec: JobSpec) -> list[str]:
+    """What the checks did not read, because it is not on this machine."""
+    directory, notes = target_dir(spec.target), []
+    if _is_hub_id(spec.target.model) and directory is not None and not weights_are_here(directory):
+        notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
+                     "files")
+    return notes + [f"the rows of {source.path} are not on this machine: the first stage checks them"
+                    for source in spec.data.sources if _is_hub_id(source.path)]
+
+
+def _is_hub_id(name: str) -> bool:
+    return local_path(name) is None and HUB_ID.match(name) is not None
 
 
 def rates(settings: Settings) -> Rates:
@@ -166,8 +174,16 @@ def _check_target(spec: JobSpec, candidates: Sequence[Candidate], device: Device
             f"target.model {spec.target.model!r}: config.json names architecture "
             f"{', '.join(architectures) or '(none)'}, which is not supported",
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
-    _check_tokenizer(directory)
     facts = target_facts(directory)
+    check_config(config)
+    if config.get("auto_map"):
+        raise UnsupportedTarget(
+            f"target.model {spec.target.model!r}: config.json names Python code (auto_map), which is not executed",
+            f"remove auto_map if the model computes what {architectures[0]} of transformers does")
+    # A Hub snapshot may be incomplete: the first stage downloads the rest.
+    if not _is_hub_id(spec.target.model) or weights_are_here(directory):
+        check_weights(directory, config, facts)
+        check_tokenizer(directory, config, facts.vocab_size)
     check_heads(spec.engine.tp_size, facts)
     # For every serving engine: a checkpoint's config.json names its layers as SGLang does, so such names must exist.
     for _, layers in _layer_choices(spec, candidates):
@@ -211,23 +227,6 @@ def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
                 "set tune.top_k to [1], serve with the embedded engine, or omit drafter.sliding_window")
 
 
-def _check_tokenizer(directory: Path) -> None:
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise NoChatTemplate(f"target directory {directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})",
-                             "copy the model's tokenizer files next to its config.json")
-    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
-        return
-    if any(directory.glob("additional_chat_templates/*.jinja")):
-        return
-    try:
-        text = (directory / "tokenizer_config.json").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        text = ""
-    if '"chat_template"' not in text:
-        raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
-                             "use the chat model rather than the base model, or add chat_template.jinja")
-
-
 def _check_source(source: DataSource) -> None:
     if source.path == QUICKSTART:
         return
@@ -237,11 +236,7 @@ def _check_source(source: DataSource) -> None:
             raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
                                "give a JSONL or parquet file, a Hub id org/name, or 'quickstart'")
         return
-    if not path.is_file():
-        raise NoUsableData(f"data file {source.path!r}: no such file on the server",
-                           "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
-    if path.stat().st_size == 0:
-        raise NoUsableData(f"data file {source.path!r} is empty", "give a file with one conversation per line")
+    check_data_file(source, path)
 
 
 def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.decisions.plan import DataFacts, TargetFacts
-from eyrie_api.errors import NoUsableData, TargetNotFound, UnsupportedTarget
+from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, TargetSpec, trained_here
 
@@ -168,7 +168,7 @@ def _sample(source: DataSource) -> DataFacts:
         data = file.read(_SAMPLE_BYTES)
     lines = [line for line in data.splitlines() if line.strip()]
     if not lines:
-        raise NoUsableData(f"data file {path} holds no rows", "give a file with one conversation per line")
+        return DataFacts()
     mean = len(data) / len(lines)
     rows = max(1, round(size / mean))
     return DataFacts(min(rows, source.max_rows or rows), mean / _BYTES_PER_TOKEN, None,

@@ -1,0 +1,166 @@
+"""The weight files of a target, checked by their headers: which tensors there are, of which shape and type.
+
+A safetensors file begins with its header's length (8 bytes, little-endian) and the header, a JSON object of tensors
+with `dtype`, `shape` and `data_offsets`; no weight is read. The names and shapes are those that the reference forward
+pass reads (`eyrie_workers.targets.model`). A tensor that it would not read is refused as well: the answers would be
+those of another model.
+"""
+
+# H hidden, V vocabulary, I intermediate, Q and G query and key-value heads, E head dimension
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.submission.file_reading import GIT_LFS, LFS_HINT, read_object
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
+"""Tensors that old checkpoints store and a forward pass computes."""
+
+_SAVE = "save the model again with save_pretrained, or download it again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """An entry of a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts) -> None:
+    """Check that the directory holds the weights of `config`. Raises UnsupportedTarget, naming file or tensor."""
+    if (directory / "adapter_config.json").is_file():
+        raise UnsupportedTarget(
+            f"target directory {directory} holds an adapter (adapter_config.json), which is not applied: drafters "
+            "would be trained for the model without it",
+            "merge it into the weights (peft: merge_and_unload, then save_pretrained) and give the merged model")
+    stored = _stored_tensors(directory)
+    wanted = expected_tensors(config, facts)
+    for name, shape in wanted.items():
+        found = stored.get(name)
+        if found is None:
+            raise UnsupportedTarget(f"the weights in {directory} have no tensor {name!r}, which config.json implies",
+                                    _SAVE)
+        if found.dtype not in _FLOATS:
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {found.dtype}: quantised weights "
+                                    "cannot be read here", "give the unquantised model")
+        if found.shape != shape:
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(found.shape)}, config.json "
+                                    f"implies {list(shape)}", "give the config.json that was saved with these weights")
+    tied = config.get("tie_word_embeddings", False)
+    others = [name for name in stored if name not in wanted and not _NOT_WEIGHTS.search(name)
+              and not (tied and name == "lm_head.weight")]
+    if others:
+        raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "
+                                f"describes, the first is {min(others)!r}: they would be ignored",
+                                "correct config.json, or merge and save the model with save_pretrained")
+
+
+def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a supported model."""
+    family, biased = config.get("model_type"), bool(config.get("attention_bias", False))
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    post_norm = family in ("olmo2", "olmo3")
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (queries, hidden), "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden), "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner), "post_attention_layernorm.weight": (hidden,),
+        "post_feedforward_layernorm.weight" if post_norm else "input_layernorm.weight": (hidden,)}
+    if post_norm:
+        layer |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
+    elif family == "qwen3":
+        layer |= {f"self_attn.{name}_norm.weight": (facts.head_dim,) for name in "qk"}
+    if biased or family == "qwen2":
+        layer |= {"self_attn.q_proj.bias": (queries,), "self_attn.k_proj.bias": (keys,),
+                  "self_attn.v_proj.bias": (keys,)}
+    if biased and family != "qwen2":
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if family == "llama" and config.get("mlp_bias"):
+        layer |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
+    whole: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (facts.vocab_size, hidden),
+                                         "model.norm.weight": (hidden,)}
+    if not facts.tie_word_embeddings:
+        whole["lm_head.weight"] = (facts.vocab_size, hidden)
+    return whole | {f"model.layers.{index}.{name}": shape for index in range(facts.num_layers)
+                    for name, shape in layer.items()}
+
+
+def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    index = directory / INDEX
+    if not index.exists():
+        if not (directory / SINGLE).exists():
+            raise _without_safetensors(directory)
+        return read_header(directory / SINGLE)
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise UnsupportedTarget(f"{index} has no weight_map of tensor names to files", _SAVE)
+    files = sorted(set(listed.values()))
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing:
+        raise UnsupportedTarget(f"{len(missing)} of {len(files)} weight files that {index} lists are missing, the "
+                                f"first is {missing[0]}", "finish the download (`hf download` resumes it)")
+    held = {name: read_header(directory / name) for name in files}
+    lost = [name for name, file in listed.items() if name not in held[file]]
+    if lost:
+        raise UnsupportedTarget(f"{index} lists tensor {lost[0]!r} in {listed[lost[0]]}, which does not hold it", _SAVE)
+    return {name: tensor for file in files for name, tensor in held[file].items()}
+
+
+def weights_are_here(directory: Path) -> bool:
+    """Whether the directory holds all weight files that it lists."""
+    index = directory / INDEX
+    if not index.is_file():
+        return (directory / SINGLE).is_file()
+    listed = read_object(index).get("weight_map")
+    return isinstance(listed, dict) and all((directory / str(name)).is_file() for name in listed.values())
+
+
+def _without_safetensors(directory: Path) -> UnsupportedTarget:
+    others = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf", "*.safetensors", "*.h5")
+                    for file in directory.glob(pattern))
+    if others:
+        return UnsupportedTarget(
+            f"target directory {directory} has neither {SINGLE} nor its index, only {', '.join(others[:3])}",
+            "save the model with save_pretrained(..., safe_serialization=True)")
+    return UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
+                             "copy the weight files next to its config.json")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file. Raises UnsupportedTarget for a truncated or another file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(8)
+            if GIT_LFS.startswith(first) and first:
+                raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+            length = int.from_bytes(first, "little")
+            if len(first) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+                raise UnsupportedTarget(f"{path} is truncated or not a safetensors file", "download it again")
+            header = json.loads(file.read(length))
+        tensors = {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
+                   if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"),
+                  default=0)
+    except OSError as error:
+        raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
+                                "make it readable for the server") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise UnsupportedTarget(f"{path} has no safetensors header", "download it again") from None
+    if size != 8 + length + end:
+        raise UnsupportedTarget(f"{path} has {size} bytes, its header says {8 + length + end}: the file is truncated",
+                                "download it again")
+    return tensors

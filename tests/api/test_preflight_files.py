@@ -1,0 +1,242 @@
+"""Targets and data that a first stage could not use are refused before a job is accepted, with exactly this text."""
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.settings import Settings
+from eyrie_api.submission.preflight import check, plan
+from eyrie_api.submission.target_facts import target_facts
+from eyrie_api.submission.weight_files import expected_tensors
+from tests.api.samples import job_spec, target_directory, write_weights
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+Break = Callable[[Path], Any]
+
+
+def edited(file: str, **changes: Any) -> Break:
+    def apply(directory: Path) -> None:
+        value = json.loads((directory / file).read_text()) | changes
+        (directory / file).write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
+    return apply
+
+
+def written(file: str, text: str) -> Break:
+    return lambda directory: (directory / file).write_text(text)
+
+
+def renamed(file: str, to: str) -> Break:
+    return lambda directory: (directory / file).rename(directory / to)
+
+
+def weights(dtype: str = "BF16", **changes: tuple[int, ...] | None) -> Break:
+    """Weights of the config with some tensors of other shapes, or missing; `__` in a name stands for a dot."""
+    def apply(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        shapes: dict[str, Any] = expected_tensors(config, target_facts(directory)) | {
+            name.replace("__", "."): shape for name, shape in changes.items()}
+        write_weights(directory / WEIGHTS, {name: shape for name, shape in shapes.items() if shape is not None}, dtype)
+    return apply
+
+
+def indexed(weight_map: Any) -> Break:
+    return written(INDEX, json.dumps({"weight_map": weight_map}))
+
+
+def shortened(directory: Path) -> None:
+    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:100_000])
+
+
+def without_end(directory: Path) -> None:
+    edited("config.json", eos_token_id=None)(directory)
+    edited("tokenizer_config.json", eos_token=None)(directory)
+
+
+TARGETS: dict[str, tuple[Break, str]] = {
+    "no weights": (renamed(WEIGHTS, "notes.txt"),
+                   "target directory {d} has no weights (model.safetensors or model.safetensors.index.json); copy the "
+                   "weight files next to its config.json"),
+    "pickled weights": (renamed(WEIGHTS, "pytorch_model.bin"),
+                        "target directory {d} has neither model.safetensors nor its index, only pytorch_model.bin; "
+                        "save the model with save_pretrained(..., safe_serialization=True)"),
+    "git-LFS weights": (written(WEIGHTS, POINTER),
+                        "{d}/model.safetensors is a git-LFS pointer, not the file itself; run `git lfs pull` where it "
+                        "was cloned, or download it with `hf download`"),
+    "git-LFS tokenizer": (written("tokenizer.json", POINTER),
+                          "{d}/tokenizer.json is a git-LFS pointer, not the file itself; run `git lfs pull` where it "
+                          "was cloned, or download it with `hf download`"),
+    "another file": (written(WEIGHTS, "<html>404: not found</html>"),
+                     "{d}/model.safetensors is truncated or not a safetensors file; download it again"),
+    "truncated weights": (shortened,
+                          "{d}/model.safetensors has 100000 bytes, its header says 383461: the file is truncated; "
+                          "download it again"),
+    "index without a map": (written(INDEX, "{}"),
+                            "{d}/model.safetensors.index.json has no weight_map of tensor names to files; save the "
+                            "model again with save_pretrained, or download it again"),
+    "missing shard": (indexed({"a": WEIGHTS, "b": "model-2.safetensors"}),
+                      "1 of 2 weight files that {d}/model.safetensors.index.json lists are missing, the first is "
+                      "model-2.safetensors; finish the download (`hf download` resumes it)"),
+    "index of other files": (indexed({"a": WEIGHTS}),
+                             "{d}/model.safetensors.index.json lists tensor 'a' in model.safetensors, which does not "
+                             "hold it; save the model again with save_pretrained, or download it again"),
+    "missing tensor": (weights(lm_head__weight=None),
+                       "the weights in {d} have no tensor 'lm_head.weight', which config.json implies; save the model "
+                       "again with save_pretrained, or download it again"),
+    "wrong shape": (weights(lm_head__weight=(321, 64)),
+                    "tensor 'lm_head.weight' in {d} has shape [321, 64], config.json implies [320, 64]; give the "
+                    "config.json that was saved with these weights"),
+    "quantised tensors": (weights(dtype="F8_E4M3"),
+                          "tensor 'model.embed_tokens.weight' in {d} is stored as F8_E4M3: quantised weights cannot be "
+                          "read here; give the unquantised model"),
+    "quantised config": (edited("config.json", quantization_config={"bits": 4}),
+                         "quantization_config is set: quantised weights cannot be read here; give the unquantised "
+                         "model"),
+    "tensors of another model": (edited("config.json", num_hidden_layers=3),
+                                 "11 tensors in {d} are no part of the model that config.json describes, the first is "
+                                 "'model.layers.3.input_layernorm.weight': they would be ignored; correct config.json, "
+                                 "or merge and save the model with save_pretrained"),
+    "adapter": (written("adapter_config.json", "{}"),
+                "target directory {d} holds an adapter (adapter_config.json), which is not applied: drafters would be "
+                "trained for the model without it; merge it into the weights (peft: merge_and_unload, then "
+                "save_pretrained) and give the merged model"),
+    "code": (edited("config.json", auto_map={"AutoModelForCausalLM": "modeling.X"}),
+             "target.model '{d}': config.json names Python code (auto_map), which is not executed; remove auto_map if "
+             "the model computes what Qwen3ForCausalLM of transformers does"),
+    "activation": (edited("config.json", hidden_act="gelu"),
+                   "hidden_act 'gelu' is not supported; only silu is computed"),
+    "rope": (edited("config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+             "rope type 'yarn' is not supported; only default, linear, llama3 are computed"),
+    "layer types": (edited("config.json", layer_types=["full_attention"]),
+                    "layer_types has 1 entries for 4 layers; correct config.json"),
+    "tokenizer without vocabulary": (written("tokenizer.json", "{}"),
+                                     "{d}/tokenizer.json has no vocabulary (model.vocab); save the tokenizer again"),
+    "tokenizer that is not JSON": (written("tokenizer.json", "[1,"),
+                                   "{d}/tokenizer.json is not JSON: Expecting value: line 1 column 4 (char 3); "
+                                   "download the model again"),
+    "vocabulary smaller than the tokenizer": (
+        edited("tokenizer.json", added_tokens=[{"id": 2, "content": "<end>"}, {"id": 320, "content": "<pad>"}]),
+        "{d}/tokenizer.json has token '<pad>' with id 320, and the model's vocabulary has 320 entries; resize the "
+        "model's embeddings (resize_token_embeddings), or remove the added tokens"),
+    "unknown special token": (edited("tokenizer_config.json", eos_token="<stop>"),
+                              "target directory {d}: eos_token '<stop>' is not a token of tokenizer.json; save the "
+                              "tokenizer again, or correct tokenizer_config.json"),
+    "no end": (without_end,
+               "target directory {d} names no end-of-sequence token, so no answer would end; set eos_token_id in "
+               "generation_config.json to the token that ends an answer"),
+    "end beyond the vocabulary": (edited("config.json", eos_token_id=[2, 320]),
+                                  "target directory {d}: eos_token_id 320 is not in the model's vocabulary of 320; "
+                                  "correct config.json and generation_config.json"),
+    "template null": (written("tokenizer_config.json", '{"chat_template": null}'),
+                      "target directory {d} has a tokenizer without a chat template; use the chat model rather than "
+                      "the base model, or add chat_template.jinja"),
+    "template empty": (written("chat_template.jinja", "\n"),
+                       "the chat template in {d}/chat_template.jinja is empty; restore the model's own template"),
+    "template that is not Jinja": (written("chat_template.jinja", "{% for m in messages %}{{ m }}"),
+                                   "the chat template in {d}/chat_template.jinja is not valid Jinja (line 1): "
+                                   "Unexpected end of template. Jinja was looking for the following tags: 'endfor' or "
+                                   "'else'. The innermost block that needs to be closed is 'for'.; correct the "
+                                   "template"),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_broken_target_is_refused(settings: Settings, tmp_path: Path, kind: str) -> None:
+    target = target_directory(tmp_path / "target")
+    broken, text = TARGETS[kind]
+    broken(target)
+    for submit in (check, plan):
+        with pytest.raises(InvalidInput) as caught:
+            submit(job_spec(target={"model": str(target)}), settings)
+        assert str(caught.value) == text.replace("{d}", str(target))
+
+
+ROWS = '{"instruction": "Say hi", "output": "hi"}\n'
+ALPACA = "none of its first {n} rows is a conversation; the first: {fault}; give one JSON object per line with " \
+         "`messages` (OpenAI) or `conversations` (ShareGPT)"
+JQ = "convert it to JSON lines: jq -c '.[]' chats.json > chats.jsonl"
+DATA: dict[str, tuple[str, bytes, str]] = {
+    "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", ALPACA.format(n=2, fault="not JSON")),
+    "gzip": ("chats.jsonl.gz", gzip.compress(b"{}"), "compressed with gzip, which is not read; gunzip it"),
+    "zip": ("chats.jsonl", b"PK\x03\x04 and more", "a zip archive, which is not read; unzip it"),
+    "UTF-16": ("chats.jsonl", ROWS.encode("utf-16"), "UTF-16 text, which is not read; convert it: iconv -f UTF-16 -t "
+                                                     "UTF-8"),
+    "JSON": ("chats.json", b"[]", f"a .json file, which cannot be read as a stream; {JQ}"),
+    "array": ("chats.jsonl", b'[{"messages": []}]\n',
+              f"none of its first 1 rows is a conversation; the first: a JSON list, not an object; {JQ}"),
+    "git-LFS": ("chats.jsonl", POINTER.encode(), "a git-LFS pointer, not the file itself; run `git lfs pull` where it "
+                                                 "was cloned, or download it with `hf download`"),
+    "parquet of another name": ("chats.jsonl", b"PAR1 and more", "a parquet file of another name; rename it to end in "
+                                                                 ".parquet"),
+    "no parquet": ("chats.parquet", ROWS.encode(), "not a parquet file, which begins with PAR1; write it again, or "
+                                                   "name it .jsonl if it is JSON lines"),
+    "truncated parquet": ("chats.parquet", b"PAR1" + bytes(100), "does not end as a parquet file does: it is "
+                                                                 "truncated; copy or write it again"),
+    "other fields": ("chats.jsonl", (ROWS * 70).encode(), ALPACA.format(
+        n=64, fault="no `messages` or `conversations` or `conversation` in the row, which has instruction, output")),
+    "empty conversations": ("chats.jsonl", b'{"messages": []}\n' * 3,
+                            ALPACA.format(n=3, fault="the conversation is empty or not a list")),
+    "one long line": ("chats.jsonl", b"x" * ((8 << 20) + 1), ALPACA.format(n=1, fault="longer than 8 MiB")),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_data_without_conversations_is_refused(settings: Settings, tmp_path: Path, kind: str) -> None:
+    name, content, text = DATA[kind]
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(InvalidInput) as caught:
+        plan(job_spec(data={"sources": [{"path": str(file)}]}), settings)
+    said = str(caught.value)
+    assert said.startswith(f"data file {str(file)!r}")
+    assert said.endswith(text)
+
+
+def test_rows_that_some_lines_of_a_file_spoil_are_left_to_the_stage(settings: Settings, tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n" * 100 + '{"torn\n' + ROWS + '{"conversations": [{"from": "human", "value": "hi"}]}\n')
+    assert plan(job_spec(data={"sources": [{"path": str(file)}]}), settings)
+    with pytest.raises(InvalidInput, match="none of its first 3 rows"):
+        plan(job_spec(data={"sources": [{"path": str(file), "format": "messages"}]}), settings)
+
+
+def test_a_directory_of_70_billion_weights_in_shards_is_checked_in_two_seconds(
+        settings: Settings, tmp_path: Path) -> None:
+    target = target_directory(tmp_path / "target", architectures=["LlamaForCausalLM"], model_type="llama",
+                              hidden_size=8192, num_hidden_layers=80, vocab_size=128_256, intermediate_size=28_672,
+                              num_attention_heads=64, num_key_value_heads=8)
+    (target / WEIGHTS).unlink()
+    config = json.loads((target / "config.json").read_text())
+    shapes = list(expected_tensors(config, target_facts(target)).items())
+    listed = {}
+    for shard in range(30):
+        name = f"model-{shard}.safetensors"
+        part = dict(shapes[shard::30])
+        write_weights(target / name, part)
+        listed |= dict.fromkeys(part, name)
+    indexed(listed)(target)
+    vocabulary = {f"token-{index}": index for index in range(128_256)}
+    edited("tokenizer.json", model={"vocab": vocabulary, "merges": [["ab", "cd"]] * 280_000},
+           added_tokens=[{"id": 128_001, "content": "<end>"}])(target)
+    start = time.process_time()
+    assert plan(job_spec(target={"model": str(target)}), settings)
+    assert time.process_time() - start < 2.0
+
+
+def test_what_is_on_the_hub_is_named_in_the_plan_as_not_checked(
+        settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = target_directory(tmp_path / "models--org--name" / "snapshots" / "main")
+    spec = job_spec(target={"model": "org/name"}, data={"sources": [{"path": "org/chats"}]})
+    rows = "the rows of org/chats are not on this machine: the first stage checks them"
+    assert plan(spec, settings).notes[-1] == rows
+    for name in (WEIGHTS, "tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).unlink()
+    assert plan(spec, settings).notes[-2:] == (
+        "the weights of org/name are not on this machine: the first stage checks the target's files", rows)
