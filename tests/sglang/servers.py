@@ -8,7 +8,7 @@ without the flag SGLang takes a share of the machine's memory.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eyrie_api.processes import free_port
@@ -61,6 +61,31 @@ def drafting(drafter: Path, tree: DraftTreeShape) -> tuple[str, ...]:
             "--speculative-draft-model-path", str(drafter),
             "--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
             "--speculative-num-draft-tokens", str(tree.num_draft_tokens))
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids of the living descendants of a process. SGLang changes its processes' titles, so no name is read."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                parents[int(stat.parent.name)] = int(parent)
+    found, level = set[int](), {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level}
+        found |= level
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those of these processes that live; a zombie does not."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                found.add(pid)
+    return found
 
 
 @contextmanager

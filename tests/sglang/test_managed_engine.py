@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.sglang.managed_engine import GREEDY_ONLY, SglangEngine
-from eyrie_workers.engines.sglang.process import PROGRAM
+from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
-from tests.sglang.servers import environment, program
+from tests.sglang.servers import descendants, environment, program
 from tests.workers.engines.engine_contract import DRAFTED, LOOKUP, OFF, check_contract
 
 CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
@@ -50,13 +49,6 @@ def requests(prompts: list[list[int]]) -> list[Request]:
     return [Request(id=f"r{index}", prompt_ids=prompt, max_new_tokens=16) for index, prompt in enumerate(prompts[:5])]
 
 
-def server_processes() -> list[int]:
-    """Ids of the launchers that this process has started and that live."""
-    shown = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], text=True, capture_output=True,
-                           check=False).stdout
-    return [int(line.split()[0]) for line in shown.splitlines() if "--model-path" in line and "defunct" not in line]
-
-
 def test_sglang_keeps_the_contract_of_every_engine(
         engine: SglangEngine, uses: dict[str, DrafterUse], prompts: list[list[int]]) -> None:
     check_contract(engine, {name: uses[name] for name in (OFF, DRAFTED, LOOKUP)}, requests(prompts))
@@ -66,24 +58,26 @@ def test_sglang_keeps_the_contract_of_every_engine(
 
 def test_a_server_that_is_killed_is_started_again_and_counted_and_servers_replace_each_other(
         uses: dict[str, DrafterUse], prompts: list[list[int]], tmp_path: Path) -> None:
-    others = server_processes()
+    others = descendants(os.getpid())
     engine = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path))
     engine._pool.capacity = 1  # as on a machine with memory for one
     try:
         assert engine.start({name: uses[name] for name in (OFF, DRAFTED)}) == {}
         before = engine.generate(OFF, requests(prompts), 2).answers
-        (server,) = set(server_processes()) - set(others)
-        os.killpg(server, signal.SIGKILL)
+        (launcher,) = engine._pool._servers.values()
+        assert isinstance(launcher.server, SglangServer)
+        os.killpg(launcher.server.process.pid, signal.SIGKILL)
         after = engine.generate(OFF, requests(prompts), 2).answers
         assert [one.token_ids for one in after] == [one.token_ids for one in before]
         assert engine.describe().restarts == 1
         assert "ServerRestarted" in (tmp_path / "events.jsonl").read_text()
         drafted = engine.generate(DRAFTED, requests(prompts), 2).answers  # takes the place of the other
         assert [one.token_ids for one in drafted] == [one.token_ids for one in before]
-        assert len(set(server_processes()) - set(others)) == 1
+        assert engine._pool.resident == (DRAFTED,)
+        assert descendants(os.getpid()) > others
     finally:
         engine.stop()
-    assert set(server_processes()) == set(others)
+    assert descendants(os.getpid()) <= others
 
 
 def test_a_drafter_that_sglang_cannot_load_is_reported_with_the_servers_error_and_others_start(

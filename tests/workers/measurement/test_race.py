@@ -8,7 +8,15 @@ import pytest
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.measurement.tuner.predict import Prediction
-from eyrie_workers.measurement.tuner.race import TIE, Measured, Race, trials_allowed, within_budget
+from eyrie_workers.measurement.tuner.race import (
+    TIE,
+    Measured,
+    Race,
+    always_raced,
+    trials_allowed,
+    turns,
+    within_budget,
+)
 
 TEMPERATURES = (0.0, 1.0)
 
@@ -128,3 +136,27 @@ def test_trials_and_budget_leave_room_for_a_baseline_and_a_leader() -> None:
     assert trials_allowed(2, 0.25) == 2
     assert within_budget([3.0, 1.0, 1.0, 1.0], 5.0) == 3
     assert within_budget([30.0, 10.0, 1.0], 5.0) == 2
+
+
+def test_lookup_that_is_predicted_best_is_measured_however_small_the_budget() -> None:
+    race = race_of({OFF: 1.0, chain(3, "ngram"): 2.0, chain(5): 1.5, chain(4): 1.4})
+    required = always_raced([chain(3, "ngram"), chain(5), chain(4), OFF])
+    assert race.admit(1 + len(required), required) == [OFF, chain(3, "ngram"), chain(5)]
+    assert always_raced([OFF, chain(5), chain(3, "ngram")]) == [chain(5)]
+
+
+def test_a_setting_that_cannot_be_measured_is_not_admitted_again() -> None:
+    race = race_of({OFF: 1.0, chain(5): 2.0, chain(1): 1.95})
+    race.admit(2)
+    race.withdraw(chain(5), "could not start: out of memory")
+    assert race.admit(2, [chain(5)]) == [chain(1)]
+    assert race.reasons == {chain(5): "could not start: out of memory"}
+
+
+def test_settings_that_replace_each_other_answer_all_blocks_at_once_with_off_before_and_after_them() -> None:
+    blocks = [(0.0, rung) for rung in range(4)]
+    order = turns([OFF, chain(1), chain(5)], blocks, 0, all_ready=False)
+    assert [setting for setting, _ in order] == [OFF] * 2 + [chain(1)] * 4 + [chain(5)] * 4 + [OFF] * 2
+    assert sorted(block for setting, block in order if setting == OFF) == blocks
+    together = turns([OFF, chain(1)], blocks, 0, all_ready=True)
+    assert together[:4] == [(OFF, blocks[0]), (chain(1), blocks[0]), (chain(1), blocks[1]), (OFF, blocks[1])]

@@ -64,7 +64,7 @@ from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even
 from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.profile import TuningProfile
-from eyrie_workers.measurement.tuner.race import Measured, Race, trials_allowed, turns, within_budget
+from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, trials_allowed, turns, within_budget
 from eyrie_workers.measurement.variant import Variant, drafted
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -166,10 +166,8 @@ class Tuning:
         """
         while True:
             left = [setting for setting in by_speed if setting not in race.reasons or setting in race.blocks]
-            # The drafter's best is needed for the final measurement; the best of all, often n-gram lookup, may win.
-            required = [setting for setting in left if setting != OFF][:1]
-            required += [setting for setting in left if setting.method == "drafter"][:1]
-            entered = race.admit(max(affordable, 1 + len(set(required))), required)
+            required = always_raced(left)
+            entered = race.admit(max(affordable, 1 + len(required)), required)
             unknown = [setting for setting in race.active if not self._known(setting, concurrency, rung)]
             if not unknown:
                 return

@@ -261,6 +261,17 @@ def _similar(first: Setting, second: Setting) -> bool:
     return first.tree.top_k == second.tree.top_k and abs(first.tree.num_steps - second.tree.num_steps) <= 1
 
 
+def always_raced(by_speed: Sequence[Setting]) -> list[Setting]:
+    """The settings that are measured whatever the budget, in addition to off: the best prediction of all, often n-gram
+    lookup, because it is expected to win; and the drafter's best, which the final measurement needs.
+
+    by_speed   in order of prediction, best first
+    """
+    best = [setting for setting in by_speed if setting != OFF][:1]
+    drafter = [setting for setting in by_speed if setting.method == "drafter"][:1]
+    return list(dict.fromkeys([*best, *drafter]))
+
+
 def trials_allowed(num_settings: int, share: float) -> int:
     """How many settings may be measured at one concurrency: at least off, a leader and a rival."""
     return min(num_settings, max(3, math.floor(share * num_settings)))

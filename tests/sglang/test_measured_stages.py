@@ -1,0 +1,133 @@
+"""Benchmark and tune in SGLang: what they report, what they refuse, and going on after the stage was killed."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.artifacts import read_manifest
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
+from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import OFF, TuneSpec
+from eyrie_workers.catalog import command
+from eyrie_workers.engines.sglang.process import PROGRAM
+from eyrie_workers.stage_program import run_program
+from eyrie_workers.stages.benchmark import benchmark
+from tests.sglang.servers import alive, descendants, environment, program
+
+CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
+SGLANG = EngineSpec(kind="sglang")
+
+
+@pytest.fixture(autouse=True)
+def _sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the machine's measuring lock is not ours
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv(PROGRAM, shlex.join(program()))
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def measured(drafter: Path, **fields: Any) -> dict[str, Any]:
+    """Fields of both stages' specs."""
+    suites = tuple(SuiteSpec(name=name, path=f"quickstart:{name}", max_prompts=2) for name in ("chat", "code"))
+    return {"job_id": "j", "checkpoint": "c-step-1", "candidate": "c", "drafter_dir": str(drafter),
+            "target": TargetSpec(model="quickstart", dtype="float32"), "engine": SGLANG,
+            "benchmark": BenchmarkSpec(suites=suites, max_new_tokens=32, tree=CHAIN, temperatures=(0.0,))} | fields
+
+
+def prepare(directory: Path, spec: BenchmarkStage | TuneStage) -> list[str]:
+    directory.mkdir()
+    (directory / "spec.json").write_text(spec.model_dump_json())
+    return ["--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json")]
+
+
+def test_a_checkpoint_is_benchmarked_in_sglang_and_accepts_what_the_reference_engine_accepts(
+        tmp_path: Path, drafter: Path) -> None:
+    reports, before = {}, descendants(os.getpid())
+    for kind in ("sglang", "embedded"):
+        spec = BenchmarkStage.model_validate(measured(drafter, engine=EngineSpec(kind=kind)))  # type: ignore[arg-type]
+        assert run_program(BenchmarkStage, benchmark, prepare(tmp_path / kind, spec)) == 0
+        report = read_manifest(tmp_path / kind).report
+        assert isinstance(report, BenchmarkReport)
+        reports[kind] = report
+    found = reports["sglang"]
+    assert found.engine is not None
+    assert (found.engine.kind, found.engine.version, found.engine.restarts) == ("sglang", "0.5.23", 0)
+    assert "not shown in this engine on this machine" in found.engine.limits[0]
+    assert found.lossless
+    for ours, reference in zip(found.cells, reports["embedded"].cells, strict=True):
+        assert (ours.suite, ours.prompts, ours.tokens) == (reference.suite, reference.prompts, reference.tokens)
+        # SGLang also counts tokens that the last round accepted behind the end: at most one round per prompt differs.
+        assert sum(ours.accepted_histogram) == sum(reference.accepted_histogram)
+        assert ours.tau >= reference.tau > 1.0
+        assert ours.tau - reference.tau <= 5 * ours.prompts / sum(ours.accepted_histogram)
+    assert descendants(os.getpid()) <= before
+
+
+def test_sampled_benchmarks_in_sglang_on_a_cpu_are_refused_before_a_server_starts(
+        tmp_path: Path, drafter: Path) -> None:
+    fields = measured(drafter)
+    fields["benchmark"] = fields["benchmark"].model_copy(update={"temperatures": (0.0, 1.0)})
+    assert run_program(BenchmarkStage, benchmark,
+                       prepare(tmp_path / "stage", BenchmarkStage.model_validate(fields))) == 65
+    failure = json.loads((tmp_path / "stage" / "failure.json").read_text())
+    assert "benchmark.temperatures contains 1: SGLang's CPU backend verifies drafts greedily" in failure["message"]
+    assert not (tmp_path / "stage" / "servers").exists()
+
+
+def test_tuning_in_sglang_killed_in_the_race_leaves_no_server_and_goes_on_with_the_same_trials(
+        tmp_path: Path, drafter: Path) -> None:
+    spec = TuneStage.model_validate(measured(drafter, tune=TuneSpec(
+        num_steps=(2, 5), top_k=(1, 2), num_draft_tokens=(8,), concurrencies=(1, 2), max_prompts=4, temperatures=(0.0,),
+        trials_share=0.5)))
+    directory = tmp_path / "tune"
+    prepare(directory, spec)
+    before = descendants(os.getpid())
+    process = subprocess.Popen(command("tune", directory), env=os.environ)
+    deadline = time.monotonic() + 900
+    while not (directory / "profile.json").exists() or lines(directory / "blocks.jsonl") < 12:
+        assert process.poll() is None, "tune ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    started = descendants(process.pid)
+    assert started
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    until = time.monotonic() + 30
+    while left := alive(started):
+        assert time.monotonic() < until, left
+        time.sleep(0.5)
+
+    kept = (directory / "blocks.jsonl").read_bytes().split(b"\n")[:-1]
+    subprocess.run(command("tune", directory), env=os.environ, check=True, timeout=900)
+    assert (directory / "blocks.jsonl").read_bytes().split(b"\n")[: len(kept)] == kept
+    report = read_manifest(directory).report
+    assert isinstance(report, TuneReport)
+    assert report.engine is not None
+    assert report.engine.kind == "sglang"
+    assert report.final.lossless
+    assert report.map is not None
+    for load in (1, 2):
+        tried = {trial.setting for trial in report.trials if trial.concurrency == load and trial.blocks}
+        assert OFF in tried
+        assert report.map.at(load).setting in tried
+        fastest = max((trial for trial in report.trials if trial.concurrency == load and trial.setting != OFF),
+                      key=lambda trial: trial.predicted_speedup)
+        assert fastest.setting in tried
+    assert descendants(os.getpid()) <= before
+
+
+def lines(ledger: Path) -> int:
+    """Entries of a ledger."""
+    return ledger.read_bytes().count(b"\n") - 1 if ledger.exists() else 0

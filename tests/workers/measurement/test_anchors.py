@@ -1,0 +1,52 @@
+"""Costs of a round from anchor settings, timed from outside the engine."""
+
+import pytest
+
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
+from eyrie_workers.measurement.benchmark.blocks import BlockRun
+from eyrie_workers.measurement.tuner.anchors import (
+    RoundCosts,
+    anchors,
+    draft_times,
+    fit,
+    round_seconds,
+    step_times,
+)
+from eyrie_workers.measurement.tuner.grid import possible_settings
+from eyrie_workers.measurement.tuner.predict import Costs
+
+SETTINGS = possible_settings(TuneSpec(num_steps=(1, 3, 6), top_k=(1, 2, 4), num_draft_tokens=(4, 8, 16)))
+TRUE = RoundCosts(undrafted_s=0.020, per_node_s=0.001, fixed_s=0.003, per_step_s=0.002, lookup_s=0.0005)
+
+
+def test_the_anchors_are_off_both_ends_of_the_chains_the_largest_tree_and_the_deepest_lookup() -> None:
+    assert [one.label() for one in anchors(SETTINGS)] == ["off", "1/1/2", "6/1/7", "6/4/16", "ngram 6/1/7"]
+    assert [one.label() for one in anchors(SETTINGS[:2])] == ["off", "1/1/2"]
+
+
+def test_costs_are_recovered_from_exact_times_and_every_other_setting_is_predicted_from_them() -> None:
+    timed = [(one, TRUE.round_s(one)) for one in anchors(SETTINGS) if one != OFF]
+    found = fit(TRUE.undrafted_s, timed)
+    for name in ("per_node_s", "fixed_s", "per_step_s", "lookup_s"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
+    costs = Costs(step_times(found, SETTINGS, 2, 0.0, 10), draft_times(found, SETTINGS, 2, 0.0, 10), {"off": 0.0})
+    for setting in SETTINGS:
+        if setting.tree is not None:
+            predicted = costs.verify_s(2, 0.0, setting.tree.num_draft_tokens, setting.tree.top_k > 1)
+            assert predicted + costs.draft_s(2, 0.0, setting) == pytest.approx(TRUE.round_s(setting), rel=1e-6)
+
+
+def test_noise_gives_no_negative_cost() -> None:
+    # The deeper chain was timed faster than the shallower one, and both faster than no drafting.
+    chain, deeper = (Setting(tree=DraftTreeShape(num_steps=n, top_k=1, num_draft_tokens=n + 1)) for n in (1, 6))
+    found = fit(0.020, [(chain, 0.0199), (deeper, 0.0190)])
+    assert (found.per_node_s, found.fixed_s, found.per_step_s, found.lookup_s) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_rounds_time_leaves_out_the_prefills_and_counts_the_rows_of_a_round_once() -> None:
+    run = BlockRun(concurrency=4, temperature=0.0, rung=0, variant="2/1/3", seconds=2.0, tokens=90,
+                   accepted_histogram=(10, 20, 10), answers={f"p{n}": (1, 2) for n in range(8)}, whole=())
+    assert round_seconds(run, 0.05) == pytest.approx((2.0 - 8 * 0.05) * 4 / 40)
+    with pytest.raises(ValueError, match="no round"):
+        round_seconds(run.model_copy(update={"accepted_histogram": (0,)}), 0.05)
