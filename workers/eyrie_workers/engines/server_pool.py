@@ -171,6 +171,7 @@ class ServerPool:
         ports_taken: dict[str, int] = {}
         deadline = time.monotonic() + READY_S[self.plan.kind]
         ready: set[str] = set()
+        phases: dict[str, str] = {}
         try:
             while left := [name for name in names if name not in failed and name not in ready]:
                 self.stage.pause_point()
@@ -188,8 +189,9 @@ class ServerPool:
                     else:
                         if server.ready():
                             ready.add(name)
-                        else:
-                            self.stage.progress(len(ready), len(names), "servers ready", f"{name}: {server.phase()}")
+                        elif (phase := server.phase()) != phases.get(name):
+                            phases[name] = phase
+                            self.stage.progress(len(ready), len(names), "servers ready", f"{name}: {phase}")
                 if time.monotonic() > deadline:
                     raise Transient(f"the server of variant {left[0]} is not ready after {READY_S[self.plan.kind]:g} s",
                                     "read its log in the stage's directory, or retry on a less busy machine")
