@@ -79,7 +79,10 @@ class ServerPool:
         ngram = any(use.setting.method == "ngram" for use in self.uses.values())
         kv_bytes = tokens * kv_bytes_per_token(config, self.plan.target.dtype)
         one = server_bytes(machine.platform, weights, kv_bytes, ngram)
-        return num_that_fit(available_bytes(machine, self.plan.tp_size), one)
+        available = available_bytes(machine, self.plan.tp_size)
+        if machine.platform == "cpu":
+            available -= weights  # of the reference implementation, which replays or explains answers
+        return num_that_fit(available, one)
 
     @property
     def resident(self) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class Tuning:
         costs = [rung_tokens / one.tokens_per_s for one in [predictions[OFF], *by_speed]]
         # Half of the budget for the first rung leaves a second one, without which there is no interval.
         affordable = within_budget(costs, budget_s / 2)
-        resident = self.blocks.engine.num_resident
+        resident = self.profile.num_resident
         if resident is not None:
             # Settings beyond those that are ready at once would replace each other in every rung.
             affordable = min(affordable, max(resident, _FEWEST_RACERS))

@@ -58,6 +58,9 @@ class TuningProfile(Frozen):
     """Prefill seconds of one request, by method."""
 
     replays: tuple[SettingReplay, ...]
+    num_resident: int | None = None
+    """`DecodingEngine.num_resident` when it was measured: a resumed race admits as many settings as before."""
+
     seconds: float
 
     def predictions(self, concurrency: int) -> dict[Setting, Prediction]:
@@ -127,7 +130,7 @@ def measure_from_outside(
     return TuningProfile(
         belongs_to=belongs_to, step_times=tuple(step_times), draft_times=tuple(draft_times),
         prefill_s={method: median(seconds) for method, seconds in methods.items()}, replays=tuple(replays),
-        seconds=time.monotonic() - began)
+        num_resident=runner.session.bench.engine.num_resident, seconds=time.monotonic() - began)
 
 
 def _full_passes(one: SettingReplay) -> ReplayedRounds:
