@@ -222,3 +222,27 @@ def test_a_windowed_drafter_is_not_tuned_into_a_tree_that_sglang_would_serve(set
             sweep={"axes": [{"field": "drafter.sliding_window", "values": [64]}]})
     assert check(job_spec(**job, drafter={"sliding_window": 512}, tune={"top_k": [1]}), settings).plan is not None
     assert check(job_spec(**job | {"engine": "embedded"}, drafter={"sliding_window": 512}), settings).plan is not None
+
+
+def test_a_rival_or_a_head_to_train_from_of_another_target_is_refused_with_both_values(
+        settings: Settings, target: Path, tmp_path: Path) -> None:
+    sizes = json.loads((target / "config.json").read_text())
+    head = tmp_path / "head"
+    head.mkdir()
+
+    def published(**config: object) -> None:
+        (head / "config.json").write_text(json.dumps({
+            "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": sizes["hidden_size"], "draft_vocab_size": 16,
+            "vocab_size": sizes["vocab_size"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}} | config))
+
+    asked = {"target": {"model": str(target)}, "rivals": [str(head)]}
+    published()
+    assert check(job_spec(**asked), settings).spec.rivals[0].path == str(head)
+    published(hidden_size=48)
+    says = f"hidden_size 48, and this target has {sizes['hidden_size']}"
+    refused(settings, InvalidInput, says, **asked)
+    refused(settings, InvalidInput, says, target={"model": str(target)}, drafter={"init_from": str(head)})
+    published(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 77]})
+    refused(settings, InvalidInput, r"reads layers \[77\]", **asked)
+    refused(settings, InvalidInput, "rivals.*not a directory", target={"model": str(target)},
+            rivals=[str(tmp_path / "none")])

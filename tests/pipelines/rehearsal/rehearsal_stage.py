@@ -107,7 +107,7 @@ def prove_report(spec: ProveStage) -> ProveReport:
                           reference_histogram=(1, 2, 3), tau=2.5, tau_interval=Interval(low=2.4, high=2.6),
                           reference_tau=2.5, passed=True, reasons=("rehearsed",))
     variants = ("off", "candidate") if spec.incumbent is None else ("off", "candidate", "incumbent")
-    return ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine,
+    return ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind,
                        use=DrafterUse(drafter_dir=spec.drafter_dir, setting=Setting(tree=tree)), parity=parity,
                        load=load_report(spec.prove.loads, variants, 2.5), environment=ENVIRONMENT, seconds=1.0,
                        changed_prompt=load_report(spec.prove.loads[:1], variants, 2.0))
@@ -125,7 +125,8 @@ def report_of(spec: StageSpec) -> StageReport:
         return train_report(spec)
     if isinstance(spec, BenchmarkStage):
         # The later checkpoint is the better one, so that selection has something to choose.
-        return benchmark_report(spec.checkpoint, 2.0 + int(spec.checkpoint.rsplit("-", 1)[1]) / 100)
+        report = benchmark_report(spec.checkpoint, 2.0 + int(spec.checkpoint.rsplit("-", 1)[1]) / 100)
+        return report if spec.rival is None else report.model_copy(update={"rival": True, "family": "eagle3"})
     if isinstance(spec, ProveStage):
         return prove_report(spec)
     tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8)
