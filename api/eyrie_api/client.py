@@ -1,7 +1,7 @@
 """The Python client: one method per route, with models of `eyrie_api.v1alpha1` as arguments and results.
 
     with Client("http://127.0.0.1:8642") as eyrie:
-        job = eyrie.create_job(JobSpec(target=TargetSpec(model="quickstart"), data=...))
+        job = eyrie.create_job(JobSpec(target=JobTarget(model="quickstart"), data=...))
         for event in eyrie.events(job.id):
             print(event.message)
         print(eyrie.wait(job.id).status.phase)

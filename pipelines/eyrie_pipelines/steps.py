@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
+from eyrie_api.decisions.families import families_with_default_layers, named_layers
 from eyrie_api.decisions.sweep import Candidate, expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
@@ -34,8 +34,6 @@ from eyrie_workers.catalog import stage_dir
 
 JOB_FILE = "job.json"
 HELD_OUT = "held-out"
-RIVAL_DIR = "drafter"
-"""Where the benchmark stage of a rival keeps its drafter."""
 
 
 class JobFile(Frozen):
@@ -70,7 +68,7 @@ def reference(stage: StageName, key: str = "") -> str:
 def regenerate_spec(job: JobFile) -> RegenerateStage:
     """The first stage. It excludes the prompts of the benchmark suites from the training data."""
     suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
-    return RegenerateStage(job_id=job.id, target=job.spec.target, data=job.spec.data,
+    return RegenerateStage(job_id=job.id, target=job.spec.resolved_target, data=job.spec.data,
                            engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites)
 
 
@@ -86,9 +84,9 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads the output of regenerate and stores every feature that any candidate reads."""
-    return CaptureStage(job_id=job.id, target=job.spec.target, capture=job.spec.capture,
+    return CaptureStage(job_id=job.id, target=job.spec.resolved_target, capture=job.spec.capture,
                         rows_dir=str(stage_dir(job_dir, "regenerate")),
-                        families=families_with_default_layers(job.candidates), init_from=init_from(job.candidates),
+                        families=families_with_default_layers(job.candidates),
                         aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
 
 
@@ -126,7 +124,7 @@ def train_spec(job: JobFile, job_dir: Path, candidate: str) -> TrainStage:
     if found is None:
         raise InvalidInput(f"candidate {candidate!r} is not in this job's sweep",
                            f"candidates are {', '.join(sorted(each.name for each in job.candidates))}")
-    return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.target, drafter=found.drafter,
+    return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.resolved_target, drafter=found.drafter,
                       train=found.train, store_dir=str(stage_dir(job_dir, "capture")))
 
 
@@ -144,18 +142,9 @@ def _checkpoint(report: CheckpointReport) -> CheckpointRef:
     return CheckpointRef(name=report.name, candidate=report.candidate, path=directory.as_posix())
 
 
-def benchmarked(spec: JobSpec, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
-    """Every drafter that is benchmarked: `list_checkpoints`, then the rivals, whose benchmark stage copies them into
-    its output. Raises as `list_checkpoints`."""
-    rivals = (CheckpointRef(name=rival.checkpoint, candidate=rival.checkpoint,
-                            path=(stage_dir(Path(), "benchmark", rival.checkpoint) / RIVAL_DIR).as_posix())
-              for rival in spec.rival_drafters)
-    return (*list_checkpoints(reports), *rivals)
-
-
-def find_checkpoint(spec: JobSpec, reports: Sequence[TrainReport], name: str) -> CheckpointRef:
-    """The checkpoint of that name, a candidate's or a rival. Raises ArtifactMissing."""
-    for checkpoint in benchmarked(spec, reports):
+def find_checkpoint(reports: Sequence[TrainReport], name: str) -> CheckpointRef:
+    """The checkpoint of that name. Raises ArtifactMissing."""
+    for checkpoint in list_checkpoints(reports):
         if checkpoint.name == name:
             return checkpoint
     raise ArtifactMissing(f"no candidate exported a checkpoint {name!r}", "retry the job from the train stage")
@@ -164,16 +153,15 @@ def find_checkpoint(spec: JobSpec, reports: Sequence[TrainReport], name: str) ->
 def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, first: bool) -> BenchmarkStage:
     """The measurement of one checkpoint. Only the first of a job also times `transformers` as a reference."""
     return BenchmarkStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
+        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
         benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
-        rival=next((one for one in job.spec.rival_drafters if one.checkpoint == checkpoint.name), None),
         held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
 
 def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneStage:
     """The grid of draft-tree shapes for the selected checkpoint."""
     return TuneStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
+        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
         benchmark=job.spec.benchmark, tune=job.spec.tune, drafter_dir=str(job_dir / checkpoint.path),
         held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine)
 
@@ -181,7 +169,7 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneSta
 def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: str) -> ProveStage:
     """The tuned checkpoint in the serving engine, compared with the incumbent."""
     return ProveStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
+        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
         benchmark=job.spec.benchmark, prove=job.spec.prove, drafter_dir=str(job_dir / checkpoint.path),
         tune_dir=str(job_dir / tuned), engine=job.spec.engine, max_concurrency=job.spec.serve.max_concurrency,
         incumbent=job.incumbent, held_out_file=_held_out_file(job, job_dir))

@@ -232,5 +232,5 @@ def test_a_float32_target_whose_checkpoint_is_narrower_is_named_where_gpus_compu
     placed = {"every": {"num_gpus": 1}}
     for target, more, warned in ((stored, {"placement": placed}, True), (stored, {}, False),
                                  (SMALL, {"placement": placed}, False)):
-        warnings = plan_of(job_spec(**more), target, None).warnings
+        warnings = plan_of(job_spec(target={"model": "quickstart", "dtype": "float32"}, **more), target, None).warnings
         assert any("the checkpoint stores bfloat16" in warning for warning in warnings) == warned

@@ -19,6 +19,8 @@ from eyrie_api.errors import (
 )
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import check, plan
+from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.targets import JobTarget, resolve_dtype
 from tests.api.samples import job_spec, target_directory
 
 ROW = '{"messages": [{"role": "user", "content": "hi"}]}\n'
@@ -224,25 +226,29 @@ def test_a_windowed_drafter_is_not_tuned_into_a_tree_that_sglang_would_serve(set
     assert check(job_spec(**job | {"engine": "embedded"}, drafter={"sliding_window": 512}), settings).plan is not None
 
 
-def test_a_rival_or_a_head_to_train_from_of_another_target_is_refused_with_both_values(
-        settings: Settings, target: Path, tmp_path: Path) -> None:
-    sizes = json.loads((target / "config.json").read_text())
-    head = tmp_path / "head"
-    head.mkdir()
+@pytest.mark.parametrize(("asked", "stored", "placed", "accepted"), [
+    (None, "bfloat16", {}, "float32"),
+    ("auto", "bfloat16", {"every": {"num_gpus": 1}}, "bfloat16"),
+    ("auto", "float32", {"stages": {"capture": {"num_gpus": 1}}}, "float32"),
+    ("float32", "bfloat16", {"every": {"num_gpus": 1}}, "float32"),
+])
+def test_an_accepted_job_names_the_dtype_that_auto_means(
+        asked: str | None, stored: str, placed: dict[str, Any], accepted: str, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EYRIE_DEVICE", "cpu")  # also on a machine with a GPU
+    target = target_directory(tmp_path, dtype=stored)
+    spec = job_spec(target={"model": str(target)} | ({} if asked is None else {"dtype": asked}), placement=placed)
+    checked = check(spec, Settings(home=tmp_path))
+    assert (checked.spec.target.dtype, checked.spec.resolved_target.dtype) == (accepted, accepted)
+    assert checked.plan is not None
+    (weights,) = [one for one in checked.plan.assumptions if one.name == "target weights"]
+    assert weights.source.startswith(accepted)
+    # A job accepted before is not resolved a second time: neither on another machine nor after config.json changed.
+    again = check(checked.spec.model_copy(update={"placement": JobPlacement()}), Settings(home=tmp_path))
+    assert again.spec.target == checked.spec.target
 
-    def published(**config: object) -> None:
-        (head / "config.json").write_text(json.dumps({
-            "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": sizes["hidden_size"], "draft_vocab_size": 16,
-            "vocab_size": sizes["vocab_size"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}} | config))
 
-    asked = {"target": {"model": str(target)}, "rivals": [str(head)]}
-    published()
-    assert check(job_spec(**asked), settings).spec.rivals[0].path == str(head)
-    published(hidden_size=48)
-    says = f"hidden_size 48, and this target has {sizes['hidden_size']}"
-    refused(settings, InvalidInput, says, **asked)
-    refused(settings, InvalidInput, says, target={"model": str(target)}, drafter={"init_from": str(head)})
-    published(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 77]})
-    refused(settings, InvalidInput, r"reads layers \[77\]", **asked)
-    refused(settings, InvalidInput, "rivals.*not a directory", target={"model": str(target)},
-            rivals=[str(tmp_path / "none")])
+def test_a_target_that_cannot_be_read_at_submission_is_bfloat16_on_gpus() -> None:
+    unread = JobTarget(model="org/not-in-the-cache")
+    assert resolve_dtype(unread, None, on_gpus=True).dtype == "bfloat16"
+    assert resolve_dtype(unread, None, on_gpus=False).dtype == "float32"

@@ -112,7 +112,7 @@ def train(
     file: File = None,
     name: Annotated[str | None, typer.Option("--name", help="Display name; accepted in place of the id.")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Hub branch, tag or commit.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
     settings: Set = None,
     follow: Watch = True,
     local: Annotated[bool, typer.Option("--local", help="Start a control plane here if none is running.")] = False,

@@ -328,8 +328,7 @@ def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
 
 
 def _benchmark(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
-    # Rivals are benchmarked like checkpoints; n-gram look-up and off are part of tuning.
-    checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates) + len(work.spec.rival_drafters)
+    checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates)
     tokens = checkpoints * _suite_tokens(work.spec)
     return StagePlan(stage="benchmark", tokens=tokens, bytes_on_disk=0,
                      hours=_hours(tokens * work.flops_per_token, rates.single))
@@ -427,7 +426,7 @@ def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assu
 
 
 def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> tuple[Assumption, ...]:
-    target, data = work.target, work.data
+    target, data, dtype = work.target, work.data, work.spec.resolved_target.dtype
 
     def say(name: str, value: float, unit: str, source: str) -> Assumption:
         return Assumption(name=name, value=float(value), unit=unit, source=source)
@@ -439,6 +438,8 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> 
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
+        say("target weights", round(target.parameters * (4 if dtype == "float32" else 2) / 1e9, 2), "GB",
+            f"{dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
         say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
             f"estimated for candidate {candidates[0].name}"),
         say("states of every token", work.num_aux, "layers",

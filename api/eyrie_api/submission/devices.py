@@ -16,6 +16,14 @@ def planned_device(spec: JobSpec, settings: Settings) -> Device | None:
     return "gpu" if any(request is not None and request.num_gpus for request in requests) else None
 
 
+def computes_on_gpus(spec: JobSpec, settings: Settings) -> bool:
+    """Whether a target of this job is on GPUs in any stage; `target.dtype: auto` depends on it."""
+    requests = (spec.placement.every, spec.serve.placement, *spec.placement.stages.values())
+    if any(request is not None and request.num_gpus for request in requests):
+        return True
+    return planned_device(spec, settings) == "gpu" and os.environ.get("EYRIE_DEVICE") != "cpu"
+
+
 def local_device(devices: Path = Path("/dev")) -> Device:
     """Whether this process may use a GPU: an NVIDIA device that CUDA_VISIBLE_DEVICES does not hide, or an AMD one."""
     nvidia = any(devices.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")

@@ -26,14 +26,14 @@ from eyrie_api.decisions.target_config import check_config
 from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, VocabularyTooLarge
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_file
-from eyrie_api.submission.devices import planned_device
-from eyrie_api.submission.published_drafters import check_published_drafters
+from eyrie_api.submission.devices import computes_on_gpus, planned_device
 from eyrie_api.submission.target_facts import (
     HUB_ID,
     data_facts,
     free_bytes,
     local_path,
     read_config,
+    stored_dtype,
     target_dir,
     target_facts,
 )
@@ -43,7 +43,13 @@ from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
-from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, QUICKSTART_SUITE_NAMES, SUPPORTED_ARCHITECTURES
+from eyrie_api.v1alpha1.targets import (
+    HELD_OUT,
+    QUICKSTART,
+    QUICKSTART_SUITE_NAMES,
+    SUPPORTED_ARCHITECTURES,
+    resolve_dtype,
+)
 
 _CACHED_S = 2.0
 _MAX_CACHED = 1000
@@ -104,12 +110,11 @@ def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, b
     """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
     sampled from the data."""
     device = planned_device(spec, settings)
-    spec = with_engine_defaults(spec, device)
+    spec = _with_dtype(with_engine_defaults(spec, device), settings)
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
     facts = _check_target(spec, candidates, device)
-    check_published_drafters(spec, candidates, facts)
     for source in spec.data.sources:
         _check_source(source)
     for suite in spec.benchmark.suites:
@@ -144,18 +149,23 @@ def rates(settings: Settings) -> Rates:
                  train=settings.train_gflops)
 
 
+def _with_dtype(spec: JobSpec, settings: Settings) -> JobSpec:
+    """The job with the dtype that `target.dtype: auto` means: stored with it, so that every attempt computes alike."""
+    if spec.target.dtype != "auto":
+        return spec
+    directory = target_dir(spec.target)
+    stored = None if directory is None else stored_dtype(read_config(directory))
+    return spec.model_copy(update={
+        "target": resolve_dtype(spec.target, stored, on_gpus=computes_on_gpus(spec, settings))})
+
+
 def absolute(spec: JobSpec) -> JobSpec:
     """The job with absolute local paths."""
     target = spec.target.model_copy(update={"model": _absolute(spec.target.model)})
     sources = tuple(source.model_copy(update={"path": _absolute(source.path)}) for source in spec.data.sources)
     suites = tuple(suite.model_copy(update={"path": _absolute(suite.path)}) for suite in spec.benchmark.suites)
-    rivals = tuple(one if one.path is None else one.model_copy(update={"path": _absolute(one.path)})
-                   for one in spec.rivals)
-    head = spec.drafter.init_from
-    drafter = spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)})
     return spec.model_copy(update={
-        "target": target, "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals,
-        "drafter": drafter,
+        "target": target, "data": spec.data.model_copy(update={"sources": sources}),
         "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
 
 

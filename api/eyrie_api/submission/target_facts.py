@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from eyrie_api.decisions.plan import DataFacts, TargetFacts
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, TargetSpec, trained_here
+from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, trained_here
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -63,7 +63,7 @@ def quickstart_dir() -> Path | None:
     return path if (path / "config.json").is_file() else None
 
 
-def target_dir(target: TargetSpec) -> Path | None:
+def target_dir(target: JobTarget) -> Path | None:
     """The target's directory on this machine, or None when it is a Hub id that is not in the cache.
 
     Raises TargetNotFound when the model is neither a directory here nor a Hub id.
@@ -88,7 +88,7 @@ def target_dir(target: TargetSpec) -> Path | None:
     return _cached(target)
 
 
-def _cached(target: TargetSpec) -> Path | None:
+def _cached(target: JobTarget) -> Path | None:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / ("models--" + target.model.replace("/", "--"))
     revision = target.revision or "main"
@@ -133,7 +133,13 @@ def target_facts(directory: Path) -> TargetFacts:
         intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
         num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), source="the target's config.json",
-        dtype=config.get("dtype") or config.get("torch_dtype"))
+        dtype=stored_dtype(config))
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """Dtype of the checkpoint's weights, as its config names it; None where it does not."""
+    named = config.get("dtype") or config.get("torch_dtype")
+    return named if isinstance(named, str) else None
 
 
 def data_facts(data: DataSpec) -> DataFacts:

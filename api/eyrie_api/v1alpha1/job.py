@@ -18,10 +18,9 @@ from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.targets import JobTarget, TargetSpec, resolve_dtype
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
 
@@ -32,7 +31,7 @@ class JobSpec(Frozen):
     name: Name | None = None
     """Display name; the server assigns the id."""
 
-    target: TargetSpec
+    target: JobTarget
     data: DataSpec
     engine: EngineSpec = EngineSpec()
     """In which it regenerates, benchmarks, tunes, proves and serves. Capture and training read the reference
@@ -43,9 +42,6 @@ class JobSpec(Frozen):
     drafter: DrafterSpec = DrafterSpec()
     train: TrainSpec = TrainSpec()
     sweep: SweepSpec = SweepSpec()
-    rivals: tuple[RivalSpec, ...] = Field((), max_length=16)
-    """Measured next to the candidates, for comparison (`promotion.beat`, `promotion.rivals`)."""
-
     benchmark: BenchmarkSpec = BenchmarkSpec()
     tune: TuneSpec = TuneSpec()
     prove: ProveSpec = ProveSpec()
@@ -57,9 +53,9 @@ class JobSpec(Frozen):
     labels: dict[Name, str] = Field(default_factory=dict, max_length=64)
 
     @property
-    def rival_drafters(self) -> tuple[RivalSpec, ...]:
-        """The rivals that are benchmarked: those with a drafter of their own."""
-        return tuple(rival for rival in self.rivals if rival.method == "drafter")
+    def resolved_target(self) -> TargetSpec:
+        """What stages load. An `auto` that no submission has resolved is float32."""
+        return resolve_dtype(self.target, None, on_gpus=False)
 
     @property
     def endpoint_serve(self) -> EndpointServeSpec:
@@ -84,18 +80,6 @@ class JobSpec(Frozen):
                     owners = ", ".join(name for name, row in FAMILIES.items() if field in row.variant_fields)
                     raise ValueError(f"drafter.{field} is a variant of {owners}, and {family!r} is to be trained too: "
                                      "leave it out, or train that family in a job of its own")
-        return self
-
-    @model_validator(mode="after")
-    def _rivals_are_distinct(self) -> "JobSpec":
-        names = [rival.checkpoint for rival in self.rivals]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"rivals: {', '.join(twice)} is named twice: list each rival once, and give those of "
-                             "equal file names a name")
-        if not self.tune.ngram and any(rival.method == "ngram" for rival in self.rivals):
-            raise ValueError("rivals names ngram, which tuning compares, and tune.ngram is false: set it to true, or "
-                             "leave the rival out")
         return self
 
     @model_validator(mode="after")

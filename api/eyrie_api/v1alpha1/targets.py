@@ -6,7 +6,7 @@ forward pass in `eyrie_workers.targets`, then list it here.
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -41,10 +41,11 @@ HELD_OUT = "held-out"
 """The suite made of the prompts split off the job's own data."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
-class TargetSpec(Frozen):
-    """The frozen large model whose output must not change."""
+class JobTarget(Frozen):
+    """The frozen large model whose output must not change, as a job names it."""
 
     model: str = Field(min_length=1, max_length=4096)
     """A local Hugging Face directory, a Hub id (`org/name`), or `quickstart` for the model shipped with Eyrie."""
@@ -52,5 +53,23 @@ class TargetSpec(Frozen):
     revision: str | None = Field(None, max_length=256)
     """Hub branch, tag or commit. Ignored for a local directory, whose content digest is recorded instead."""
 
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Arithmetic of the target. auto is resolved once, when the job is accepted: on GPUs the checkpoint's dtype
+    (bfloat16 where config.json cannot be read then), on CPUs float32, which most of them compute faster."""
+
+
+class TargetSpec(JobTarget):
+    """A target whose dtype is known: what stages load and endpoints serve."""
+
     dtype: Dtype = "float32"
     """Arithmetic of the target here. float32 is the lossless reference on CPU; bfloat16 is usual on GPU."""
+
+
+def resolve_dtype(target: JobTarget, stored: str | None, *, on_gpus: bool) -> TargetSpec:
+    """The target with the dtype that `auto` means. Pure.
+
+    stored  the dtype that the checkpoint's config names; None where it names none or cannot be read.
+    """
+    by_default = next((name for name in DTYPES if name == stored), "bfloat16") if on_gpus else "float32"
+    return TargetSpec(model=target.model, revision=target.revision,
+                      dtype=by_default if target.dtype == "auto" else target.dtype)

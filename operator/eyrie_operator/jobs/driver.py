@@ -206,19 +206,14 @@ class Driver:
         job_dir = self._settings.job_dir(job.id)
         tuned = read_manifest(stage_dir(job_dir, "tune")).report
         assert isinstance(tuned, TuneReport)
-        benchmarks = [manifest.report for manifest in finished_manifests(job, job_dir)
-                      if isinstance(manifest.report, BenchmarkReport)]
-        for report in benchmarks:
-            if report.dropped is None:
-                self._record(job, report, tuned=False)
-        untuned = next(one for one in benchmarks if one.checkpoint == tuned.final.checkpoint)
-        final = tuned.final.model_copy(update={"rival": untuned.rival, "family": untuned.family})
-        self._record(job, final, tuned=True)
+        for manifest in finished_manifests(job, job_dir):
+            if isinstance(manifest.report, BenchmarkReport):
+                self._record(job, manifest.report, tuned=False)
+        self._record(job, tuned.final, tuned=True)
         proof = read_manifest(stage_dir(job_dir, "prove")).report
         assert isinstance(proof, ProveReport)
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
-        decision = decide(job.spec.promotion, final, self._incumbent(job.spec.serve.endpoint), required, proof,
-                          benchmarks)
+        decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required, proof)
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         self._write_outcome(job.id, AttemptOutcome(attempt=attempt, decision=decision))
 
@@ -228,13 +223,13 @@ class Driver:
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
         trained = train_reports(candidate_names(job), self._settings.job_dir(job.id))
-        family = report.family or next(each.family for each in trained if each.candidate == report.candidate)
+        family = next(each.family for each in trained if each.candidate == report.candidate)
         measured = Measured(job.id, family, job.spec.target.model, tuned, report)
         self._results.record(measured, self._drafter_dir(job, report.checkpoint))
 
     def _drafter_dir(self, job: Job, checkpoint: str) -> str:
         job_dir = self._settings.job_dir(job.id)
-        return str(job_dir / find_checkpoint(job.spec, train_reports(candidate_names(job), job_dir), checkpoint).path)
+        return str(job_dir / find_checkpoint(train_reports(candidate_names(job), job_dir), checkpoint).path)
 
     def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
         """The report of the drafter that the endpoint serves; None when it serves without one, or not at all."""
@@ -248,7 +243,7 @@ class Driver:
 
     def _incumbent_use(self, spec: JobSpec) -> DrafterUse | None:
         """The drafter and setting the endpoint serves with, for comparison in prove; None when it does not draft."""
-        active = self._active(spec.serve.endpoint, spec.target) if spec.serve.enabled else None
+        active = self._active(spec.serve.endpoint, spec.resolved_target) if spec.serve.enabled else None
         return None if active is None or active.use.setting.method == "off" else active.use
 
     def _active(self, endpoint: str, target: TargetSpec | None = None) -> Revision | None:
@@ -268,7 +263,7 @@ class Driver:
         model = job.spec.target.model
         # Clients send this name in each request: the last part of a path is shorter than the path.
         name_for_clients = Path(model).name if Path(model).is_absolute() else model
-        created = self._endpoints.create(name, job.spec.target, job.spec.endpoint_serve, name_for_clients)
+        created = self._endpoints.create(name, job.spec.resolved_target, job.spec.endpoint_serve, name_for_clients)
         revision = created.revisions[0].number
         if outcome.decision.promote:
             tuned = read_manifest(stage_dir(job_dir, "tune")).report

@@ -43,7 +43,7 @@ def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     job = control.jobs.get(request.job_id)
     result = control.results.find(request.job_id, request.checkpoint)
     report = result.measured.report
-    target = job.spec.target
+    target = job.spec.resolved_target
     model = Path(target.model).name if Path(target.model).is_absolute() else target.model
     control.endpoints.create(name, target, job.spec.endpoint_serve.model_copy(update={"endpoint": name}), model,
                              control.jobs.project_of(job.id))
