@@ -1,10 +1,11 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from eyrie_api.errors import Conflict, InvalidInput
+from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Generation, Request
@@ -327,3 +328,31 @@ def test_cancelling_in_a_cache_that_has_grown_leaves_the_others_their_answers(ta
     while len(done) < 2:
         done |= {progress.id: progress.generation for progress in engine.step() if progress.generation is not None}
     assert [done["r1"].token_ids, done["r2"].token_ids] == plain[1:]
+
+
+def test_logits_that_are_not_finite_end_their_request_with_a_diagnosis_and_no_other(
+        targets: dict[str, TargetModel], tmp_path: Path) -> None:
+    given = requests()
+    alone = texts(Engine(targets["llama"]).generate(given))
+    # A damaged row of the embedding: the request whose answer reaches that token fails there.
+    others = {token for request, answer in zip(given[1:], alone[1:], strict=True)
+              for token in [*request.prompt_ids, *answer]} | set(given[0].prompt_ids)
+    at = next(index for index, token in enumerate(alone[0]) if token not in others and index > 0)
+    damaged = load_target(tiny_target(tmp_path / "t", "llama", seed=5, initializer_range=0.15))
+    damaged.embed_weight = damaged.embed_weight.clone()
+    damaged.embed_weight[alone[0][at]] = torch.nan
+    engine = Engine(damaged, max_concurrency=3)
+    for request in given:
+        engine.submit(request)
+    heard: dict[str, list[int]] = {request.id: [] for request in given}
+    errors = []
+    while engine.num_running or engine.num_waiting:
+        for output in engine.advance():
+            heard[output.id] += output.token_ids
+            errors += [output.error] if output.error is not None else []
+    assert [heard[request.id] for request in given] == [alone[0][:at + 1], *alone[1:]]
+    (error,) = errors
+    assert isinstance(error, UnsupportedTarget)
+    assert f"request 'r0': the target's logits after {5 + at + 1} tokens are not finite (NaN or infinity)" in str(error)
+    with pytest.raises(UnsupportedTarget, match="damaged, or its states overflow in float32"):
+        Engine(damaged, OracleDrafter(320, target=targets["llama"])).generate(given[:1], CHAIN)

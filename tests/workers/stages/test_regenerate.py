@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
@@ -185,6 +187,17 @@ def test_nothing_usable_is_an_error_that_says_why(tmp_path: Path, target: Path, 
     assert failure(tmp_path / "out")["reason"] == reason
     assert words in failure(tmp_path / "out")["message"]
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_target_whose_logits_are_nan_ends_the_stage_with_a_diagnosis_of_the_target(tmp_path: Path) -> None:
+    broken = tiny_target(tmp_path / "model")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    write_spec(tmp_path / "out", broken, chats_file(tmp_path / "chats.jsonl"))
+    assert run(tmp_path / "out") == 65
+    assert failure(tmp_path / "out")["reason"] == "UnsupportedTarget"
+    assert "the target's logits after" in failure(tmp_path / "out")["message"]
 
 
 def test_a_half_done_directory_takes_no_other_answers(tmp_path: Path, target: Path) -> None:

@@ -147,7 +147,7 @@ class EngineThread:
         self._metrics.load(len(self._running), len(self._waiting))
         # 3. One round for all running requests.
         if self._running:
-            for progress in loaded.engine.step():
+            for progress in loaded.engine.advance():
                 self._deliver(progress)
 
     def _run_commands(self, *, block: bool) -> None:
@@ -184,9 +184,9 @@ class EngineThread:
             self._metrics.tokens(len(progress.token_ids), now - queued.since, first=not queued.has_tokens)
             queued.since, queued.has_tokens = now, True
         self._metrics.rounds(progress.accepted, progress.drafted)
-        if progress.finish_reason is not None:
+        if progress.finish_reason is not None or progress.error is not None:
             self._remove(progress.id)
-        queued.listener(progress)
+        queued.listener(progress if progress.error is None else progress.error)
 
     def _stop(self) -> None:
         self._end("stopped", NotReady("the engine was stopped", "send the request again when it has restarted"))

@@ -97,6 +97,10 @@ class KVCache:
         # Sources and targets may overlap: index_select copies all sources before the first write.
         flat.index_copy_(1, index[1], flat.index_select(1, index[0]))
 
+    def clear_slot(self, slot: int) -> None:
+        """Zero a slot whose keys may be NaN: a masked position has weight 0, and 0 * NaN is NaN."""
+        self._data[:, slot] = 0.0
+
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         self._data[:, target, :length] = self._data[:, source, :length]

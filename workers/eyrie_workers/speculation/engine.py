@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from eyrie_api.errors import Conflict, InvalidInput
+from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
@@ -44,7 +44,7 @@ from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafte
 from eyrie_workers.speculation.requests import Generation, Request, RequestState, StepOutput, check_request
 from eyrie_workers.speculation.tree import ancestors
 from eyrie_workers.speculation.upload import upload
-from eyrie_workers.speculation.verify import AcceptedPath, accept_path, sample_target_tokens
+from eyrie_workers.speculation.verify import NOT_FINITE, AcceptedPath, accept_path, sample_target_tokens
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
@@ -151,9 +151,20 @@ class Engine:
         """Requests in the queue."""
         return len(self._waiting)
 
-    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Admit waiting requests, run one round, and return the new tokens. Empty when there is nothing to do."""
+        """`advance`; raises the error of a request that ended with one."""
+        outputs = self.advance()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return outputs
+
+    @torch.inference_mode()
+    def advance(self) -> list[StepOutput]:
+        """Admit waiting requests, run one round, and return the new tokens. Empty when there is nothing to do.
+
+        A request for which the target's logits are not finite ends with an error in its output; the others go on.
+        """
         outputs: list[StepOutput] = []
         with device_scope(self.target.device):
             while self._waiting and len(self._rows) < self.max_concurrency:
@@ -184,9 +195,9 @@ class Engine:
         logits = self.target.logits(last[-1:])[None]
         root = torch.zeros(1, 1, dtype=torch.int64)
         first = sample_target_tokens(logits, root, [request.sampling], self._noise([row], 1))
-        taken = row.take(first.flatten().tolist(), self.max_length)
+        taken = self._take(row, first.flatten().tolist())
         row.first_token_s = time.perf_counter() - submitted_at
-        if row.finish_reason is not None:
+        if row.ended:
             self._leave(slot)
         elif self._max_shape is not None:
             self._begin_drafting(row, aux)
@@ -229,7 +240,10 @@ class Engine:
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
         outputs = []
         for row, path in zip(self._rows, paths, strict=True):
-            taken = row.take(path.tokens, self.max_length)
+            taken = self._take(row, path.tokens)
+            if row.error is not None:
+                outputs.append(row.progress(taken, [], []))
+                continue
             row.count_round(len(taken) - 1)
             drafted = shape.num_draft_tokens - 1 if shape is not None and row.drafting else 0
             outputs.append(row.progress(taken, [len(taken) - 1], [drafted]))
@@ -241,7 +255,7 @@ class Engine:
         clock.count("draft_s", verified, clock.mark())
         # 5. Finished rows leave, last slot first: the row that moves into a freed slot has been checked already.
         for slot in reversed(range(len(self._rows))):
-            if self._rows[slot].finish_reason is not None:
+            if self._rows[slot].ended:
                 self._leave(slot)
         self.stats.rounds += 1
         self.stats.nodes += tree.tokens.shape[1]
@@ -287,7 +301,7 @@ class Engine:
         unfinished: list[int] = []
         for index, row in enumerate(self._rows):
             row.drafting = row.drafting and self._may_draft(row)
-            if row.drafting and row.finish_reason is None:
+            if row.drafting and not row.ended:
                 unfinished.append(index)
         if not unfinished:
             return
@@ -299,9 +313,23 @@ class Engine:
             starts=[starts[index] for index in unfinished], tokens=[paths[index].tokens for index in unfinished],
             aux=aux.flatten(0, 1).index_select(0, nodes).unflatten(0, (len(unfinished), longest))))
 
+    def _take(self, row: RequestState, tokens: list[int]) -> list[int]:
+        """Append a round's tokens; those before NOT_FINITE, which is the last if any, are the target's own."""
+        finite = tokens[:-1] if tokens[-1] == NOT_FINITE else tokens
+        taken = row.take(finite, self.max_length)
+        if len(finite) < len(tokens) and not row.ended:
+            dtype = str(self.target.dtype).removeprefix("torch.")
+            row.error = UnsupportedTarget(
+                f"request {row.request.id!r}: the target's logits after {len(row.tokens)} tokens are not finite (NaN "
+                f"or infinity): its weights are damaged, or its states overflow in {dtype}",
+                "compute in bfloat16 or float32 (target.dtype), or download the model again")
+        return taken
+
     def _leave(self, slot: int) -> None:
         """Free a slot; the last row moves into it, so that occupied slots stay contiguous."""
         heapq.heappush(self._free_drafter_rows, self._rows[slot].drafter_row)
+        if self._rows[slot].error is not None:
+            self._cache.clear_slot(slot)
         last = self._rows.pop()
         if slot < len(self._rows):
             self._rows[slot] = last

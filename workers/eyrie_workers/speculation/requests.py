@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from eyrie_api.errors import InvalidInput
+from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.noise import NoiseTable
 
@@ -47,6 +47,9 @@ class StepOutput:
 
     drafted: list[int] = field(default_factory=list)
     """Draft tokens requested in each of these rounds; 0 for a round without drafting."""
+
+    error: EyrieError | None = None
+    """Why the request ended without an answer."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,12 @@ class RequestState:
 
     first_token_s: float = 0.0
     finish_reason: FinishReason | None = None
+    error: EyrieError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request leaves its slot."""
+        return self.finish_reason is not None or self.error is not None
 
     def take(self, tokens: Sequence[int], max_length: int) -> list[int]:
         """Append accepted tokens up to the first that ends the request; return those appended."""
@@ -133,6 +142,8 @@ class RequestState:
 
     def progress(self, taken: list[int], accepted: list[int], drafted: list[int]) -> StepOutput:
         """The output of a step that appended `taken`."""
+        if self.error is not None:
+            return StepOutput(self.request.id, taken, accepted, drafted=drafted, error=self.error)
         if self.finish_reason is None:
             return StepOutput(self.request.id, taken, accepted, drafted=drafted)
         num_prompt = len(self.request.prompt_ids)

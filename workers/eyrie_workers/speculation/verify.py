@@ -24,6 +24,9 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.upload import upload
 
+NOT_FINITE = -2
+"""In place of a token where the target's logits are NaN or infinite. No node of a tree has it."""
+
 
 @dataclass(frozen=True)
 class AcceptedPath:
@@ -44,8 +47,16 @@ def sample_target_tokens(logits: Tensor, depths: Tensor, samplings: Sequence[Sam
     depths     [B, N] int64   depth of each node, root 0; indexes `noise`, which starts at the token after the root
     samplings  per row
     noise      None when all rows are greedy
-    returns    [B, N] int64   target token ids
+    returns    [B, N] int64   target token ids, NOT_FINITE where the logits are not finite
     """
+    choices = _sample(logits, depths, samplings, noise)
+    # argmax returns the place of a NaN before that of any number, and of infinity before that of a finite one: it is
+    # enough to look at the chosen logits.
+    finite = logits.gather(-1, choices[..., None])[..., 0].isfinite()
+    return choices.masked_fill(~finite, NOT_FINITE)
+
+
+def _sample(logits: Tensor, depths: Tensor, samplings: Sequence[SamplingSpec], noise: RowNoise | None) -> Tensor:
     if noise is None:
         return logits.argmax(dim=-1)
     scores = logits.to(torch.float64)
