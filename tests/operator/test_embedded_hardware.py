@@ -4,7 +4,7 @@ from pathlib import Path
 
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_operator.embedded.hardware import FreeMemory, find_room, free_memory, weights_on_disk
+from eyrie_operator.embedded.hardware import FreeMemory, find_room, free_memory, weight_bytes
 
 GIB = 2**30
 SGLANG = EngineSpec(kind="sglang")
@@ -31,6 +31,6 @@ def test_weights_are_those_of_target_and_drafter(tmp_path: Path) -> None:
         (tmp_path / name / "model.safetensors").write_bytes(bytes(size))
     use = DrafterUse(drafter_dir=str(tmp_path / "drafter"), setting=Setting.model_validate(
         {"tree": {"num_steps": 2, "top_k": 1, "num_draft_tokens": 3}}))
-    assert weights_on_disk(tmp_path / "target", use) == 110
-    assert weights_on_disk(tmp_path / "target", DrafterUse()) == 100
+    assert weight_bytes(tmp_path / "target", use) == 110
+    assert weight_bytes(tmp_path / "target", DrafterUse()) == 100
     assert free_memory().main_bytes > 0

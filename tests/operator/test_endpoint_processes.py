@@ -17,6 +17,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.embedded.processes import engine_argv, read_counters
+from eyrie_workers.engines.server_memory import requests_that_fit
 from eyrie_workers.engines.sglang.process import PROGRAM
 from tests.api.samples import target_directory
 
@@ -103,3 +104,12 @@ def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(targ
     assert "--max-running-requests 3" in done.stdout
     assert "NGRAM" in done.stdout
     assert "--enable-metrics" in done.stdout
+
+
+def test_without_a_limit_sglang_serves_as_many_requests_as_its_memory_holds(target: Path, tmp_path: Path) -> None:
+    served = EndpointServeSpec(engine=EngineSpec(kind="sglang"))
+    argv = engine_argv(Serving(TargetSpec(model=str(target)), served), DrafterUse(), "tiny", tmp_path / "ready.json")
+    assert "--max-concurrency" not in argv
+    assert requests_that_fit(40 * 2**30, 128 * 2**10, 131_072) == 80
+    assert requests_that_fit(40 * 2**30, 128 * 2**10, 1024) == 256
+    assert requests_that_fit(0, 128 * 2**10, 1024) == 1

@@ -2,7 +2,10 @@
 
 import os
 import shlex
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
@@ -19,7 +23,7 @@ from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.prove import prove
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
-from tests.sglang.servers import environment, program
+from tests.sglang.servers import READY_S, alive, descendants, environment, program, wait_for
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 
@@ -31,26 +35,77 @@ def own_servers() -> set[str]:
     return {line.split()[0] for line in shown.splitlines() if "--model-path" in line}
 
 
-def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwards(
-        tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the machine's measuring lock is not ours
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+def stage_directory(tmp_path: Path, drafter: Path) -> Path:
+    """A prove stage of a finished tune stage; returns the path of its manifest."""
     tuned = TuneReport(checkpoint="c-step-1", path=str(drafter), cells=(), winner=CHAIN, finding="-",
                        final=benchmark_report("c-step-1", 2.0), environment=ENVIRONMENT, seconds=1.0)
     spec = ProveStage(
         job_id="j", checkpoint="c-step-1", candidate="c", target=TargetSpec(model="quickstart", dtype="float32"),
         benchmark=BenchmarkSpec(suites=(SuiteSpec(name="chat", path="quickstart:chat", max_prompts=2),)),
         prove=ProveSpec(loads=(1,), requests=4, max_new_tokens=24, parity_prompts=4), drafter_dir=str(drafter),
-        tune_dir=str(tmp_path / "tune"), engine="sglang", max_concurrency=4)
+        tune_dir=str(tmp_path / "tune"), engine=EngineSpec(kind="sglang"), max_concurrency=4)
     write_model(tmp_path / "tune" / "manifest.json", Manifest(
         stage="tune", job_id="j", spec_digest=digest_model(spec), code_version="0", report=tuned, files=(),
         started_at="2026-01-01T00:00:00+00:00", finished_at="2026-01-01T00:00:00+00:00"))
     write_model(tmp_path / "prove" / "spec.json", spec)
+    return tmp_path / "prove" / "manifest.json"
 
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers run on this CPU; the machine's measuring lock is not used."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv(PROGRAM, shlex.join(program()))
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("sglang")
+def test_killed_stage_and_killed_server_leave_no_process_and_lose_no_check(tmp_path: Path, drafter: Path) -> None:
+    out = stage_directory(tmp_path, drafter)
+    ledger = out.with_name("found.jsonl")
+    command = [sys.executable, "-m", "eyrie_workers.stages.prove", "--spec", str(out.with_name("spec.json")), "--out",
+               str(out)]
+
+    def checks() -> int:
+        return ledger.read_bytes().count(b"\n") - 1 if ledger.exists() else 0
+
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wait_for(lambda: checks() >= 1, first)
+    servers = descendants(first.pid)
+    assert len(servers) >= 6, "two servers of three processes"
+    first.kill()
+    first.wait()
+    deadline = time.monotonic() + 15
+    while alive(servers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(servers)
+    kept = ledger.read_bytes().split(b"\n")[:2]
+
+    second = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    events = out.with_name("events.jsonl")
+    wait_for(lambda: events.read_text().count('"ServersReady"') == 2, second)
+    servers = descendants(second.pid)
+    os.kill(min(servers), signal.SIGKILL)
+    assert second.wait(2 * READY_S) == 0
+    assert not alive(servers)
+    assert ledger.read_bytes().split(b"\n")[:2] == kept
+    report = read_manifest(out).report
+    assert isinstance(report, ProveReport)
+    assert report.restarts == 1
+    assert '"ServerRestarted"' in events.read_text()
+    assert report.parity is not None
+    assert report.parity.passed, report.parity.reasons
+    assert report.load is not None
+    assert all(not one.total.failed for one in report.load.levels)
+
+
+@pytest.mark.usefixtures("sglang")
+def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwards(
+        tmp_path: Path, drafter: Path) -> None:
+    out = stage_directory(tmp_path, drafter)
     before = own_servers()  # other tests of this run keep theirs
-    out = tmp_path / "prove" / "manifest.json"
     assert run_program(ProveStage, prove, ["--spec", str(out.with_name("spec.json")), "--out", str(out)]) == 0
     report = read_manifest(out).report
     assert isinstance(report, ProveReport)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,29 +24,9 @@ from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
-from tests.sglang.servers import READY_S, environment, program
+from tests.sglang.servers import READY_S, alive, descendants, environment, program, wait_for
 
 ROWS = 24
-
-
-def group_of_servers(stage_id: int) -> set[int]:
-    """Ids of all processes of the servers that a stage has started: each server has a session of its own."""
-    sessions, members = set(), dict[int, list[int]]()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent, _, session = map(int, (process / "stat").read_text().rpartition(")")[2].split()[1:4])
-        except OSError:
-            continue  # it has ended
-        members.setdefault(session, []).append(int(process.name))
-        if parent == stage_id and session == int(process.name):
-            sessions.add(session)
-    return {member for session in sessions for member in members[session]}
-
-
-def alive(processes: set[int]) -> set[int]:
-    """Those that have not ended; a zombie has."""
-    return {one for one in processes if (stat := Path(f"/proc/{one}/stat")).exists()
-            and stat.read_text().rpartition(")")[2].split()[0] != "Z"}
 
 
 def stage_directory(out: Path, data: Path, engine: str) -> Path:
@@ -66,14 +45,6 @@ def start(out: Path) -> "subprocess.Popen[bytes]":
 def answered(out: Path) -> int:
     rows = out / "rows.jsonl"
     return rows.read_bytes().count(b"\n") if rows.exists() else 0
-
-
-def wait_for(happened: Callable[[], object], process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + READY_S
-    while not happened():
-        assert process.poll() is None, "the stage ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def content(rows: list[AnsweredRow]) -> list[tuple[object, ...]]:
@@ -95,7 +66,7 @@ def test_rows_of_own_sglang_servers_equal_the_references_although_stage_and_serv
     out = stage_directory(tmp_path / "sglang", data, "sglang")
     first = start(out)
     wait_for(lambda: answered(out) >= 2, first)
-    servers = group_of_servers(first.pid)
+    servers = descendants(first.pid)
     assert len(servers) >= 3, "SGLang is three processes"
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
@@ -108,7 +79,7 @@ def test_rows_of_own_sglang_servers_equal_the_references_although_stage_and_serv
 
     second = start(out)
     wait_for(lambda: answered(out) > kept, second)
-    servers = group_of_servers(second.pid)
+    servers = descendants(second.pid)
     os.kill(min(servers), signal.SIGKILL)  # the HTTP process, which started the others
     assert second.wait(2 * READY_S) == 0
     assert not alive(servers)

@@ -17,7 +17,7 @@ class ServeSpec(Frozen):
 
     max_concurrency: int | None = Field(None, ge=1, le=1024)
     """Requests decoded at once; more are queued. Default: 8 in the embedded engine; in SGLang as many as its memory
-    holds, with half of the context length each."""
+    holds with 4096 tokens each, at most 256; on a cluster 48."""
 
     health_timeout_s: float | None = Field(None, gt=0.0)
     """A new engine that is not healthy within this time is rolled back. Default: 60; 600 for SGLang, which loads

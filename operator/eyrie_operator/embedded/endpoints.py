@@ -26,7 +26,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.conditions import observe
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.hardware import FreeMemory, Room, find_room, free_memory, weights_on_disk
+from eyrie_operator.embedded.hardware import FreeMemory, Room, find_room, free_memory, weight_bytes
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     HOST,
@@ -144,8 +144,8 @@ class EmbeddedEndpoints:
 
     def _room(self, endpoint: Endpoint, serving: Serving, number: int) -> Room:
         use = next(each for each in endpoint.revisions if each.number == number).use
-        weight_bytes = weights_on_disk(resolve_target(serving.target), use)
-        return find_room(serving.serve.engine, weight_bytes, self._free_memory())
+        weights = weight_bytes(resolve_target(serving.target), use)
+        return find_room(serving.serve.engine, weights, self._free_memory())
 
     def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> ObservedEngine:
         if not is_alive(record.process):

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
 
 _GIB = 2**30
-_PROCESS_BYTES = {"embedded": _GIB, "sglang": 5 * _GIB // 2}
-"""Main memory of an engine's processes without weights; SGLang's three took 2 GiB with 0.5.23."""
+_PROCESS_BYTES = {"embedded": _GIB, "sglang": PROCESSES_BYTES}
+"""Main memory of an engine's processes without weights."""
 
 _WORKSPACE_BYTES = 4 * _GIB
 """Of each GPU: CUDA context, graphs, and a KV pool to serve at least a few requests."""
@@ -43,18 +44,18 @@ class Room:
     """Why it does not fit, with the numbers; empty: it does."""
 
 
-def find_room(engine: EngineSpec, weight_bytes: int, free: FreeMemory) -> Room:
+def find_room(engine: EngineSpec, weights: int, free: FreeMemory) -> Room:
     """Choose the GPUs with the most free memory, or find that there is no room. Pure.
 
-    weight_bytes   of target and drafter together, as stored
+    weights   bytes of target and drafter together, as stored
     """
     if free.gpus is None:
-        needed = weight_bytes + _PROCESS_BYTES[engine.kind]
+        needed = weights + _PROCESS_BYTES[engine.kind]
         if needed > free.main_bytes:
             return Room(missing=f"another engine needs about {needed / _GIB:.1f} GiB of main memory and "
                                 f"{free.main_bytes / _GIB:.1f} GiB are free")
         return Room()
-    needed = weight_bytes // engine.tp_size + _WORKSPACE_BYTES
+    needed = weights // engine.tp_size + _WORKSPACE_BYTES
     by_size = sorted(free.gpus.items(), key=lambda row: -row[1])
     fitting = [gpu for gpu, size in by_size if size >= needed]
     if len(fitting) < engine.tp_size:
@@ -82,7 +83,7 @@ def _free_gpus() -> dict[str, int] | None:
         return None
 
 
-def weights_on_disk(target: Path, use: DrafterUse) -> int:
+def weight_bytes(target: Path, use: DrafterUse) -> int:
     """Bytes of the safetensors files of target and drafter."""
     drafter = [Path(use.drafter_dir)] if use.drafter_dir is not None and use.setting.method == "drafter" else []
-    return sum(file.stat().st_size for directory in (target, *drafter) for file in directory.glob("*.safetensors"))
+    return sum(map(weights_on_disk, (target, *drafter)))

@@ -11,7 +11,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadLevel, LoadReport, LoadSpec, ServiceLevel
 from eyrie_workers.load.client import EndpointUnusable, LoadClient, LoadRequest, RequestResult
 from eyrie_workers.load.endpoints import LoadEndpoint
-from eyrie_workers.load.run import run_load
+from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.load.schedule import Level, arrivals
 from tests.servers.stub_openai_server import DIALECTS, FAULTS, Timing
 from tests.workers.load.servers import fault, prompts, replying, responding
@@ -50,6 +50,25 @@ def test_256_streams_complete_with_every_token_and_round_counted(url: str) -> No
     assert level.total.accepted_histogram == (0, 0, 512 * 8)
     assert level.total.tau == 3.0
     assert sum(part.completed for part in level.by_category.values()) == 512
+
+
+def test_servers_in_turn_are_compared_with_the_baseline_before_and_after_them(url: str, plain_url: str) -> None:
+    order: list[str] = []
+
+    def ready(name: str) -> LoadEndpoint:
+        order.append(name)
+        return LoadEndpoint(name, plain_url if name == "off" else url, "m")
+
+    done: list[tuple[int, int]] = []
+    report = run_load_in_turn(["off", "candidate", "incumbent"], ready, prompts(2), ONE_USER,
+                              on_progress=lambda so_far, total, _: done.append((so_far, total)))
+    assert order == ["off", "candidate", "incumbent", "off"]
+    assert {level.variant: level.total.completed for level in report.levels} == {
+        "off": 8, "candidate": 4, "incumbent": 4}
+    assert [(one.variant, one.baseline, one.compared) for one in report.comparisons] == [
+        ("candidate", "off", 2), ("incumbent", "off", 2)]
+    assert done[-1][0] == done[-1][1]
+    assert done == sorted(done)
 
 
 def test_every_fault_is_counted_by_its_reason_and_other_requests_complete(url: str) -> None:

@@ -24,6 +24,12 @@ _NGRAM_BYTES = _GIB // 4
 _GPU_WORKSPACE_BYTES = 2 * _GIB
 """CUDA context, graphs and workspace of one server."""
 
+_REQUEST_TOKENS = 4096
+"""Prompt and answer of a typical request. SGLang admits a request only when its tokens fit: the limit may be high."""
+
+_MOST_REQUESTS = 256
+"""More are a matter of more servers; each batch size up to the limit has a captured graph on a GPU."""
+
 _KEPT_FREE_BYTES = _GIB
 """Main memory left for the stage and the system."""
 
@@ -42,6 +48,17 @@ def server_bytes(platform: str, weight_bytes: int, kv_bytes: int, ngram: bool) -
     if platform != "cpu":
         return weight_bytes + kv_bytes + _GPU_WORKSPACE_BYTES
     return weight_bytes + kv_bytes + PROCESSES_BYTES + (_NGRAM_BYTES if ngram else 0)
+
+
+def requests_that_fit(pool_bytes: int, token_bytes: int, context_length: int) -> int:
+    """Requests of `_REQUEST_TOKENS` tokens each, or of the context where that is shorter, whose keys and values fit.
+
+    pool_bytes    memory for keys and values
+    token_bytes   of one token (`kv_bytes_per_token`)
+    returns       at least 1: longer queues are better than no server; at most `_MOST_REQUESTS`
+    """
+    fit = pool_bytes // (token_bytes * min(context_length, _REQUEST_TOKENS))
+    return max(1, min(fit, _MOST_REQUESTS))
 
 
 def num_that_fit(available_bytes: int, one_server_bytes: int) -> int:

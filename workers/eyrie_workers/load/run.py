@@ -63,25 +63,62 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], sp
         )
     started = time.perf_counter()
     run = measure(variants, prompts, spec, on_progress, pause_point)
+    models = " / ".join(dict.fromkeys(variant.model for variant in variants))
+    return _report(models, run, spec, baseline, time.perf_counter() - started)
+
+
+def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[LoadPrompt],
+                     spec: LoadSpec, baseline: str = "off", on_progress: OnProgress | None = None,
+                     pause_point: PausePoint | None = None) -> LoadReport:
+    """As `run_load` for servers that cannot run at the same time: one variant after the other.
+
+    The baseline is measured before and after the others, and both together are compared with them: a drift of the
+    machine's speed then affects both sides.
+
+    ready   starts the server of a variant, which may stop the one before, and returns its endpoint
+    """
+    started = time.perf_counter()
+    order = [baseline, *(name for name in names if name != baseline)]
+    order += [baseline] if len(order) > 1 else []
+    total = sum(total_requests(prompts, [name], spec) for name in order)
+    parts, model = [], ""
+    for number, name in enumerate(order):
+        endpoint = ready(name)
+        model = endpoint.model
+        done_before = number * (total // len(order))
+
+        def progress(done: int, _total: int, label: str, before: int = done_before) -> None:
+            if on_progress is not None:
+                on_progress(before + done, total, label)
+
+        parts.append(measure([endpoint], prompts, spec, progress, pause_point))
+    return _report(model, _joined(parts), spec, baseline, time.perf_counter() - started)
+
+
+def _joined(parts: Sequence["LoadTestResults"]) -> "LoadTestResults":
+    """Load tests of single variants as one; parts of the same variant are added."""
+    levels_: dict[tuple[str, Level], LevelResults] = {}
+    for found in (one for part in parts for one in part.levels):
+        known = levels_.get((found.variant, found.level))
+        levels_[found.variant, found.level] = found if known is None else LevelResults(
+            found.variant, found.level, (*known.results, *found.results), known.seconds + found.seconds,
+            known.cpu_s + found.cpu_s)
+    return LoadTestResults({name: what for part in parts for name, what in part.variants.items()},
+                           list(levels_.values()), list(dict.fromkeys(note for part in parts for note in part.notes)))
+
+
+def _report(model: str, run: "LoadTestResults", spec: LoadSpec, baseline: str, seconds: float) -> LoadReport:
     by_variant_and_level = {(results.variant, results.level): results for results in run.levels}
+    names = list(dict.fromkeys(results.variant for results in run.levels))
     comparisons = [
-        compared for level in levels(spec) for variant in variants if variant.name != baseline and len(variants) > 1
-        if (compared := comparison(by_variant_and_level[variant.name, level], by_variant_and_level[baseline, level],
+        compared for level in levels(spec) for name in names if name != baseline and len(names) > 1
+        if (compared := comparison(by_variant_and_level[name, level], by_variant_and_level[baseline, level],
                                    spec)) is not None]
     return LoadReport(
-        model=" / ".join(dict.fromkeys(variant.model for variant in variants)),
-        spec=spec,
-        variants=run.variants,
-        levels=tuple(
-            level_report(by_variant_and_level[variant.name, level], spec)
-            for level in levels(spec) for variant in variants
-        ),
-        comparisons=tuple(comparisons),
-        crossover=crossover(comparisons),
-        notes=tuple(run.notes),
-        environment=client_environment(),
-        seconds=time.perf_counter() - started,
-    )
+        model=model, spec=spec, variants=run.variants,
+        levels=tuple(level_report(by_variant_and_level[name, level], spec) for level in levels(spec) for name in names),
+        comparisons=tuple(comparisons), crossover=crossover(comparisons), notes=tuple(run.notes),
+        environment=client_environment(), seconds=seconds)
 
 
 @dataclass

@@ -4,7 +4,8 @@
 
 Benchmark and tune measure in the reference engine. A promoted drafter is served by a server, possibly another engine,
 to several users at once. This stage starts servers that differ in drafting alone (`off`, `candidate` and, when a
-drafter serves already, `incumbent`), and makes three checks:
+drafter serves already, `incumbent`), all at once where their memory allows, else one after the other, and makes three
+checks:
 
 1. Load: speed and time to first token at every load that the job declares.
 2. Changed system prompt: the same with another system prompt, which operators change in production.
@@ -17,18 +18,21 @@ them. When tuning found that speculation pays at none of the declared loads, the
 server.
 
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
-stage resumes. The servers exit with the stage (`engines.managed_servers`).
+stage resumes. The servers exit with the stage (`engines.managed_servers`). A check during which a server ends is
+repeated once with a new one; the report counts these restarts.
 """
 
+import contextlib
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.load import LoadComparison, LoadReport, LoadSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
@@ -36,12 +40,15 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, select
-from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line, managed_servers
+from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line
 from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.server_pool import ServerPool
+from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.jsonl_ledger import JsonlLedger
+from eyrie_workers.load.client import EndpointUnusable
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.report_statistics import crossover
-from eyrie_workers.load.run import run_load
+from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (
@@ -105,11 +112,11 @@ class _Check:
     num_requests: int
     """Approximate; for the progress."""
 
-    run: Callable[["_Proof"], CheckResult]
+    run: Callable[["Proof"], CheckResult]
 
 
 @dataclass
-class _Proof:
+class Proof:
     """State of the running stage."""
 
     spec: ProveStage
@@ -118,7 +125,7 @@ class _Proof:
     uses: DrafterUses
     prompts: Sequence[Prompt]
     ledger: JsonlLedger[CheckResult]
-    variants: dict[str, ManagedServer] = field(default_factory=dict)
+    pool: ServerPool | None = None
     done: int = 0
     """Requests of the finished checks."""
 
@@ -126,9 +133,21 @@ class _Proof:
     current: int = 0
     """Requests of the running check."""
 
+    last_try: bool = False
+    """A server has ended in the running check, which is being repeated."""
+
     def result(self, name: str) -> CheckResult | None:
         """The result of a check, if the ledger has it."""
         return next((result for result in self.ledger.entries if result.question == name), None)
+
+    def server(self, name: str) -> ManagedServer:
+        """The ready server of a variant. Where not all fit, it replaces another."""
+        assert self.pool is not None
+        return self.pool.server(name)
+
+    def endpoint(self, name: str) -> LoadEndpoint:
+        """A variant's server for the load test."""
+        return LoadEndpoint(name, self.server(name).url, self.plan.model, what=describe_use(self.uses[name]))
 
     def report_progress(self, done: int, total: int, message: str) -> None:
         """Report the progress of the running check, given by its own count."""
@@ -137,17 +156,23 @@ class _Proof:
 
     def measure(self, spec: LoadSpec, variants: Iterable[str]) -> LoadReport:
         """A load test of some variants."""
-        endpoints = [LoadEndpoint(name, self.variants[name].url, self.plan.model,
-                                  what=describe_use(self.uses[name])) for name in variants]
-        return run_load(endpoints, [LoadPrompt.of(prompt) for prompt in self.prompts], spec, BASELINE,
-                        self.report_progress, self.stage.pause_point)
+        assert self.pool is not None
+        names, prompts = list(variants), [LoadPrompt.of(prompt) for prompt in self.prompts]
+        if self.pool.capacity < len(names):
+            return run_load_in_turn(names, self.endpoint, prompts, spec, BASELINE, self.report_progress,
+                                    self.stage.pause_point)
+        return run_load([self.endpoint(name) for name in names], prompts, spec, BASELINE, self.report_progress,
+                        self.stage.pause_point)
 
 
 def prove(spec: ProveStage, stage: Stage) -> Result:
     """Check the tuned drafter in the serving engine."""
     started = time.monotonic()
     concurrency = spec.max_concurrency or max(_LEAST_CONCURRENCY, *spec.prove.loads)
-    plan = ServerPlan(spec.engine.kind, spec.target, concurrency, spec.benchmark.threads)
+    engine = spec.engine
+    groups = gpu_groups(visible_gpus(), engine.tp_size, engine.num_gpus) if engine.kind == "sglang" else ()
+    plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, tp_size=engine.tp_size,
+                      gpu_groups=groups)
     tuned = read_manifest(Path(spec.tune_dir)).report_as(TuneReport)
     assert isinstance(tuned, TuneReport)
     use = select_use(spec, tuned, plan)
@@ -156,7 +181,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     suites = read_suites(spec, stage)
     uses = variants_to_compare(spec, use, stage)
     launch = command_line(plan, CANDIDATE, uses, _variants_dir(stage))
-    proof = _Proof(spec, stage, plan, uses, select_prompts(spec, suites),
+    proof = Proof(spec, stage, plan, uses, select_prompts(spec, suites),
                    open_ledger_for(CheckResult, stage, spec, LEDGER))
     _run_all(proof, checks_of(spec, len(uses.keys() - {FIXED})))
     if proof.result(PARITY) is None:
@@ -237,7 +262,7 @@ def _load_check(load: int) -> str:
     return f"load {load}"
 
 
-def _run_all(proof: _Proof, checks: Sequence[_Check]) -> None:
+def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
     """Run the checks without a result in the ledger. Servers are started only when at least one is left."""
     proof.total = sum(check.num_requests for check in checks)
     left = [check for check in checks if proof.result(check.name) is None]
@@ -245,19 +270,66 @@ def _run_all(proof: _Proof, checks: Sequence[_Check]) -> None:
     if not left:
         return
     stage = proof.stage
-    with measuring(stage), managed_servers(proof.plan, proof.uses, _variants_dir(stage),
-                                            stage.pause_point) as proof.variants:
-        stage.event("ServersReady", f"{len(proof.uses)} servers of the {proof.spec.engine.kind} engine answer: "
-                    + ", ".join(f"{name} ({describe_use(use)})" if name != BASELINE else name
-                                for name, use in proof.uses.items()))
-        for check in left:
-            stage.pause_point()
-            proof.current = check.num_requests
-            proof.ledger.append(check.run(proof))
-            proof.done += check.num_requests
+    with measuring(stage):
+        proof.pool = ServerPool(proof.plan, proof.uses, _variants_dir(stage), stage)
+        try:
+            _start_servers(proof, proof.pool)
+            for check in left:
+                stage.pause_point()
+                proof.current = check.num_requests
+                proof.ledger.append(run_check(proof, proof.pool, check))
+                proof.done += check.num_requests
+        finally:
+            proof.pool.stop()
 
 
-def _collect_answers(proof: _Proof) -> CheckResult:
+def _start_servers(proof: Proof, pool: ServerPool) -> None:
+    """Start as many servers as fit. An incumbent that cannot start is left out; the other variants are required."""
+    stage, uses = proof.stage, proof.uses
+    if pool.capacity < len(uses):
+        stage.event("ServersInTurn", f"the memory holds {pool.capacity} of {len(uses)} servers at a time: variants are "
+                    "measured one after the other, the one without a drafter before and after the others")
+        return
+    failed = pool.make_ready(list(uses))
+    for name, error in failed.items():
+        if name != INCUMBENT:
+            raise error
+        stage.event("IncumbentFailed", f"the incumbent's server cannot start, so the candidate is compared with no "
+                    f"drafter alone: {error.message}", warning=True)
+        del uses[INCUMBENT]
+    stage.event("ServersReady", f"{len(uses)} servers of the {proof.spec.engine.kind} engine answer: "
+                + ", ".join(f"{name} ({describe_use(use)})" if name != BASELINE else name
+                            for name, use in uses.items()))
+
+
+def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:
+    """Run a check; once more when a server ended in it, since requests that it lost say nothing about the drafter."""
+    try:
+        result = check.run(proof)
+    except (EngineFailed, EndpointUnusable) as error:
+        _recover(pool, error)
+    else:
+        if not _recover(pool, EngineFailed("the server ended during the check", "read its log")):
+            return result
+    proof.last_try = True
+    try:
+        return check.run(proof)
+    finally:
+        proof.last_try = False
+        _recover(pool, EngineFailed("the server ended during the check again", "read its log"))
+
+
+def _recover(pool: ServerPool, error: EyrieError) -> bool:
+    """Discard the servers that have ended, so that they are started when they are next used; whether there were any."""
+    ended = False
+    for name in pool.resident:
+        with contextlib.suppress(EngineFailed, EndpointUnusable):  # `error` again, when this server runs
+            pool.recover(name, error)
+            ended = True
+    return ended
+
+
+def _collect_answers(proof: Proof) -> CheckResult:
     """Answers for parity, one user at a time: then an engine's rounds depend on the request alone."""
     spec = proof.spec
     done = itertools.count(1)
@@ -270,29 +342,32 @@ def _collect_answers(proof: _Proof) -> CheckResult:
         return tuple(request_answers(spec.engine.kind, server.server.url, proof.plan.model,
                                      parity_prompts(proof, system_prompt), spec.prove.max_new_tokens, pause=pause))
 
-    plain, drafted = proof.variants[BASELINE], proof.variants[_drafted_variant(proof)]
     changed = spec.prove.system_prompt
+    plain = proof.server(BASELINE)
     without = answers(plain, None), answers(plain, changed) if changed else ()
+    drafted = proof.server(_drafted_variant(proof))
     try:
         found = Answers(plain=without[0], drafted=answers(drafted, None), changed_plain=without[1],
                         changed_drafted=answers(drafted, changed) if changed else ())
     except EngineFailed as error:
+        if not proof.last_try:
+            raise
         found = Answers(plain=without[0], drafted=(), error=error.message)
     return CheckResult(question=ANSWERS, answers=found)
 
 
-def _drafted_variant(proof: _Proof) -> str:
+def _drafted_variant(proof: Proof) -> str:
     return FIXED if FIXED in proof.uses else CANDIDATE
 
 
-def parity_prompts(proof: _Proof, system_prompt: str | None = None) -> list[list[int]]:
+def parity_prompts(proof: Proof, system_prompt: str | None = None) -> list[list[int]]:
     """Token ids of the prompts for parity; with a system prompt in place of their own, if one is given."""
     tokenizer = ChatTokenizer(resolve(proof.spec.target))
     chosen = [LoadPrompt.of(prompt) for prompt in proof.prompts[: proof.spec.prove.parity_prompts]]
     return [tokenizer.render(prompt.messages_with(system_prompt), list(prompt.tools) or None) for prompt in chosen]
 
 
-def _judge_parity(proof: _Proof) -> CheckResult:
+def _judge_parity(proof: Proof) -> CheckResult:
     """Compare the answers, and replay the rounds in the reference engine where that can hold the target."""
     answers = proof.result(ANSWERS)
     assert answers is not None
@@ -305,7 +380,7 @@ def _judge_parity(proof: _Proof) -> CheckResult:
     return found
 
 
-def judge_answers(proof: _Proof, answers: Answers) -> CheckResult:
+def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     """The parity of answers that the servers have given."""
     spec = proof.spec
     kind, dtype, setting = spec.engine.kind, spec.target.dtype, proof.uses[_drafted_variant(proof)].setting
@@ -356,7 +431,7 @@ def _load_spec(spec: ProveStage, loads: Sequence[int], num_requests: int,
         seed=spec.benchmark.seed)
 
 
-def _check_load(proof: _Proof, load: int) -> CheckResult:
+def _check_load(proof: Proof, load: int) -> CheckResult:
     variants = [name for name in proof.uses if name != FIXED]
     report = proof.measure(_load_spec(proof.spec, [load], proof.spec.prove.requests), variants)
     for one in report.comparisons:
@@ -366,7 +441,7 @@ def _check_load(proof: _Proof, load: int) -> CheckResult:
     return CheckResult(question=_load_check(load), load=report)
 
 
-def _check_changed_prompt(proof: _Proof) -> CheckResult:
+def _check_changed_prompt(proof: Proof) -> CheckResult:
     prove = proof.spec.prove
     # Half of the requests: enough to see whether acceptance collapses, which needs no narrow interval.
     spec = _load_spec(proof.spec, [min(prove.loads)], prove.requests // 2, prove.system_prompt)
@@ -378,7 +453,7 @@ def _check_changed_prompt(proof: _Proof) -> CheckResult:
     return CheckResult(question=CHANGED_PROMPT, load=report)
 
 
-def _report(proof: _Proof, use: DrafterUse, launch: tuple[str, ...], seconds: float) -> ProveReport:
+def _report(proof: Proof, use: DrafterUse, launch: tuple[str, ...], seconds: float) -> ProveReport:
     spec = proof.spec
     parity, changed = proof.result(PARITY), proof.result(CHANGED_PROMPT)
     assert parity is not None
@@ -387,7 +462,8 @@ def _report(proof: _Proof, use: DrafterUse, launch: tuple[str, ...], seconds: fl
     return ProveReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind, use=use,
         parity=parity.parity, load=load, changed_prompt=changed.load if changed else None,
-        changed_parity=parity.changed_parity, launch=launch, environment=environment(spec.target.dtype),
+        changed_parity=parity.changed_parity, restarts=proof.pool.restarts if proof.pool is not None else 0,
+        launch=launch, environment=environment(spec.target.dtype),
         seconds=seconds)
 
 

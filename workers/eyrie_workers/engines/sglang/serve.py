@@ -27,11 +27,18 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.processes import free_port
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines.server_memory import (
+    available_bytes,
+    kv_bytes_per_token,
+    requests_that_fit,
+    weights_on_disk,
+)
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
 from eyrie_workers.engines.sglang.launch import adaptive_config, launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.engines.sglang.process import launcher_command, merged_environment, plugin_root
+from eyrie_workers.engines.sglang.profiles import HardwareProfile
 
 
 def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, directory: Path) -> LaunchPlan:
@@ -40,12 +47,26 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     drafter = None
     if use.setting.method == "drafter" and use.drafter_dir is not None:
         drafter = read_drafter(use.drafter_dir, read_json_config(Path(use.drafter_dir)))
+    target = read_target(options.target, read_json_config(Path(options.target)))
     return LaunchPlan(
-        target=read_target(options.target, read_json_config(Path(options.target))), machine=machine,
+        target=target, machine=machine,
         served_model_name=options.model, drafter=drafter, setting=use.setting, map=use.map,
         adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,
-        context_length=use.context_length, max_running_requests=options.max_concurrency,
-        tp_size=options.tp_size)
+        context_length=use.context_length, tp_size=options.tp_size,
+        max_running_requests=options.max_concurrency or default_concurrency(options, use, machine,
+                                                                            target.context_length))
+
+
+def default_concurrency(options: argparse.Namespace, use: DrafterUse, machine: HardwareProfile,
+                        context_length: int) -> int:
+    """As many requests as this machine's memory holds next to the weights."""
+    target = Path(options.target)
+    weights = sum(weights_on_disk(Path(one)) for one in (target, use.drafter_dir) if one is not None)
+    memory = available_bytes(machine, options.tp_size)
+    if machine.platform == "cpu":  # the share that SGLang takes of main memory
+        memory = int(machine.mem_fraction * memory)
+    return requests_that_fit(max(0, memory - weights), kv_bytes_per_token(read_json_config(target), options.dtype),
+                             use.context_length or context_length)
 
 
 def main() -> NoReturn:
@@ -56,7 +77,7 @@ def main() -> NoReturn:
     parser.add_argument("--use", required=True, help="a DrafterUse in JSON")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-concurrency", type=int, default=DEFAULT_RUNNING_REQUESTS)
+    parser.add_argument("--max-concurrency", type=int, help="default: what the memory holds")
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--ready-file", type=Path, required=True)
     options = parser.parse_args()

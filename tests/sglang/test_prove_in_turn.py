@@ -1,0 +1,48 @@
+"""Prove where not all servers fit the memory: in turn. In this tier because it takes long; the engine is embedded."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.v1alpha1.prove import ProveSpec
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.engines.server_pool import ServerPool
+from eyrie_workers.jsonl_ledger import JsonlLedger
+from eyrie_workers.measurement.benchmark.session import read_suites
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.stages.prove import CheckResult, Proof, checks_of, run_check, select_prompts, variants_to_compare
+from tests.workers.stages.test_prove import CHAIN, servers_of, spec_in, tuned
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ended_is_replaced(tmp_path: Path) -> None:
+    small = ProveSpec(loads=(1,), requests=4, max_new_tokens=8, parity_prompts=2, system_prompt="")
+    spec, stage = spec_in(tmp_path, tuned(None), prove=small), Stage(tmp_path)
+    plan = ServerPlan("embedded", spec.target, 2, 1)
+    uses = variants_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), stage)
+    pool = ServerPool(plan, uses, tmp_path / "variants", stage, capacity=1)
+    proof = Proof(spec, stage, plan, uses, select_prompts(spec, read_suites(spec, stage)),
+                  JsonlLedger(tmp_path / "found.jsonl", CheckResult, "d"), pool=pool)
+    answers, load = checks_of(spec, len(uses))
+    try:
+        found = run_check(proof, pool, load).load
+        assert found is not None
+        assert {(one.variant, one.total.completed) for one in found.levels} == {("off", 8), ("candidate", 4)}
+        assert [(one.variant, one.compared, one.identical) for one in found.comparisons] == [("candidate", 4, 4)]
+        assert pool.resident == ("off",)  # measured last, after the candidate
+        [server] = servers_of(tmp_path)
+        os.kill(server, signal.SIGKILL)
+        answered = run_check(proof, pool, answers).answers
+        assert answered is not None
+        assert [one.token_ids for one in answered.plain] == [one.token_ids for one in answered.drafted]
+        assert pool.restarts == 1
+    finally:
+        pool.stop()
+    assert servers_of(tmp_path) == []
