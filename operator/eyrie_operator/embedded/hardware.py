@@ -14,9 +14,6 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
 
 _GIB = 2**30
-_PROCESS_BYTES = {"embedded": _GIB, "sglang": PROCESSES_BYTES}
-"""Main memory of an engine's processes without weights."""
-
 _WORKSPACE_BYTES = 4 * _GIB
 """Of each GPU: CUDA context, graphs, and a KV pool to serve at least a few requests."""
 
@@ -50,7 +47,7 @@ def find_room(engine: EngineSpec, weights: int, free: FreeMemory) -> Room:
     weights   bytes of target and drafter together, as stored
     """
     if free.gpus is None:
-        needed = weights + _PROCESS_BYTES[engine.kind]
+        needed = weights + PROCESSES_BYTES[engine.kind]
         if needed > free.main_bytes:
             return Room(missing=f"another engine needs about {needed / _GIB:.1f} GiB of main memory and "
                                 f"{free.main_bytes / _GIB:.1f} GiB are free")

@@ -16,8 +16,8 @@ def test_keys_and_values_of_a_token_follow_from_the_config() -> None:
 
 
 def test_a_server_on_a_cpu_needs_its_processes_too_and_one_that_does_not_fit_is_refused() -> None:
-    one = server_bytes("cpu", 3 * GIB, GIB, ngram=False)
-    assert one == 4 * GIB + PROCESSES_BYTES
+    one = server_bytes("sglang", "cpu", 3 * GIB, GIB, ngram=False)
+    assert one == 4 * GIB + PROCESSES_BYTES["sglang"]
     assert num_that_fit(2 * one + 1, one) == 2
     with pytest.raises(InvalidInput, match=r"needs about 6\.5 GiB of memory and 2\.0 GiB are available"):
         num_that_fit(2 * GIB, one)

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_workers.engines.sglang.profiles import HardwareProfile
 
 _GIB = 2**30
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-PROCESSES_BYTES = int(2.5 * _GIB)
-"""Main memory of SGLang's three processes without weights: 2 GiB measured with 0.5.23, torch's libraries included."""
+PROCESSES_BYTES: dict[EngineKind, int] = {"embedded": 3 * _GIB // 4, "sglang": 5 * _GIB // 2}
+"""Main memory of an engine's processes without weights: torch's libraries, and SGLang's three processes (2 GiB measured
+with 0.5.23)."""
 
 _NGRAM_BYTES = _GIB // 4
 """The trie of n-gram lookup with the capacity that `launch` sets on a CPU (a tenth of SGLang's default of 2 GB)."""
@@ -43,11 +45,11 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: Dtype) -> int:
     return 2 * int(text["num_hidden_layers"]) * kv_heads * head_dim * _ELEMENT_BYTES[dtype]
 
 
-def server_bytes(platform: str, weight_bytes: int, kv_bytes: int, ngram: bool) -> int:
+def server_bytes(kind: EngineKind, platform: str, weight_bytes: int, kv_bytes: int, ngram: bool) -> int:
     """Memory of one server, on its device."""
     if platform != "cpu":
         return weight_bytes + kv_bytes + _GPU_WORKSPACE_BYTES
-    return weight_bytes + kv_bytes + PROCESSES_BYTES + (_NGRAM_BYTES if ngram else 0)
+    return weight_bytes + kv_bytes + PROCESSES_BYTES[kind] + (_NGRAM_BYTES if ngram else 0)
 
 
 def requests_that_fit(pool_bytes: int, token_bytes: int, context_length: int) -> int:
@@ -66,7 +68,7 @@ def num_that_fit(available_bytes: int, one_server_bytes: int) -> int:
     num = available_bytes // one_server_bytes
     if num < 1:
         raise InvalidInput(
-            f"one SGLang server needs about {one_server_bytes / _GIB:.1f} GiB of memory and "
+            f"one server needs about {one_server_bytes / _GIB:.1f} GiB of memory and "
             f"{max(0, available_bytes) / _GIB:.1f} GiB are available",
             "free memory, lower the concurrency, raise engine.tp_size, or use a machine with more memory")
     return num

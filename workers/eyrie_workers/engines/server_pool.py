@@ -78,7 +78,7 @@ class ServerPool:
         tokens = self.plan.max_concurrency * (context if machine.platform == "cpu" else min(context, 4096))
         ngram = any(use.setting.method == "ngram" for use in self.uses.values())
         kv_bytes = tokens * kv_bytes_per_token(config, self.plan.target.dtype)
-        one = server_bytes(machine.platform, weights, kv_bytes, ngram)
+        one = server_bytes(self.plan.kind, machine.platform, weights, kv_bytes, ngram)
         available = available_bytes(machine, self.plan.tp_size)
         if machine.platform == "cpu":
             available -= weights  # of the reference implementation, which replays or explains answers
