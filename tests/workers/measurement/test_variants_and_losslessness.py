@@ -12,10 +12,14 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.embedded import EmbeddedEngine
+from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (
+    Progress,
     Session,
+    is_measured,
+    measure_units,
     open_session,
     prompts_that_fit,
     read_suites,
@@ -73,7 +77,7 @@ def units_of(session: Session) -> list:  # type: ignore[type-arg]
 def test_a_drafter_that_changes_nothing_is_identical_on_every_prompt(session: Session) -> None:
     entries = entries_of(session, session.bench, VARIANTS)
     for variant in (CHAIN, TREE):
-        for cell in report_cells(session, entries, units_of(session), variant):
+        for cell in report_cells(session, list(zip(units_of(session), entries, strict=True)), variant):
             assert cell.identical == cell.prompts == 6
             assert cell.divergences == ()
             assert sum(cell.accepted_histogram) > 0
@@ -111,15 +115,15 @@ def test_a_variant_run_on_another_target_is_reported_as_divergent_with_id_and_po
     for honest, wrong in zip(entries_of(session, session.bench, [UNDRAFTED]),
                              entries_of(session, corrupted, [CHAIN]), strict=True):
         entries.append(honest.model_copy(update={"samples": honest.samples | wrong.samples}))
-    for cell in report_cells(session, entries, units, CHAIN):
+    for cell in report_cells(session, list(zip(units, entries, strict=True)), CHAIN):
         assert cell.identical < cell.prompts
         assert len(cell.divergences) == cell.prompts - cell.identical
         for line in cell.divergences:
             assert line.startswith(f"{cell.suite}-")
             assert "position" in line
     # Two unrelated random targets cannot differ by rounding only, in every prompt.
-    assert any("NOT a rounding tie" in line for cell in report_cells(session, entries, units, CHAIN)
-               for line in cell.divergences)
+    cells = report_cells(session, list(zip(units, entries, strict=True)), CHAIN)
+    assert any("NOT a rounding tie" in line for cell in cells for line in cell.divergences)
 
 
 def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(session: Session) -> None:
@@ -172,6 +176,23 @@ def test_an_answer_that_ends_early_is_a_divergence_at_its_end(session: Session) 
     assert found is not None
     assert found.position == 2
     assert "end drafted" in found.line("float32")
+
+
+def test_a_second_turn_follows_the_undrafted_answer_and_is_measured_once(session: Session, tmp_path: Path) -> None:
+    unit = units_of(session)[0]
+    unit = dataclasses.replace(unit, prompt=dataclasses.replace(unit.prompt, further=("and why?",)))
+    ledger, stage = JsonlLedger(tmp_path / "cells.jsonl", Entry, "d"), Stage(tmp_path)
+    assert not is_measured(session, [unit], VARIANTS, ledger)
+    (first, answered), (second, entry) = measure_units(session, [unit], VARIANTS, ledger, Progress(stage))
+    assert (first, second.prompt.id) == (unit, f"{unit.prompt.id}/turn-2")
+    answer = session.tokenizer.decode(answered.samples[BASELINE].token_ids)
+    assert [message["content"] for message in second.prompt.messages[1:]] == [answer, "and why?"]
+    assert second.prompt_ids == tuple(session.tokenizer.render(list(second.prompt.messages)))
+    assert {sample.token_ids for sample in entry.samples.values()} == {entry.samples[BASELINE].token_ids}
+    again = JsonlLedger(tmp_path / "cells.jsonl", Entry, "d")
+    assert is_measured(session, [unit], VARIANTS, again)
+    assert [found for _, found in measure_units(session, [unit], VARIANTS, again, Progress(stage))] == [answered, entry]
+    assert len(again.entries) == 2
 
 
 def test_prompts_of_uneven_suites_are_all_asked() -> None:

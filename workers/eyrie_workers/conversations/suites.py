@@ -1,7 +1,8 @@
 """The prompts of benchmark suites, for two uses: to send them to an engine, and to keep them out of training.
 
 `load_suite` returns the prompts that an engine answers. A final assistant turn is dropped, because it is the answer to
-be measured; of a row with several texts only the first is sent, because the others would need the answers.
+be measured. Of a row with several texts, as MT-Bench has, the first is the prompt and the others follow in `further`:
+each is sent after the answer to the one before.
 
 Rows are ordered by their content and a seed alone, because downloaded sets are often sorted by category (MT-Bench) and
 the first few would be one category; the quickstart suites keep their order, in which any first N are a mixture already.
@@ -15,7 +16,7 @@ benchmark stage will fail on it with the reason.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class Prompt:
     suite: str
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
+    further: tuple[str, ...] = ()
+    """Texts of the user's later turns."""
 
 
 def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0) -> list[Prompt]:
@@ -120,18 +123,20 @@ def _rows(spec: SuiteSpec, held_out_file: Path | None) -> Iterator[Located]:
 
 def _prompt(row: Row, suite: str, location: str) -> Prompt:
     messages = row_messages(row, location)
+    further: tuple[str, ...] = ()
     if row.get("messages") is None:
+        further = tuple(message["content"] for message in messages[1:])
         messages = messages[:1]
     elif messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise InvalidInput(f"{location}: nothing is asked before the assistant's turn", "add a user message")
     prompt_id = next((str(row[name]) for name in _ID_FIELDS if row.get(name) is not None), "")
-    return Prompt(id=prompt_id, suite=suite, messages=tuple(messages), tools=tuple(row_tools(row, location)))
+    return Prompt(prompt_id, suite, tuple(messages), tuple(row_tools(row, location)), further)
 
 
 def _fingerprint(prompt: Prompt) -> str:
-    content = json.dumps([prompt.messages, prompt.tools], sort_keys=True, default=str)
+    content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -142,5 +147,5 @@ def _with_distinct_ids(prompts: list[Prompt]) -> list[Prompt]:
     for prompt in prompts:
         name = prompt.id if prompt.id and prompt.id not in seen else _fingerprint(prompt)[:12]
         seen.add(name)
-        result.append(Prompt(name, prompt.suite, prompt.messages, prompt.tools))
+        result.append(replace(prompt, id=name))
     return result

@@ -22,6 +22,7 @@ from eyrie_workers.measurement.benchmark.session import (
     Progress,
     Session,
     benchmark_report,
+    is_measured,
     measure_units,
     measuring,
     open_ledger,
@@ -49,16 +50,17 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     uses = uses_of(spec, {one.title: setting_of(one) for one in variants})
     with measuring(stage), open_session(spec, suites, uses, stage) as session:
         units = session.units(prompts, spec.benchmark.temperatures, spec.benchmark.repeats)
-        if len(ledger.entries) < len(units) or spec.measure_transformers:
+        if spec.measure_transformers or not is_measured(session, units, variants, ledger):
             start_all(session, uses)
             session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
-        entries = measure_units(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
+        measured = measure_units(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
     # The servers are gone: where an answer differs, the reference implementation of the target is loaded to explain it.
-    cells = report_cells(session, entries, units, variant)
+    cells = report_cells(session, measured, variant)
     for step, cell in enumerate(cells):
         for name, value in (("tau", cell.tau), ("speedup", cell.speedup), ("tokens_per_s", cell.tokens_per_s)):
             stage.metric(f"{cell.suite}/t{cell.temperature:g}/{name}", step, value)
+    entries = [entry for _, entry in measured]
     report = benchmark_report(session, spec, entries, cells, compared, time.monotonic() - started)
     stage.event("Benchmarked", f"{spec.checkpoint}: {report.speedup:.2f}x over no drafter, mean of {len(cells)} cells, "
                                f"{'lossless' if report.lossless else 'NOT lossless'}")

@@ -47,6 +47,7 @@ from eyrie_workers.measurement.benchmark.session import (
     Session,
     Suites,
     benchmark_report,
+    is_measured,
     measure_units,
     measuring,
     open_ledger,
@@ -401,11 +402,11 @@ def _measure_final(session: Session, spec: TuneStage, stage: Stage, variant: Var
                   ledger: JsonlLedger[Entry]) -> BenchmarkReport:
     started = time.monotonic()
     units = session.units(round_robin(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
-    if len(ledger.entries) < len(units):
+    if not is_measured(session, units, [UNDRAFTED, variant], ledger):
         start_all(session, uses_of(spec, {one.title: setting_of(one) for one in (UNDRAFTED, variant)}))
-    entries = measure_units(session, units, [UNDRAFTED, variant], ledger, Progress(stage, 2 * len(units)))
-    return benchmark_report(session, spec, entries, report_cells(session, entries, units, variant), None,
-                            time.monotonic() - started)
+    measured = measure_units(session, units, [UNDRAFTED, variant], ledger, Progress(stage, 2 * len(units)))
+    return benchmark_report(session, spec, [entry for _, entry in measured], report_cells(session, measured, variant),
+                            None, time.monotonic() - started)
 
 
 def _why_untried(race: Race, setting: Setting) -> str:

@@ -7,7 +7,7 @@ eliminations follow from the spec alone, so a resumed run measures what an unint
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from eyrie_workers.machine.environment import cpu_count, environment
 from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
 from eyrie_workers.measurement.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, first_difference
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, UnitKey, first_difference
 from eyrie_workers.measurement.benchmark.transformers_baseline import TransformersBaseline
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit, unit_seed
 from eyrie_workers.measurement.variant import Variant
@@ -65,6 +65,11 @@ class Session:
     dtype: str
 
     @cached_property
+    def context_length(self) -> int:
+        """Longest text of the target in tokens."""
+        return read_config(self.target_path).max_position_embeddings
+
+    @cached_property
     def target(self) -> TargetModel:
         """The reference implementation of the target: the embedded engine's own, otherwise loaded at first use."""
         engine = self.bench.engine
@@ -80,6 +85,25 @@ class Session:
             for repeat in range(repeats)
             for temperature in temperatures
         ]
+
+
+    def next_turn(self, unit: Unit, answer: Sequence[int]) -> Unit | None:
+        """The unit of the user's next turn, after this answer to `unit`.
+
+        None after the last turn, and where no room is left for an answer.
+        """
+        prompt = unit.prompt
+        if not prompt.further:
+            return None
+        messages = (*prompt.messages, {"role": "assistant", "content": self.tokenizer.decode(answer)},
+                    {"role": "user", "content": prompt.further[0]})
+        number = sum(message["role"] == "user" for message in messages)
+        name = f"{prompt.id.removesuffix(f'/turn-{number - 1}')}/turn-{number}"
+        ids = tuple(self.tokenizer.render(list(messages), list(prompt.tools) or None))
+        if len(ids) + _SHORTEST_ANSWER > self.context_length:
+            return None
+        return replace(unit, prompt_ids=ids,
+                       prompt=replace(prompt, id=name, messages=messages, further=prompt.further[1:]))
 
 
 def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> Suites:
@@ -230,34 +254,58 @@ def round_robin(suites: Suites) -> list[tuple[int, Prompt]]:
 
 
 def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: JsonlLedger[Entry],
-                  progress: Progress) -> list[Entry]:
-    """Measure every unit in every variant, unless the ledger has its entry. Returns entries in the order of units."""
+                  progress: Progress) -> list[tuple[Unit, Entry]]:
+    """Measure every unit in every variant, unless the ledger has its entry; then the later turns of its prompt.
+
+    A later turn follows the undrafted answer in every variant, so that all variants answer the same texts. Returns
+    every unit with its entry, in the order of `units`.
+    """
+    known = _known(ledger, variants)
+    for first in units:
+        if first.key in known:
+            progress.resumed(known[first.key])
+    measured = []
+    for first in units:
+        unit: Unit | None = first
+        while unit is not None:
+            entry = known.get(unit.key)
+            if entry is None:
+                entry = session.bench.measure(unit, variants, progress.stage.pause_point)
+                ledger.append(entry)
+                progress.measured(entry)
+            measured.append((unit, entry))
+            unit = session.next_turn(unit, entry.samples[BASELINE].token_ids)
+    return measured
+
+
+def is_measured(session: Session, units: Sequence[Unit], variants: Sequence[Variant],
+                ledger: JsonlLedger[Entry]) -> bool:
+    """Whether the ledger has all entries, so that `measure_units` needs no engine."""
+    known = _known(ledger, variants)
+    for first in units:
+        unit: Unit | None = first
+        while unit is not None:
+            if unit.key not in known:
+                return False
+            unit = session.next_turn(unit, known[unit.key].samples[BASELINE].token_ids)
+    return True
+
+
+def _known(ledger: JsonlLedger[Entry], variants: Sequence[Variant]) -> dict[UnitKey, Entry]:
     names = {variant.title for variant in variants}
-    known = {entry.key: entry for entry in ledger.entries if names <= entry.samples.keys()}
-    for unit in units:
-        if unit.key in known:
-            progress.resumed(known[unit.key])
-    entries = []
-    for unit in units:
-        entry = known.get(unit.key)
-        if entry is None:
-            entry = session.bench.measure(unit, variants, progress.stage.pause_point)
-            ledger.append(entry)
-            progress.measured(entry)
-        entries.append(entry)
-    return entries
+    return {entry.key: entry for entry in ledger.entries if names <= entry.samples.keys()}
 
 
-def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Unit],
+def report_cells(session: Session, measured: Sequence[tuple[Unit, Entry]],
                  variant: Variant) -> tuple[CellReport, ...]:
     """One cell per suite and temperature for a drafted variant, with a line for every divergence."""
     assert variant.tree is not None
-    cells = []
+    cells, entries = [], [entry for _, entry in measured]
     for suite in session.suites:
         for temperature in session.spec.temperatures:
             compared = temperature == 0.0 or session.bench.engine.same_samples
             found = [
-                divergence for unit, entry in zip(units, entries, strict=True)
+                divergence for unit, entry in measured
                 if compared and (unit.prompt.suite, unit.temperature) == (suite, temperature)
                 and (divergence := _divergence(session, unit, entry, variant)) is not None
             ]
