@@ -7,9 +7,11 @@ from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measurement.benchmark.blocks import BlockRun
 from eyrie_workers.measurement.tuner.anchors import (
     RoundCosts,
+    anchor_of,
     anchors,
     draft_times,
     fit,
+    replay_of_anchor,
     round_seconds,
     step_times,
 )
@@ -50,3 +52,16 @@ def test_a_rounds_time_leaves_out_the_prefills_and_counts_the_rows_of_a_round_on
     assert round_seconds(run, 0.05) == pytest.approx((2.0 - 8 * 0.05) * 4 / 40)
     with pytest.raises(ValueError, match="no round"):
         round_seconds(run.model_copy(update={"accepted_histogram": (0,)}), 0.05)
+
+
+def test_without_a_reference_implementation_shallower_settings_accept_what_the_deepest_anchor_accepted() -> None:
+    deep, shallow = (Setting(tree=DraftTreeShape(num_steps=n, top_k=1, num_draft_tokens=n + 1)) for n in (3, 1))
+    run = BlockRun(concurrency=1, temperature=0.0, rung=0, variant=deep.label(), seconds=1.0, tokens=222,
+                   accepted_histogram=(40, 30, 20, 10), answers={"p": (1,), "q": (1,)}, whole=("p", "q"))
+    assert anchor_of(shallow, {OFF: run, deep: run}) is run
+    assert anchor_of(Setting(method="ngram", tree=deep.tree), {OFF: run, deep: run}) is None
+    # 100 rounds of tau 2 and one token per prefill: the anchor itself is reproduced.
+    assert replay_of_anchor(deep, run, 2, 202).histogram == (40, 30, 20, 10)
+    replayed = replay_of_anchor(shallow, run, 2, 202)
+    assert replayed.tau == pytest.approx(1.6)  # 60 of 100 rounds accepted at least one
+    assert replayed.passes == {2: 125}

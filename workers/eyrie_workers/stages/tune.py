@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean
 
 from eyrie_api.artifacts import digest_model, write_model
-from eyrie_api.errors import InvalidInput
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
@@ -354,8 +354,8 @@ def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Se
     engine, session = blocks.engine, blocks.runner.session
     if isinstance(engine, EmbeddedEngine):
         engine.start(uses)
-        engines = _reference_engines(engine, settings, uses)
-        return profiling.measure(blocks.runner, engines, settings, prompts, spec.tune, digest, stage.pause_point)
+        return profiling.measure(blocks.runner, _reference_engines(engine, settings, uses), settings, prompts,
+                                 spec.tune, digest, stage.pause_point)
     anchored = anchors(settings)
     for name, error in engine.start({one.label(): uses[one.label()] for one in anchored}).items():
         if name == OFF.label():
@@ -365,10 +365,14 @@ def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Se
     if not any(one.method == "drafter" for one in anchored):
         raise InvalidInput("tune: no setting of the drafter could start in the engine",
                            "read the VariantDropped events, and the servers' logs in the stage's directory")
-    reference = EmbeddedEngine(session.target, session.dtype)
-    return profiling.measure_from_outside(
-        blocks.runner, _reference_engines(reference, settings, uses), settings, anchored, prompts, spec.tune, digest,
-        stage.pause_point, blocks.measure)
+    engines: dict[Method, Engine] | None = None
+    try:
+        engines = _reference_engines(EmbeddedEngine(session.target, session.dtype), settings, uses)
+    except UnsupportedTarget as error:
+        stage.event("NoReference", f"acceptance is taken from the anchors, because Eyrie has no implementation of the "
+                    f"target to replay drafting in: {error.message}", warning=True)
+    return profiling.measure_from_outside(blocks.runner, engines, settings, anchored, prompts, spec.tune, digest,
+                                          stage.pause_point, blocks.measure)
 
 
 def _reference_engines(reference: EmbeddedEngine, settings: Sequence[Setting],

@@ -10,12 +10,16 @@ of an undrafted round u, a round of a setting takes
 beta is the cost of one more verified token per row, `fixed` what drafting costs once per round, `step` one pass of the
 drafter. The four are fitted by least squares of the relative errors, none below zero: a negative cost is noise.
 
+Where the target has no reference implementation to replay drafting in, acceptance comes from the anchors too
+(`replay_of_anchor`): a shallower setting accepts what the deepest anchor of its kind accepted up to its depth. That is
+exact in probability by position for chains, and an upper bound for trees with fewer nodes than the anchor.
+
 Anchors are off, the shallowest and the deepest chain, the largest tree, and the deepest n-gram chain; each answers the
 first block of the race, whose result the race then reuses. Errors of the model are corrected by the race, which shifts
 all predictions by their mean error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -23,6 +27,7 @@ import numpy as np
 
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime
 from eyrie_workers.measurement.benchmark.blocks import BlockRun
+from eyrie_workers.measurement.tuner.predict import ReplayedRounds
 
 _FEATURES = 4
 
@@ -91,6 +96,29 @@ def fit(undrafted_s: float, timed: Sequence[tuple[Setting, float]]) -> RoundCost
                 best, least = found, error
     per_node, fixed, per_step, lookup = map(float, best)
     return RoundCosts(undrafted_s, per_node, fixed, per_step, lookup)
+
+
+def replay_of_anchor(setting: Setting, anchor: BlockRun, requests: int, tokens: int) -> ReplayedRounds:
+    """The rounds a setting needs for answers of `tokens` tokens in all, from those of an anchor at least as deep."""
+    assert setting.tree is not None
+    depth, total = setting.tree.num_steps, sum(anchor.accepted_histogram)
+    shares = [count / total for count in anchor.accepted_histogram[:depth]]
+    shares += [0.0] * (depth - len(shares))
+    shares.append(max(0.0, 1.0 - sum(shares)))  # of the anchor's rounds that accepted at least `depth`
+    # The prefill yields the first token of every answer.
+    rounds = (tokens - requests) / (1.0 + sum(accepted * share for accepted, share in enumerate(shares)))
+    histogram = tuple(round(rounds * share) for share in shares)
+    return ReplayedRounds(tokens=tokens, requests=requests, histogram=histogram,
+                          passes={setting.tree.num_draft_tokens: max(1, sum(histogram))})
+
+
+def anchor_of(setting: Setting, runs: Mapping[Setting, BlockRun]) -> BlockRun | None:
+    """The deepest anchor of the same method and kind, of another kind where there is none; None without any."""
+    assert setting.tree is not None
+    same = [one for one in runs if one.tree is not None and one.method == setting.method]
+    kind = [one for one in same if one.tree is not None and (one.tree.top_k > 1) == (setting.tree.top_k > 1)]
+    deepest = max(kind or same, default=None, key=lambda one: one.tree.num_steps if one.tree is not None else 0)
+    return None if deepest is None else runs[deepest]
 
 
 def step_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int, temperature: float,

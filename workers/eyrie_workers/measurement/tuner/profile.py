@@ -95,18 +95,22 @@ def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], 
 
 
 def measure_from_outside(
-        runner: BlockRunner, engines: Engines, settings: Sequence[Setting], anchored: Sequence[Setting],
+        runner: BlockRunner, engines: Engines | None, settings: Sequence[Setting], anchored: Sequence[Setting],
         prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str, between: Callable[[], None],
         measure_block: Callable[[Setting, int, float, int], BlockRun]) -> TuningProfile:
     """Measure in the session's engine, whose variants `anchored` are started, and replay in the reference engines.
 
+    engines         None: the target has no reference implementation, and acceptance comes from the anchors
     measure_block   of a setting, concurrency, temperature and rung; the race's, so that it measures no block again
     """
     began = time.monotonic()
-    profiler = _Profiler(runner, engines, settings, prompts, between)
+    # A method of which no anchor could start has no costs: its settings are not predicted, hence not raced.
+    settings = [setting for setting in settings if setting.method in {one.method for one in anchored}]
+    profiler = _Profiler(runner, engines or {}, settings, prompts, between)
     step_times: list[StepTime] = []
     draft_times: list[DraftTime] = []
     concurrencies = sorted(set(tune.concurrencies))
+    at_lowest: dict[float, dict[Setting, BlockRun]] = {}
     for setting in anchored:
         runner.warm_up(setting, 1, tune.temperatures)
     prefill_s = {setting: profiler.prefill_outside(setting) for setting in anchored}
@@ -118,12 +122,18 @@ def measure_from_outside(
             timed = {setting: anchors.round_seconds(run, prefill_s[setting]) for setting, run in runs.items()}
             costs = anchors.fit(timed[OFF], [(setting, timed[setting]) for setting in anchored if setting != OFF])
             rounds = min(sum(run.accepted_histogram) for run in runs.values())
+            if concurrency == concurrencies[0]:
+                at_lowest[temperature] = runs
             step_times += anchors.step_times(costs, settings, concurrency, temperature, rounds)
             draft_times += anchors.draft_times(costs, settings, concurrency, temperature, rounds)
-    for temperature in tune.temperatures:
-        profiler.answer_outside(concurrencies[-1], temperature)
-    # Its servers verify `num_draft_tokens` nodes in every round, filled or not.
-    replays = [one.model_copy(update={"done": _full_passes(one)}) for one in profiler.replay(tune)]
+    if engines is None:
+        replays = [one for temperature, runs in at_lowest.items()
+                   for one in _replays_of_anchors(settings, runs, temperature)]
+    else:
+        for temperature in tune.temperatures:
+            profiler.answer_outside(concurrencies[-1], temperature)
+        # Its servers verify `num_draft_tokens` nodes in every round, filled or not.
+        replays = [one.model_copy(update={"done": _full_passes(one)}) for one in profiler.replay(tune)]
     methods: dict[str, list[float]] = {}
     for setting, seconds in prefill_s.items():
         methods.setdefault(setting.method, []).append(seconds)
@@ -131,6 +141,18 @@ def measure_from_outside(
         belongs_to=belongs_to, step_times=tuple(step_times), draft_times=tuple(draft_times),
         prefill_s={method: median(seconds) for method, seconds in methods.items()}, replays=tuple(replays),
         num_resident=runner.session.bench.engine.num_resident, seconds=time.monotonic() - began)
+
+
+def _replays_of_anchors(settings: Sequence[Setting], runs: Mapping[Setting, BlockRun],
+                        temperature: float) -> list[SettingReplay]:
+    lengths = [len(tokens) for tokens in runs[OFF].answers.values() if tokens]
+    found = [SettingReplay(setting=OFF, temperature=temperature, done=undrafted(lengths))]
+    for setting in settings:
+        anchor = anchors.anchor_of(setting, runs) if setting.tree is not None else None
+        if anchor is not None:
+            done = anchors.replay_of_anchor(setting, anchor, len(lengths), sum(lengths))
+            found.append(SettingReplay(setting=setting, temperature=temperature, done=done))
+    return found
 
 
 def _full_passes(one: SettingReplay) -> ReplayedRounds:
