@@ -50,7 +50,8 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     uses = uses_of(spec, {one.title: setting_of(one) for one in variants})
     with measuring(stage), open_session(spec, suites, uses, stage) as session:
         units = session.units(prompts, spec.benchmark.temperatures, spec.benchmark.repeats)
-        if spec.measure_transformers or not is_measured(session, units, variants, ledger):
+        if (spec.measure_transformers and spec.engine.kind == "embedded") or not is_measured(
+                session, units, variants, ledger):
             start_all(session, uses)
             session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
         measured = measure_units(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
