@@ -39,7 +39,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_failure import FAILURE_FILE, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
-from eyrie_pipelines.steps import JOB_FILE, JobFile, list_checkpoints, trains_together
+from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, trains_together
 from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
 
@@ -169,7 +169,7 @@ class KubeflowRunner:
         if stage == "benchmark":
             reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in candidates]
             trained = [report for report in reports if isinstance(report, TrainReport)]
-            return [checkpoint.name for checkpoint in list_checkpoints(trained)]
+            return [checkpoint.name for checkpoint in benchmarked(spec, trained)]
         return [""]
 
     def persist(self, job_id: str, name: str) -> None:

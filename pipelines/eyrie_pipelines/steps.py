@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from eyrie_api.decisions.families import families_with_default_layers, named_layers
+from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
 from eyrie_api.decisions.sweep import Candidate, expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
@@ -34,6 +34,8 @@ from eyrie_workers.catalog import stage_dir
 
 JOB_FILE = "job.json"
 HELD_OUT = "held-out"
+RIVAL_DIR = "drafter"
+"""Where the benchmark stage of a rival keeps its drafter."""
 
 
 class JobFile(Frozen):
@@ -86,7 +88,7 @@ def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads the output of regenerate and stores every feature that any candidate reads."""
     return CaptureStage(job_id=job.id, target=job.spec.resolved_target, capture=job.spec.capture,
                         rows_dir=str(stage_dir(job_dir, "regenerate")),
-                        families=families_with_default_layers(job.candidates),
+                        families=families_with_default_layers(job.candidates), init_from=init_from(job.candidates),
                         aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
 
 
@@ -142,9 +144,18 @@ def _checkpoint(report: CheckpointReport) -> CheckpointRef:
     return CheckpointRef(name=report.name, candidate=report.candidate, path=directory.as_posix())
 
 
-def find_checkpoint(reports: Sequence[TrainReport], name: str) -> CheckpointRef:
-    """The checkpoint of that name. Raises ArtifactMissing."""
-    for checkpoint in list_checkpoints(reports):
+def benchmarked(spec: JobSpec, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
+    """Every drafter that is benchmarked: `list_checkpoints`, then the rivals, whose benchmark stage copies them into
+    its output. Raises as `list_checkpoints`."""
+    rivals = (CheckpointRef(name=rival.checkpoint, candidate=rival.checkpoint,
+                            path=(stage_dir(Path(), "benchmark", rival.checkpoint) / RIVAL_DIR).as_posix())
+              for rival in spec.rival_drafters)
+    return (*list_checkpoints(reports), *rivals)
+
+
+def find_checkpoint(spec: JobSpec, reports: Sequence[TrainReport], name: str) -> CheckpointRef:
+    """The checkpoint of that name, a candidate's or a rival. Raises ArtifactMissing."""
+    for checkpoint in benchmarked(spec, reports):
         if checkpoint.name == name:
             return checkpoint
     raise ArtifactMissing(f"no candidate exported a checkpoint {name!r}", "retry the job from the train stage")
@@ -155,6 +166,7 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
     return BenchmarkStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
         benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
+        rival=next((one for one in job.spec.rival_drafters if one.checkpoint == checkpoint.name), None),
         held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_model
-from eyrie_api.decisions.leaderboard import select_best
+from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
@@ -116,10 +116,10 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str, request: tra
 
 
 def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
-    """Names of the exported drafters of all candidates."""
+    """Names of the exported drafters of all candidates, and of the rivals."""
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
-        return [checkpoint.name for checkpoint in steps.list_checkpoints(_train_reports(job_dir, job))]
+        return [checkpoint.name for checkpoint in steps.benchmarked(job.spec, _train_reports(job_dir, job))]
 
 
 def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
@@ -127,22 +127,24 @@ def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     with _recording_failure(job_dir, "benchmark", checkpoint):
         job = load_job(job_dir, spec_digest)
         reports = _train_reports(job_dir, job)
-        ref = steps.find_checkpoint(reports, checkpoint)
+        ref = steps.find_checkpoint(job.spec, reports, checkpoint)
         first = steps.list_checkpoints(reports)[0].name == checkpoint
         return _run(job_dir, steps.benchmark_spec(job, Path(job_dir), ref, first=first), checkpoint)
 
 
 def select(job_dir: str, benchmarked: list[str]) -> str:
-    """Select the checkpoint with the best average over suites."""
+    """Select the checkpoint with the best average over suites; a rival only with `promotion.rivals: promote`."""
     with _recording_failure(job_dir, "benchmark"):
-        return select_best([_report(job_dir, ref, BenchmarkReport) for ref in benchmarked]).checkpoint
+        rivals = load_job(job_dir).spec.promotion.rivals == "promote"
+        return select_for_proof([_report(job_dir, ref, BenchmarkReport) for ref in benchmarked],
+                                rivals=rivals).checkpoint
 
 
 def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     """Tune the draft tree of the selected checkpoint."""
     with _recording_failure(job_dir, "tune"):
         job = load_job(job_dir, spec_digest)
-        ref = steps.find_checkpoint(_train_reports(job_dir, job), checkpoint)
+        ref = steps.find_checkpoint(job.spec, _train_reports(job_dir, job), checkpoint)
         return _run(job_dir, steps.tune_spec(job, Path(job_dir), ref))
 
 
@@ -150,7 +152,7 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
     """Measure the tuned checkpoint in the engine that will serve it."""
     with _recording_failure(job_dir, "prove"):
         job = load_job(job_dir, spec_digest)
-        ref = steps.find_checkpoint(_train_reports(job_dir, job), checkpoint)
+        ref = steps.find_checkpoint(job.spec, _train_reports(job_dir, job), checkpoint)
         spec = steps.prove_spec(job, Path(job_dir), ref, tuned)
         _remove_stale_proof(spec, stage_dir(Path(job_dir), "prove"))
         return _run(job_dir, spec)

@@ -182,7 +182,8 @@ class WorkArea:
                 self._download_states(Path(spec.store_dir))
             self._downloaded.add(Path(spec.store_dir))
         elif isinstance(spec, BenchmarkStage | TuneStage | ProveStage):
-            self._download_drafter(Path(spec.drafter_dir))
+            if not isinstance(spec, BenchmarkStage) or spec.rival is None:  # else the stage's own output
+                self._download_drafter(Path(spec.drafter_dir))
             if spec.held_out_file is not None:
                 self._download_file(Path(spec.held_out_file))
         if isinstance(spec, ProveStage):
@@ -191,7 +192,7 @@ class WorkArea:
                 self._download_drafter(Path(spec.incumbent.drafter_dir))
 
     def _download_drafter(self, directory: Path) -> None:
-        """Download `<home>/jobs/<id>/stages/train/<candidate>/<part>`, of this job or another. Any other path is part
+        """Download `<home>/jobs/<id>/stages/<stage>/<key>/<part>`, of this job or another. Any other path is part
         of the image."""
         if directory.is_relative_to(self._home / "jobs"):
             assert self._store is not None

@@ -83,6 +83,42 @@ def the(decision: PromotionDecision, name: str) -> PromotionCheck:
     return next(check for check in decision.checks if check.name == name)
 
 
+# Of rivals.
+
+
+def test_a_candidate_must_beat_the_best_rival_by_the_margin_and_beyond_its_interval() -> None:
+    policy = PromotionPolicy(beat="rivals", min_speedup_over_incumbent=1.02)
+
+    def against_rival(speedup: float, policy: PromotionPolicy = policy, **changes: Any) -> PromotionDecision:
+        rival = benchmark_report("rival-x", {"chat": (speedup, speedup), "math": (speedup, speedup)})
+        slow = benchmark_report("rival-slow", {"chat": (1.0,), "math": (1.0,)})
+        rivals = [one.model_copy(update={"rival": True} | changes) for one in (slow, rival)]
+        return decide(policy, STEADY, None, SUITES, proof_of(STEADY), [STEADY, *rivals])
+
+    assert against_rival(1.5).promote
+    assert refused(against_rival(1.99)) == ["rival", "rival:chat"]  # less than the margin of 2 %, and slower in chat
+    faster = against_rival(2.5)
+    assert (faster.verdict, refused(faster)) == ("no-drafter", ["rival", "rival:chat", "rival:math"])
+    assert "rival-x is faster" in the(faster, "rival").words
+    reported = against_rival(2.5, PromotionPolicy())
+    assert reported.promote  # by default a faster rival is a reason that refuses nothing
+    assert any("rival-x is faster" in reason for reason in reported.reasons)
+    dropped = against_rival(2.5, cells=(), dropped="it reads states of 48")
+    assert dropped.promote
+    assert any("rival-x was not compared: it reads states of 48" in reason for reason in dropped.reasons)
+
+
+def test_an_advantage_over_a_rival_that_is_within_the_interval_does_not_count() -> None:
+    wide = Interval(low=1.2, high=2.8)
+    noisy = STEADY.model_copy(update={"cells": tuple(
+        cell.model_copy(update={"speedup_interval": wide}) for cell in STEADY.cells)})
+    rival = benchmark_report("rival-x", {"chat": (1.7, 1.7), "math": (1.7, 1.7)}).model_copy(update={"rival": True})
+    policy = PromotionPolicy(beat="rivals")
+    assert refused(decide(policy, noisy, None, SUITES, proof_of(noisy), [noisy, rival])) == ["rival"]
+    unsure = policy.model_copy(update={"require_confidence": False})
+    assert decide(unsure, noisy, None, SUITES, proof_of(noisy), [noisy, rival]).promote
+
+
 # Of the benchmark.
 
 

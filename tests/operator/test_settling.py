@@ -21,6 +21,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.stages import Manifest, StageSpec
 from eyrie_api.v1alpha1.status import Job
@@ -28,7 +29,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.driver import Driver
-from eyrie_pipelines import local, steps
+from eyrie_pipelines import local, steps, tasks
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import identify
 from eyrie_workers.catalog import stage_dir
@@ -55,17 +56,20 @@ class Harness:
 
     def lay_out(self, job_id: str, spec: JobSpec, attempt: int) -> None:
         root, job = self.settings.job_dir(job_id), steps.JobFile(id=job_id, spec=spec)
+        write_model(root / steps.JOB_FILE, job)
         train = steps.train_spec(job, root, "base")
         trained = report_of(train)
         assert isinstance(trained, TrainReport)
-        refs = steps.list_checkpoints([trained])
+        refs = steps.benchmarked(spec, [trained])
         self._finish(root, steps.regenerate_spec(job))
         self._finish(root, steps.capture_spec(job, root))
         self._finish(root, train, "base")
         for ref in refs:
             self._finish(root, steps.benchmark_spec(job, root, ref, first=False), ref.name)
-        self._finish(root, steps.tune_spec(job, root, refs[-1]))
-        self._finish(root, steps.prove_spec(job, root, refs[-1], steps.reference("tune")))
+        chosen = tasks.select(str(root), [steps.reference("benchmark", ref.name) for ref in refs])
+        best = next(ref for ref in refs if ref.name == chosen)
+        self._finish(root, steps.tune_spec(job, root, best))
+        self._finish(root, steps.prove_spec(job, root, best, steps.reference("tune")))
         process = identify(os.getpid())
         assert process is not None
         gone = process.model_copy(update={"boot": "the boot before"})  # its leader has ended long ago
@@ -105,6 +109,28 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 def reason_of(job: Job, kind: str) -> str | None:
     found = find(job.status.conditions, kind)
     return None if found is None else found.reason
+
+
+FASTER = RivalSpec(path="org/head", name="99")
+
+
+def test_a_faster_rival_refuses_promotion_when_it_is_to_be_beaten_and_is_on_the_leaderboard(harness: Harness) -> None:
+    job_id = harness.finished(spec_of(rivals=(FASTER,), promotion=PromotionPolicy(beat="rivals")))
+    decision = harness.look(job_id).status.decision
+    assert decision is not None
+    assert next(check.name for check in decision.checks if not check.passed) == "rival"
+    assert any("rival-99 is faster: train longer" in reason for reason in decision.reasons)
+    entries = Results(harness.database).leaderboard(ResultFilter(job_id=job_id, tuned=False))
+    assert [(entry.checkpoint, entry.rival) for entry in entries] == [
+        ("rival-99", True), ("base-step-20", False), ("base-step-10", False)]
+
+
+def test_a_faster_rival_is_promoted_from_the_jobs_own_copy_where_the_job_allows_it(harness: Harness) -> None:
+    job_id = harness.finished(spec_of(rivals=(FASTER,), promotion=PromotionPolicy(rivals="promote")))
+    harness.look(job_id)
+    promoted = harness.endpoints.get("default").revisions[1]
+    assert promoted.checkpoint == "rival-99"
+    assert promoted.drafter_dir == str(harness.settings.job_dir(job_id) / "stages/benchmark/rival-99/drafter")
 
 
 def test_a_faster_drafter_becomes_the_candidate_once_and_the_job_ends_when_it_serves(harness: Harness) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.decisions.sweep import expand
@@ -13,6 +14,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import steps
@@ -108,6 +110,25 @@ def test_only_the_first_checkpoint_times_transformers_and_held_out_prompts_are_n
     assert not result.measure_transformers
     assert result.held_out_file == "/jobs/job-1/stages/regenerate/held_out.jsonl"
     assert steps.tune_spec(wanting, ROOT, ref).drafter_dir == "/jobs/job-1/stages/train/a/checkpoints/a-step-5"
+
+
+def test_rivals_are_benchmarked_after_the_candidates_and_n_gram_and_off_are_left_to_tuning() -> None:
+    spec = spec_of(rivals=(RivalSpec.model_validate("org/EAGLE3-Model"), RivalSpec.model_validate("ngram"),
+                           RivalSpec.model_validate("off")))
+    refs = steps.benchmarked(spec, [trained("a", 5)])
+    assert [ref.name for ref in refs] == ["a-step-5", "rival-eagle3-model"]
+    result = steps.benchmark_spec(steps.JobFile(id="j", spec=spec), ROOT, refs[1], first=False)
+    assert (result.rival, result.drafter_dir) == (
+        spec.rivals[0], "/jobs/job-1/stages/benchmark/rival-eagle3-model/drafter")
+    assert steps.benchmark_spec(steps.JobFile(id="j", spec=spec), ROOT, refs[0], first=True).rival is None
+
+
+@pytest.mark.parametrize(("rivals", "says"), [
+    (("org/a", "other/a"), "rival-a is named twice"), (("nextn",), "MTP layers cannot be measured"),
+    (({"method": "ngram", "path": "/d"},), "a drafter needs the path")])
+def test_rivals_that_cannot_be_told_apart_or_measured_are_refused(rivals: tuple[object, ...], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        JobSpec.model_validate(spec_of().model_dump() | {"rivals": rivals})
 
 
 def test_a_job_that_wants_held_out_prompts_but_has_none_is_refused_before_it_is_trained() -> None:

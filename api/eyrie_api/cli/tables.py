@@ -219,7 +219,8 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
     table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "DEPTH/K/TOKENS", "TOK/S",
                    "LOSSLESS", "TARGET", "JOB", right=("#", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
     for entry in entries:
-        table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""), entry.family,
+        table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""),
+                      entry.family + (", not trained here" if entry.rival else ""),
                       times(entry.speedup), times(entry.speedup_greedy), times(entry.speedup_sampled),
                       f"{entry.tau:.2f}", entry.tree.label(), f"{entry.tokens_per_s:.0f}",
                       Text("yes", "green") if entry.lossless else Text("NO", "bold red"),

@@ -27,6 +27,14 @@ def named_layers(candidates: Iterable[Candidate]) -> tuple[int, ...]:
 
 
 def families_with_default_layers(candidates: Iterable[Candidate]) -> tuple[str, ...]:
-    """Families of the candidates that name no layers, each once: the capture stage chooses their layers."""
+    """Families of the candidates that neither name layers nor continue from a drafter with layers of its own, each
+    once: the capture stage chooses their layers."""
     return tuple(dict.fromkeys(candidate.drafter.family for candidate in candidates
-                               if candidate.drafter.aux_layers is None or not fuses(candidate)))
+                               if not fuses(candidate)
+                               or (candidate.drafter.aux_layers is None and candidate.drafter.init_from is None)))
+
+
+def init_from(candidates: Iterable[Candidate]) -> tuple[str, ...]:
+    """Drafters from which training of fusing candidates continues, each once: capture stores the layers they read."""
+    return tuple(dict.fromkeys(candidate.drafter.init_from for candidate in candidates
+                               if candidate.drafter.init_from is not None and fuses(candidate)))

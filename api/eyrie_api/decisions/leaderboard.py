@@ -63,6 +63,11 @@ def select_best(reports: Sequence[BenchmarkReport]) -> BenchmarkReport:
     return max(by_name, key=_preference)
 
 
+def select_for_proof(reports: Sequence[BenchmarkReport], *, rivals: bool) -> BenchmarkReport:
+    """The report of the checkpoint to tune and prove: the best of the job's own, or with `rivals` the best of all."""
+    return select_best([one for one in reports if one.dropped is None and (rivals or not one.rival)])
+
+
 def rank(measured: Iterable[Measured]) -> tuple[LeaderboardEntry, ...]:
     """Leaderboard entries, best first, numbered from 1."""
     ordered = sorted(measured, key=lambda one: (one.job_id, one.report.checkpoint, not one.tuned))
@@ -78,7 +83,7 @@ def _entry(one: Measured, place: int) -> LeaderboardEntry:
         tokens_per_s=fmean(cell.tokens_per_s for cell in cells), speedup=mean_speedup(report),
         speedup_greedy=_mean(cell for cell in cells if cell.temperature == 0.0),
         speedup_sampled=_mean(cell for cell in cells if cell.temperature > 0.0),
-        lossless=report.lossless, tuned=one.tuned, suites=suite_means(report), rank=place)
+        lossless=report.lossless, tuned=one.tuned, rival=report.rival, suites=suite_means(report), rank=place)
 
 
 def _mean(cells: Iterable[CellReport]) -> float | None:

@@ -328,7 +328,8 @@ def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
 
 
 def _benchmark(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
-    checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates)
+    # Rivals are benchmarked like checkpoints; n-gram look-up and off are part of tuning.
+    checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates) + len(work.spec.rival_drafters)
     tokens = checkpoints * _suite_tokens(work.spec)
     return StagePlan(stage="benchmark", tokens=tokens, bytes_on_disk=0,
                      hours=_hours(tokens * work.flops_per_token, rates.single))

@@ -10,6 +10,9 @@ Checks of the benchmark, measured in the reference engine:
 3. `incumbent`: the mean speed-up exceeds the incumbent's by the margin (`min_speedup_over_incumbent`), and
    `incumbent:<suite>`: no required suite is slower than the incumbent's, since a mean may hide one slow suite.
    Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable.
+   `rival` and `rival:<suite>`, with `beat: rivals`: the same of the best rival, benchmark against benchmark (both in
+   the tree of `benchmark.tree`, untuned), with an interval of the ratio above 1 (`require_confidence`). N-gram look-up
+   and no drafter are compared by tuning, so they need no check here.
 
 Checks of the proof, measured in the serving engine (`ProveReport`):
 
@@ -39,6 +42,7 @@ from typing import Literal
 from eyrie_api.decisions.leaderboard import mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision
@@ -54,22 +58,30 @@ _KNOWS_P99 = 100
 
 
 def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport | None,
-           required_suites: Sequence[str], proof: ProveReport | None = None) -> PromotionDecision:
+           required_suites: Sequence[str], proof: ProveReport | None = None,
+           benchmarks: Sequence[BenchmarkReport] = ()) -> PromotionDecision:
     """The verdict of `policy` on `candidate`, with every check.
 
     `incumbent` is the report of the drafter that serves now, or None when the target serves without one.
+    `benchmarks` are all of the job, the rivals' included: the candidate is compared with those untuned.
     `keep-incumbent` and `no-drafter` name what continues to serve; `awaits-approval` means that all checks passed and
     `promotion.mode` is manual.
     """
     checks = [*_asked_of_tuning(proof)]
+    over_rivals = [] if without_drafter(proof) else [
+        *_beats_rivals(policy, candidate.checkpoint, benchmarks, required_suites)]
     if not without_drafter(proof):
         checks.append(_identical(policy, candidate))
         checks += (_beats_no_drafter(policy, candidate, suite) for suite in required_suites)
         if incumbent is not None:
             checks += _beats_incumbent(policy, candidate, incumbent, required_suites)
+        checks += over_rivals if policy.beat == "rivals" else []
     checks += _asked_of_proof(policy, candidate, required_suites, proof)
     passed = all(check.passed for check in checks)
     reasons = [check.words for check in checks]
+    if policy.beat != "rivals":
+        reasons += [check.words for check in over_rivals if not check.passed]
+    reasons += (f"{one.checkpoint} was not compared: {one.dropped}" for one in benchmarks if one.dropped)
     if without_drafter(proof):
         reasons.append("tuning chose n-gram look-up: the benchmark, which is of the drafter, decides nothing")
     serves = incumbent is not None or _has_variant(proof, INCUMBENT)
@@ -187,6 +199,41 @@ def _beats_incumbent(policy: PromotionPolicy, candidate: BenchmarkReport, incumb
             words = (f"{suite}: {mine:.2f}x against {its:.2f}x of the incumbent, "
                      f"{'not slower' if mine >= its else 'slower'}")
             yield PromotionCheck(name=name, passed=mine >= its, figure=mine, bound=its, words=words)
+
+
+def _beats_rivals(policy: PromotionPolicy, checkpoint: str, benchmarks: Sequence[BenchmarkReport],
+                  required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
+    mine = next((one for one in benchmarks if one.checkpoint == checkpoint), None)
+    measured = [one for one in benchmarks if one.rival and one.dropped is None and one.checkpoint != checkpoint]
+    if mine is None or not measured:
+        return
+    best = max(measured, key=mean_speedup)
+    ratio, bound = mean_speedup(mine) / mean_speedup(best), policy.min_speedup_over_incumbent
+    width = exp(math.hypot(_relative_width(mine), _relative_width(best)))
+    interval = Interval(low=ratio / width, high=ratio * width)
+    sure = interval.low > 1.0 or not policy.require_confidence
+    words = (f"{ratio:.3f}x [{interval.low:.2f}, {interval.high:.2f}] {best.checkpoint}, the best rival, both untuned: "
+             f"{_sign(ratio >= bound)} the required {bound:.3f}x")
+    if not sure:
+        words += ", and its interval reaches below 1 (promotion.require_confidence)"
+    if ratio < 1.0:
+        words += f". {best.checkpoint} is faster: train longer, or submit the job with promotion.rivals promote"
+    yield PromotionCheck(name="rival", passed=ratio >= bound and sure, figure=ratio, bound=bound, interval=interval,
+                         words=words)
+    mine_by_suite, its_by_suite = suite_means(mine), suite_means(best)
+    for suite in required_suites:
+        if suite in mine_by_suite and suite in its_by_suite:
+            own, its = mine_by_suite[suite], its_by_suite[suite]
+            yield PromotionCheck(
+                name=f"rival:{suite}", passed=own >= its, figure=own, bound=its,
+                words=f"{suite}: {own:.2f}x against {its:.2f}x of {best.checkpoint}, "
+                      f"{'not slower' if own >= its else 'slower'}")
+
+
+def _relative_width(report: BenchmarkReport) -> float:
+    """Half the width of the interval of a report's mean speed-up, relative to it; cells are independent."""
+    halves = [(cell.speedup_interval.high - cell.speedup_interval.low) / 2 for cell in report.cells]
+    return math.hypot(*halves) / len(halves) / mean_speedup(report)
 
 
 # Checks of tuning and the proof.

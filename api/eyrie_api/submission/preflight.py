@@ -27,6 +27,7 @@ from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, Voca
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_file
 from eyrie_api.submission.devices import computes_on_gpus, planned_device
+from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
     HUB_ID,
     data_facts,
@@ -115,6 +116,7 @@ def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, b
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
     facts = _check_target(spec, candidates, device)
+    check_published_drafters(spec, candidates, facts)
     for source in spec.data.sources:
         _check_source(source)
     for suite in spec.benchmark.suites:
@@ -164,8 +166,13 @@ def absolute(spec: JobSpec) -> JobSpec:
     target = spec.target.model_copy(update={"model": _absolute(spec.target.model)})
     sources = tuple(source.model_copy(update={"path": _absolute(source.path)}) for source in spec.data.sources)
     suites = tuple(suite.model_copy(update={"path": _absolute(suite.path)}) for suite in spec.benchmark.suites)
+    rivals = tuple(one if one.path is None else one.model_copy(update={"path": _absolute(one.path)})
+                   for one in spec.rivals)
+    head = spec.drafter.init_from
+    drafter = spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)})
     return spec.model_copy(update={
-        "target": target, "data": spec.data.model_copy(update={"sources": sources}),
+        "target": target, "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals,
+        "drafter": drafter,
         "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
 
 

@@ -12,6 +12,10 @@ class DrafterSpec(Frozen):
     """The shape of the drafter."""
 
     family: Family = "eagle3"
+    init_from: str | None = Field(None, min_length=1, max_length=4096)
+    """Directory or Hub id of a drafter of this family whose weights training continues from. Its sizes, layers and
+    draft vocabulary are kept; fields of this section that are set must agree with it."""
+
     intermediate_size: int | None = Field(None, ge=8, le=1_048_576)
     """MLP width; default: the target's; for `standalone`, in proportion to its width."""
 

@@ -18,6 +18,7 @@ from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_api.v1alpha1.targets import JobTarget, TargetSpec, resolve_dtype
@@ -42,6 +43,9 @@ class JobSpec(Frozen):
     drafter: DrafterSpec = DrafterSpec()
     train: TrainSpec = TrainSpec()
     sweep: SweepSpec = SweepSpec()
+    rivals: tuple[RivalSpec, ...] = Field((), max_length=16)
+    """Measured next to the candidates, for comparison (`promotion.beat`, `promotion.rivals`)."""
+
     benchmark: BenchmarkSpec = BenchmarkSpec()
     tune: TuneSpec = TuneSpec()
     prove: ProveSpec = ProveSpec()
@@ -56,6 +60,11 @@ class JobSpec(Frozen):
     def resolved_target(self) -> TargetSpec:
         """What stages load. An `auto` that no submission has resolved is float32."""
         return resolve_dtype(self.target, None, on_gpus=False)
+
+    @property
+    def rival_drafters(self) -> tuple[RivalSpec, ...]:
+        """The rivals that are benchmarked: those with a drafter of their own."""
+        return tuple(rival for rival in self.rivals if rival.method == "drafter")
 
     @property
     def endpoint_serve(self) -> EndpointServeSpec:
@@ -80,6 +89,18 @@ class JobSpec(Frozen):
                     owners = ", ".join(name for name, row in FAMILIES.items() if field in row.variant_fields)
                     raise ValueError(f"drafter.{field} is a variant of {owners}, and {family!r} is to be trained too: "
                                      "leave it out, or train that family in a job of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _rivals_are_distinct(self) -> "JobSpec":
+        names = [rival.checkpoint for rival in self.rivals]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"rivals: {', '.join(twice)} is named twice: list each rival once, and give those of "
+                             "equal file names a name")
+        if not self.tune.ngram and any(rival.method == "ngram" for rival in self.rivals):
+            raise ValueError("rivals names ngram, which tuning compares, and tune.ngram is false: set it to true, or "
+                             "leave the rival out")
         return self
 
     @model_validator(mode="after")

@@ -55,7 +55,16 @@ class PromotionPolicy(Frozen):
     """Over no drafter, in every required suite and temperature, and at every declared load (prove.loads)."""
 
     min_speedup_over_incumbent: float = Field(1.02, gt=0.0)
-    """Over the incumbent's speed-up, averaged over suites and temperatures, and at the declared loads together."""
+    """Over the incumbent's speed-up, averaged over suites and temperatures, and at the declared loads together; with
+    `beat: rivals` also over the best rival's, in the benchmark."""
+
+    beat: Literal["incumbent", "rivals"] = "incumbent"
+    """rivals: the winner must also be faster than the best of the job's rivals, by `min_speedup_over_incumbent` and
+    with `require_confidence` beyond the interval. incumbent: a faster rival is reported and does not refuse."""
+
+    rivals: Literal["compare", "promote"] = "compare"
+    """compare: the best candidate is tuned and proven, whatever the rivals do. promote: the fastest checkpoint is, a
+    rival's included, and may be promoted."""
 
     require_identical: bool = True
     """Refuse when any greedy or position-keyed sampled output differed from the target's."""

@@ -215,6 +215,11 @@ class TrainReport(Frozen):
 
     processes: int = 1
     stopped_early: bool = False
+    init_from: str | None = None
+    """`drafter.init_from`: the drafter whose training this run continued."""
+
+    init_digest: str | None = None
+    """Of its configuration and weights."""
 
 
 class CellReport(Frozen):
@@ -263,6 +268,15 @@ class BenchmarkReport(Frozen):
     candidate: str
     path: str
     cells: tuple[CellReport, ...]
+    family: str | None = None
+    """Of a rival; a candidate's is in its training report."""
+
+    rival: bool = False
+    """It was not trained by this job."""
+
+    dropped: str | None = None
+    """Why a rival could not be measured: there are no cells, and the speed-up is 0."""
+
     lossless: bool
     """Every prompt of every compared cell is identical, or differs by near-ties alone."""
 
@@ -348,6 +362,9 @@ class LeaderboardEntry(Frozen):
     speedup_sampled: float | None
     lossless: bool
     tuned: bool
+    rival: bool = False
+    """Not trained by the job."""
+
     suites: dict[str, float]
     """Mean speed-up by suite."""
 

@@ -25,6 +25,7 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, TuneSpec
@@ -59,6 +60,9 @@ class CaptureStage(Frozen):
     families: tuple[Family, ...] = ("eagle3",)
     """What will be trained from the store: each family reads layers of its own."""
 
+    init_from: tuple[str, ...] = ()
+    """Drafters that training continues from: the layers they read are stored too."""
+
     aux_layers: tuple[int, ...] = ()
     """Layers that candidates name themselves (`drafter.aux_layers`), stored beside those."""
 
@@ -88,6 +92,9 @@ class BenchmarkStage(Frozen):
     target: TargetSpec
     benchmark: BenchmarkSpec
     drafter_dir: str
+    rival: RivalSpec | None = None
+    """The source of a drafter that was not trained here: the stage copies it to `drafter_dir`, part of its output."""
+
     held_out_file: str | None = None
     """`held_out.jsonl` of regenerate, for suites whose path is `held-out`."""
 

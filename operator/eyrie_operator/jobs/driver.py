@@ -206,14 +206,19 @@ class Driver:
         job_dir = self._settings.job_dir(job.id)
         tuned = read_manifest(stage_dir(job_dir, "tune")).report
         assert isinstance(tuned, TuneReport)
-        for manifest in finished_manifests(job, job_dir):
-            if isinstance(manifest.report, BenchmarkReport):
-                self._record(job, manifest.report, tuned=False)
-        self._record(job, tuned.final, tuned=True)
+        benchmarks = [manifest.report for manifest in finished_manifests(job, job_dir)
+                      if isinstance(manifest.report, BenchmarkReport)]
+        for report in benchmarks:
+            if report.dropped is None:
+                self._record(job, report, tuned=False)
+        untuned = next(one for one in benchmarks if one.checkpoint == tuned.final.checkpoint)
+        final = tuned.final.model_copy(update={"rival": untuned.rival, "family": untuned.family})
+        self._record(job, final, tuned=True)
         proof = read_manifest(stage_dir(job_dir, "prove")).report
         assert isinstance(proof, ProveReport)
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
-        decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required, proof)
+        decision = decide(job.spec.promotion, final, self._incumbent(job.spec.serve.endpoint), required, proof,
+                          benchmarks)
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         self._write_outcome(job.id, AttemptOutcome(attempt=attempt, decision=decision))
 
@@ -223,13 +228,13 @@ class Driver:
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
         trained = train_reports(candidate_names(job), self._settings.job_dir(job.id))
-        family = next(each.family for each in trained if each.candidate == report.candidate)
+        family = report.family or next(each.family for each in trained if each.candidate == report.candidate)
         measured = Measured(job.id, family, job.spec.target.model, tuned, report)
         self._results.record(measured, self._drafter_dir(job, report.checkpoint))
 
     def _drafter_dir(self, job: Job, checkpoint: str) -> str:
         job_dir = self._settings.job_dir(job.id)
-        return str(job_dir / find_checkpoint(train_reports(candidate_names(job), job_dir), checkpoint).path)
+        return str(job_dir / find_checkpoint(job.spec, train_reports(candidate_names(job), job_dir), checkpoint).path)
 
     def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
         """The report of the drafter that the endpoint serves; None when it serves without one, or not at all."""

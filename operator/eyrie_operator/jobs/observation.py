@@ -14,7 +14,7 @@ from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
 from eyrie_pipelines.run_failure import read_stage_failure
-from eyrie_pipelines.steps import list_checkpoints
+from eyrie_pipelines.steps import benchmarked
 from eyrie_workers.catalog import stage_dir
 
 OUTCOME_FILE = "outcome.json"
@@ -62,7 +62,7 @@ def observe_stages(job: Job, job_dir: Path) -> Iterator[ObservedStage]:
     """Every stage of a job and each of its members known so far."""
     candidates = candidate_names(job)
     for stage in STAGES:
-        for key in _keys(candidates, job_dir, stage):
+        for key in _keys(job, candidates, job_dir, stage):
             yield _observe_stage(job, job_dir, stage, key)
 
 
@@ -71,13 +71,14 @@ def candidate_names(job: Job) -> list[str]:
     return [candidate.name for candidate in expand(job.spec)]
 
 
-def _keys(candidates: list[str], job_dir: Path, stage: StageName) -> list[str]:
-    """Members of a stage known so far: the sweep's candidates; checkpoints once every candidate is trained."""
+def _keys(job: Job, candidates: list[str], job_dir: Path, stage: StageName) -> list[str]:
+    """Members of a stage known so far: the sweep's candidates; checkpoints and rivals once every candidate is trained.
+    """
     if stage == "train":
         return candidates
     if stage == "benchmark":
         try:
-            return [checkpoint.name for checkpoint in list_checkpoints(train_reports(candidates, job_dir))]
+            return [checkpoint.name for checkpoint in benchmarked(job.spec, train_reports(candidates, job_dir))]
         except ArtifactMissing:
             return []
     return [""]

@@ -72,6 +72,7 @@ def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
     for suite in dict.fromkeys(cell.suite for cell in report.cells):
         suites[suite] = {f"{cell.temperature:g}": _cell(cell) for cell in report.cells if cell.suite == suite}
     return {"name": report.checkpoint, "candidate": report.candidate, "speedup": report.speedup,
+            "rival": report.rival, "dropped": report.dropped,
             "lossless": report.lossless, "suites": suites}
 
 

@@ -125,7 +125,8 @@ def report_of(spec: StageSpec) -> StageReport:
         return train_report(spec)
     if isinstance(spec, BenchmarkStage):
         # The later checkpoint is the better one, so that selection has something to choose.
-        return benchmark_report(spec.checkpoint, 2.0 + int(spec.checkpoint.rsplit("-", 1)[1]) / 100)
+        report = benchmark_report(spec.checkpoint, 2.0 + int(spec.checkpoint.rsplit("-", 1)[1]) / 100)
+        return report if spec.rival is None else report.model_copy(update={"rival": True, "family": "eagle3"})
     if isinstance(spec, ProveStage):
         return prove_report(spec)
     tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8)

@@ -17,13 +17,13 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target
 
 
-def random_drafter(path: Path, target: Path, seed: int = 0) -> Path:
+def random_drafter(path: Path, target: Path, seed: int = 0, layers: tuple[int, ...] | None = None) -> Path:
     """An untrained drafter with the target's output matrix: it proposes, and is mostly refused."""
     config = read_config(target)
     family = family_named("eagle3")
     vocabulary = DraftVocabulary(ids=torch.arange(config.vocab_size), vocab_size=config.vocab_size)
     ends = read_target_embeddings(target, config.tie_word_embeddings)
-    drafter = family.create(DrafterSpec(), config, ends, (1, 2, config.num_layers), vocabulary, seed)
+    drafter = family.create(DrafterSpec(), config, ends, layers or (1, 2, config.num_layers), vocabulary, seed)
     family.save(path, drafter, "float32", None)
     return path
 

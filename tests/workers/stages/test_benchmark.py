@@ -12,12 +12,15 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.reports import BenchmarkReport
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.catalog import command
+from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.machine.machine_lock import machine_lock
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.benchmark import benchmark
-from tests.workers.measurement.tiny_bench import stage_specs
+from tests.tiny import tiny_target
+from tests.workers.measurement.tiny_bench import random_drafter, stage_specs
 
 
 def prepare(tmp_path: Path, spec: BenchmarkStage) -> Path:
@@ -72,6 +75,39 @@ def test_the_program_reports_every_suite_and_temperature_lossless(tmp_path: Path
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert any(e["kind"] == "progress" and e["done"] == e["total"] == 16 for e in events)
     assert any(e["kind"] == "metric" and e["name"] == "sums/t0/speedup" for e in events)
+
+
+def test_a_rival_becomes_a_checkpoint_of_the_stage_and_is_measured_like_one(tmp_path: Path) -> None:
+    ours = stage_specs(tmp_path)[0]
+    head = random_drafter(tmp_path / "published", Path(ours.target.model), seed=5, layers=(1, 2))
+    drafter = tmp_path / "stage" / "drafter"
+    directory = prepare(tmp_path, ours.model_copy(update={
+        "drafter_dir": str(drafter), "rival": RivalSpec(path=str(head)), "checkpoint": "rival-published"}))
+    assert run_here(directory) == 0
+    manifest = read_manifest(directory)
+    verify_files(manifest, directory)
+    report = manifest.report
+    assert isinstance(report, BenchmarkReport)
+    assert (report.rival, report.family, report.dropped, report.lossless) == (True, "eagle3", None, True)
+    assert len(report.cells) == 4
+    assert load_drafter(drafter).config.aux_layers == (1, 2)
+    assert "drafter/model.safetensors" in {entry.path for entry in manifest.files}
+
+
+def test_a_rival_of_another_target_is_dropped_with_the_reason_and_the_stage_succeeds(tmp_path: Path) -> None:
+    other = tiny_target(tmp_path / "other", hidden_size=48)
+    head = random_drafter(tmp_path / "published", other, layers=(1, 2))
+    ours = stage_specs(tmp_path)[0]
+    directory = prepare(tmp_path, ours.model_copy(update={
+        "drafter_dir": str(tmp_path / "stage" / "drafter"), "rival": RivalSpec(path=str(head)),
+        "checkpoint": "rival-published"}))
+    assert run_here(directory) == 0
+    report = read_manifest(directory).report
+    assert isinstance(report, BenchmarkReport)
+    assert report.cells == ()
+    assert report.dropped is not None
+    assert "states of 48, the target's are 32" in report.dropped
+    assert "RivalDropped" in (directory / "events.jsonl").read_text()
 
 
 def test_terminated_and_killed_it_keeps_every_finished_answer(tmp_path: Path) -> None:

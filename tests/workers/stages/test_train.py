@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_pipelines.processes import identify
+from eyrie_workers.drafters.checkpoint.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
 from eyrie_workers.features.writer import FeatureWriter
@@ -30,6 +32,7 @@ from eyrie_workers.stages.train import main as train_program
 from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target
+from tests.workers.measurement.tiny_bench import random_drafter
 
 AUX_LAYERS = (1, 2, 3)
 
@@ -333,3 +336,40 @@ def test_one_row_is_enough_to_train_and_is_evaluated_on_itself(tmp_path: Path, t
     write_spec(tmp_path / "out", target_dir, write_store(tmp_path / "store", target_dir, 1), max_steps=2)
     assert run(tmp_path / "out") == 0
     assert report_of(tmp_path / "out").steps == 2
+
+
+def test_training_continues_from_a_head_with_its_loss_layers_and_draft_vocabulary(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    frozen = {"epochs": 1, "num_checkpoints": 1, "learning_rate": 1e-9}
+    write_spec(tmp_path / "head", target_dir, store_dir, epochs=10, num_checkpoints=1, drafter={"fc_norm": True})
+    assert run(tmp_path / "head") == 0
+    head = report_of(tmp_path / "head").checkpoints[0]
+    published = tmp_path / "head" / head.path
+    write_spec(tmp_path / "new", target_dir, store_dir, drafter={"fc_norm": True}, **frozen)
+    write_spec(tmp_path / "on", target_dir, store_dir, drafter={"init_from": str(published)}, **frozen)
+    assert run(tmp_path / "new") == 0
+    assert run(tmp_path / "on") == 0
+    report = report_of(tmp_path / "on")
+    started, fresh = report.checkpoints[0], report_of(tmp_path / "new").checkpoints[0]
+    assert abs(started.loss - head.loss) < 0.01 * head.loss < fresh.loss - head.loss
+    assert (report.init_from, report.init_digest) == (str(published), weights_digest(published))
+    assert report.vocabulary.draft_vocab_size == 64
+    mine, its = load_drafter(tmp_path / "on" / started.path), load_drafter(published)
+    assert mine.config == its.config
+    assert mine.vocabulary.ids.equal(its.vocabulary.ids)
+    card = read_card(tmp_path / "on" / started.path)
+    assert card is not None
+    assert (card.init_digest, card.drafter.init_from, card.drafter.fc_norm) == (report.init_digest, None, True)
+
+
+@pytest.mark.parametrize(("drafter", "says"), [
+    ({"draft_vocab_size": 32}, "drafter.draft_vocab_size is 32, and that of .* is 320"),
+    ({"intermediate_size": 40, "draft_vocab_size": None}, "drafter.intermediate_size is 40, and that of .* is 64"),
+    ({"family": "eagle1"}, "is of family 'eagle3', and drafter.family is 'eagle1'"),
+    ({"draft_vocab_size": None}, r"holds layers \[1, 2, 3\].*reads \[0\] too")])
+def test_a_head_that_does_not_fit_the_spec_or_the_store_is_refused_with_both_values(
+        tmp_path: Path, target_dir: Path, store_dir: Path, drafter: dict[str, Any], says: str) -> None:
+    head = random_drafter(tmp_path / "head", target_dir, layers=(0, 1))
+    write_spec(tmp_path / "on", target_dir, store_dir, drafter={"init_from": str(head)} | drafter)
+    assert run(tmp_path / "on") != 0
+    assert re.search(says, json.loads((tmp_path / "on" / "failure.json").read_text())["message"])

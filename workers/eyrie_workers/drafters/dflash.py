@@ -373,6 +373,13 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
     return config, tensors
 
 
+def _load_drafter(directory: Path) -> DFlashDrafter:
+    config, tensors = load(directory)
+    drafter = DFlashDrafter(config)
+    drafter.load_state_dict(tensors)
+    return drafter
+
+
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     config, tensors = load(directory, target.config)
     return DFlashProposer(config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()},
@@ -383,4 +390,4 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
 # at 1e-3; 130 steps of 1024: 1.25 (3.77) at 1e-3, 1.25 (3.99) at 2e-3, 1.18 (4.29) at 4e-3. It learns slowly: on the
 # same data a standalone drafter reaches 2.39.
 FAMILY = FamilyImplementation("dflash", _create, BlockDiffusion, _save, _load_proposer,
-                              validator_by_loading("dflash", load), learning_rate=5e-4)
+                              validator_by_loading("dflash", load), load=_load_drafter, learning_rate=5e-4)

@@ -396,4 +396,4 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
 
 FAMILY = FamilyImplementation("eagle1", _create, FeatureRegression, save, _load_proposer,
                               validator_by_loading("eagle1", lambda directory, _target: load(directory)),
-                              learning_rate=4e-3)
+                              load=load, learning_rate=4e-3)

@@ -21,17 +21,17 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eyrie_api.decisions.capture_support import sglang_layer_ids
-from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput
 from eyrie_api.program_exit import report_error
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.check import check_directory
@@ -85,8 +85,8 @@ def to_speculators(directory: Path, out: Path, *, target: str | None = None, num
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_steps}]},
     }
     tensors = {canonical_name(name).replace("midlayer.", "layers.0."): tensor
-               for name, tensor in _tensors(directory).items()}
-    _write(out, written, tensors)
+               for name, tensor in read_weights(directory).items()}
+    write_directory(out, written, tensors)
 
 
 def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausalLM",
@@ -99,7 +99,7 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
     """
     found = read_json(directory / CONFIG)
     if "speculators_model_type" not in found and found.get("architectures") == ["LlamaForCausalLM"]:
-        eagle1.import_original(out, found, _tensors(directory))
+        eagle1.import_original(out, found, read_weights(directory))
         return
     if found.get("speculators_model_type") != "eagle3":
         raise InvalidInput(f"{directory} holds speculators_model_type {found.get('speculators_model_type')!r}",
@@ -127,21 +127,27 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
     if found.get("norm_before_fc"):
         config["norm_before_fc"] = config["eagle_config"]["norm_before_fc"] = True
     whole = config["draft_vocab_size"] == config.get("vocab_size")
-    tensors = {canonical_name(name): tensor for name, tensor in _tensors(directory).items()
+    tensors = {canonical_name(name): tensor for name, tensor in read_weights(directory).items()
                if not name.startswith("verifier_") and not (whole and name in MAPS)}
     if config["target_hidden_size"] == config.get("hidden_size"):
         tensors.pop("embed_tokens.weight", None)
     faults = [finding for finding in validate_files(DrafterFiles(config, tensors)) if finding.severity == "error"]
     if faults:
         raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)
-    _write(out, config, tensors)
+    write_directory(out, config, tensors)
 
 
-def _tensors(directory: Path) -> dict[str, Tensor]:
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
+    tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+        try:
+            with safe_open(file, framework="pt") as handle:
+                found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {error}", "download or copy it again"
+                                  ) from error
     pickled = directory / "pytorch_model.bin"
     if not found and pickled.is_file():
         found = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
@@ -150,7 +156,9 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-def _write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_directory(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
+                    others: Sequence[Path] = ()) -> None:
+    """Write config and weights, and copies of those of the `others` that exist, replacing an existing directory."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.temporary")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -158,6 +166,9 @@ def _write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / WEIGHTS,
               metadata={"format": "pt"})
     (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    for file in others:
+        if file.is_file():
+            shutil.copy2(file, temporary)
     shutil.rmtree(out, ignore_errors=True)
     os.replace(temporary, out)
 

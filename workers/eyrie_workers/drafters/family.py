@@ -60,6 +60,9 @@ class FamilyImplementation:
     trained: Callable[[Any], TrainedDrafter] | None = None
     """Sizes of a drafter as `decisions.training_cost` takes them; None: its step is not described there."""
 
+    load: Callable[[Path], nn.Module] | None = None
+    """The drafter of an export, to continue its training; None: not possible. Raises as `load_proposer`."""
+
     learning_rate: float = DEFAULT_LEARNING_RATE
     """Default peak learning rate, measured on the quickstart target."""
 

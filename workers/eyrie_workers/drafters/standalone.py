@@ -292,6 +292,13 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetCon
     return config, tensors
 
 
+def _load_drafter(directory: Path) -> StandaloneDrafter:
+    config, tensors = load(directory)
+    drafter = StandaloneDrafter(config)
+    drafter.load_state_dict(tensors)
+    return drafter
+
+
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     config, tensors = load(directory, target.config)
     return StandaloneProposer(TargetModel(
@@ -301,4 +308,4 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
 # 130 steps of 1024 tokens: simulated speed-up (loss) 2.25 (1.76) at 1e-3, 2.39 (1.66) at 2e-3, 2.49 (1.72) at 3e-3;
 # from random matrices 1.82 at 1e-3, 2.05 at 2e-3, 1.52 at 3e-3, 1.28 at 6e-3.
 FAMILY = FamilyImplementation("standalone", _create, Distillation, _save, _load_proposer,
-                              validator_by_loading("standalone", load), learning_rate=2e-3)
+                              validator_by_loading("standalone", load), load=_load_drafter, learning_rate=2e-3)

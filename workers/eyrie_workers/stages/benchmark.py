@@ -10,10 +10,18 @@ process of a machine measures at a time (`machine.machine_lock`).
 
 import sys
 import time
+from pathlib import Path
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
+from eyrie_api.v1alpha1.reports import BenchmarkReport
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.conversations.suites import select
+from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, files_of
+from eyrie_workers.drafters.published import adopt, fetch
+from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark import transformers_baseline
 from eyrie_workers.measurement.benchmark.samples import UNDRAFTED
 from eyrie_workers.measurement.benchmark.session import (
@@ -36,10 +44,44 @@ from eyrie_workers.measurement.benchmark.session import (
 )
 from eyrie_workers.measurement.variant import drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
+from eyrie_workers.targets.loading import resolve
 
 
 def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
-    """Measure one drafter checkpoint against the undrafted engine."""
+    """Measure one drafter checkpoint against the undrafted engine. A rival that does not fit the target, or that the
+    engine cannot run, is reported as dropped: the job goes on without it."""
+    if spec.rival is None:
+        return _measure(spec, stage)
+    try:
+        family = _adopt(spec, spec.rival)
+        result = _measure(spec, stage)
+    except (CheckpointInvalid, ArtifactMissing, ArtifactCorrupt, EngineFailed) as error:
+        stage.event("RivalDropped", f"{spec.checkpoint}: {error.message}; {error.hint}", warning=True)
+        return _write_report(BenchmarkReport(
+            checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=(), rival=True,
+            dropped=error.message, lossless=False, speedup=0.0, baseline_tokens_per_s=0.0,
+            environment=environment(spec.target.dtype), seconds=0.0), stage, [])
+    assert isinstance(result.report, BenchmarkReport)
+    return _write_report(result.report.model_copy(update={"rival": True, "family": family}), stage,
+                         [*result.files, *files_of(Path(spec.drafter_dir))])
+
+
+def _adopt(spec: BenchmarkStage, rival: RivalSpec) -> str:
+    """Copy the rival's drafter into the output of this stage; returns its family."""
+    assert rival.path is not None
+    target = resolve(spec.target)
+    try:
+        return adopt(fetch("rivals: path", rival.path, rival.revision), Path(spec.drafter_dir), target).name
+    except InvalidInput as error:
+        raise CheckpointInvalid(error.message, error.hint) from error
+
+
+def _write_report(report: BenchmarkReport, stage: Stage, files: list[Path]) -> Result:
+    write_model(stage.out_dir / REPORT, report)
+    return Result(report, list(dict.fromkeys([*files, stage.out_dir / REPORT])))
+
+
+def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     started = time.monotonic()
     suites = read_suites(spec, stage)
     ledger = open_ledger(stage, spec)
@@ -65,8 +107,7 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     report = benchmark_report(session, spec, entries, cells, compared, time.monotonic() - started)
     stage.event("Benchmarked", f"{spec.checkpoint}: {report.speedup:.2f}x over no drafter, mean of {len(cells)} cells, "
                                f"{'lossless' if report.lossless else 'NOT lossless'}")
-    write_model(stage.out_dir / REPORT, report)
-    return Result(report, [stage.out_dir / LEDGER, stage.out_dir / REPORT])
+    return _write_report(report, stage, [stage.out_dir / LEDGER])
 
 
 def _compare_with_transformers(session: Session, spec: BenchmarkStage,

@@ -43,6 +43,7 @@ from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
+from eyrie_workers.drafters.continuation import layers_of_head
 from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
@@ -192,7 +193,8 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     always = [*config.eos_token_ids, *special_token_ids(path)]
     named = choose_aux_layers(config.num_layers, override=spec.aux_layers).aux_layers if spec.aux_layers else ()
     of_families = layers_of(spec.families, choice.aux_layers, config.num_layers)
-    layers = tuple(sorted({*of_families, *named})) or choice.aux_layers
+    of_heads = {layer for head in spec.init_from for layer in layers_of_head(head, path)}
+    layers = tuple(sorted({*of_families, *named, *of_heads})) or choice.aux_layers
     streams = spec.capture.feed == "stream"
     how = spec.capture.model_copy(update={"max_bytes": None}) if streams else spec.capture
     fmt = plan_format(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,

@@ -43,6 +43,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, TargetIdentity, identify
 from eyrie_workers.drafters.checkpoint.files import files_of
+from eyrie_workers.drafters.continuation import Head, load_head
 from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
@@ -98,18 +99,28 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     if embeddings is None:  # else another run has compared the same store with the same target
         _check_origin(store, path, spec, dist)
     config, family = read_config(path), family_named(spec.drafter.family)
+    head = load_head(spec.drafter, family, path) if spec.drafter.init_from else None
+    if head is not None:
+        spec = spec.model_copy(update={"drafter": head.spec})
     spec = _resolve_defaults(spec, family, dist.size if device.type == "cuda" else 0)
     store = _cut_rows(store, spec, stage)
-    layers = family.layers(spec.drafter.aux_layers or store.format.chosen_layers, config.num_layers)
+    fused = (head.layers if head is not None else None) or spec.drafter.aux_layers or store.format.chosen_layers
+    layers = family.layers(fused, config.num_layers)
     columns = _columns(layers, store, spec)
     lengths = store.lengths
     train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
     step_tokens = tokens_per_step(spec.train)
     schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
-                                                      whole=family.row.whole_vocabulary)
+                                                      whole=family.row.whole_vocabulary,
+                                                      kept=head.vocabulary if head is not None else None)
     embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings, device)
-    drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
+    if head is None:
+        drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
+    else:
+        drafter = head.module
+        stage.event("InitialisedFrom", f"training continues from {spec.drafter.init_from} ({head.digest}): "
+                                       f"layers {list(layers)}, {vocabulary.size} draft tokens")
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     if device.type == "cuda":
         _require_memory(spec, family, drafter, embeddings, store, dtype, dist)
@@ -121,7 +132,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
     cuts = cut_evenly([lengths[row] for row in evaluation_rows],
                       min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
-    run = TrainingRun(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
+    run = TrainingRun(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype, head), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
                held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
                                  for cut in cuts[dist.rank::dist.size]),
@@ -129,7 +140,8 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.format.target_digest),
                data=DataIdentity(store_digest=store.digest, rows=store.num_rows,
-                                 tokens=sum(lengths), longest_row=max(lengths)))
+                                 tokens=sum(lengths), longest_row=max(lengths)),
+               init_digest=head.digest if head is not None else None)
     run.resume()
     return run
 
@@ -194,7 +206,7 @@ def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tupl
     if missing:
         raise Conflict(f"the store in {spec.store_dir} holds layers {list(held)}; drafter.family "
                        f"{spec.drafter.family!r} reads {missing} too",
-                       f"capture again with {spec.drafter.family!r} among the families")
+                       f"capture again with {spec.drafter.family!r} among the families and with these layers")
     return tuple(held.index(layer) for layer in layers)
 
 
@@ -208,7 +220,8 @@ def _check_origin(store: Features, path: Path, spec: TrainStage, dist: DistConte
 
 
 def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Sequence[int], config: TargetConfig,
-                      path: Path, *, whole: bool) -> tuple[DraftVocabulary, VocabularyReport]:
+                      path: Path, *, whole: bool,
+                      kept: DraftVocabulary | None = None) -> tuple[DraftVocabulary, VocabularyReport]:
     counts = torch.zeros(config.vocab_size, dtype=torch.int64)
     for row in rows:
         counts += draft_vocabulary.count_tokens(*store.tokens(row), config.vocab_size)
@@ -217,7 +230,13 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
     always = [*config.eos_token_ids, *special_token_ids(path)]
     wanted = config.vocab_size if whole else spec.drafter.draft_vocab_size
     size = draft_vocabulary.choose_size(config.vocab_size, wanted)
-    if store.format.draft_ids:  # the stored top-k logits are over these tokens alone
+    if kept is not None:
+        if store.format.draft_ids and kept.ids.tolist() != list(store.format.draft_ids):
+            raise Conflict(f"drafter.init_from has a draft vocabulary of {kept.size} tokens, and the store in "
+                           f"{spec.store_dir} keeps top-k logits over {len(store.format.draft_ids)} others",
+                           "capture with final_state keep")
+        vocabulary = kept
+    elif store.format.draft_ids:  # the stored top-k logits are over these tokens alone
         if wanted not in (None, len(store.format.draft_ids)):
             raise Conflict(f"the drafter's vocabulary is {wanted}, and the store in {spec.store_dir} "
                            f"keeps top-k logits over {len(store.format.draft_ids)} draft tokens",
@@ -234,11 +253,15 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
     return vocabulary, report
 
 
-def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype) -> str:
+def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype, head: Head | None) -> str:
     """Digest of everything that the trained bits depend on, except the machine."""
     payload = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
     for name in _NO_PART_OF_THE_RESULT:
         payload["train"].pop(name)
+    if head is None:
+        payload["drafter"].pop("init_from")
+    else:
+        payload["drafter"]["init_from"] = head.digest
     payload |= {"store": store.digest, "target": store.format.target_digest, "dtype": str(dtype)}
     return digest_bytes(json.dumps(payload, sort_keys=True).encode())
 
@@ -266,6 +289,9 @@ class TrainingRun:
     target: TargetIdentity
     data: DataIdentity
     aux_layers: tuple[int, ...]
+    init_digest: str | None = None
+    """Of the drafter that training continues from."""
+
     clock: Callable[[], float] = time.monotonic
     """Seconds; decides when a state is saved."""
 
@@ -461,14 +487,16 @@ class TrainingRun:
                 data_wait_share=min(1.0, counters.data_wait_s / seconds), vocabulary=self.vocabulary,
                 checkpoints=tuple(self.reports), resumed_from_step=self.resumed_from,
                 parameters=sum(parameter.numel() for parameter in self.drafter.parameters()), mfu=self.mfu,
-                processes=trainer.dist.size, stopped_early=self.stopped_early),
+                processes=trainer.dist.size, stopped_early=self.stopped_early,
+                init_from=self.spec.drafter.init_from, init_digest=self.init_digest),
             files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
 
     def _card(self, step: int, epoch: float) -> Card:
         """A checkpoint's card. It holds no clock and no path: the same run writes the same bytes."""
         settings = self.spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT))
         return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
-                    drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=step,
+                    drafter=self.spec.drafter.model_copy(update={"init_from": None}),  # a path; the digest names it
+                    init_digest=self.init_digest, aux_layers=self.aux_layers, train=settings, step=step,
                     epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,
                     draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
 

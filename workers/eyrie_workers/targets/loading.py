@@ -49,7 +49,7 @@ def resolve(spec: TargetSpec) -> Path:
     if local.is_absolute() or spec.model.startswith((".", "~")) or spec.model.count("/") != 1:
         raise TargetNotFound(f"target.model {spec.model!r} is not a directory",
                              "give an existing directory, a Hub id of the form org/name, or 'quickstart'")
-    return _fetch(spec)
+    return fetch_snapshot("target.model", spec.model, spec.revision)
 
 
 def _trained_here(name: str) -> Path:
@@ -60,17 +60,19 @@ def _trained_here(name: str) -> Path:
     return path
 
 
-def _fetch(spec: TargetSpec) -> Path:
+def fetch_snapshot(field: str, name: str, revision: str | None) -> Path:
+    """The directory of a Hub id in the Hub's cache, fetched if it is not there; `field` is for the messages. Raises
+    TargetNotFound."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(spec.model, revision=spec.revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
     except LocalEntryNotFoundError as error:
-        raise TargetNotFound(f"target.model {spec.model!r} is not in the Hub cache and the Hub cannot be reached",
+        raise TargetNotFound(f"{field} {name!r} is not in the Hub cache and the Hub cannot be reached",
                              "check the network, or give a local directory") from error
     except (HfHubHTTPError, HFValidationError) as error:
-        raise TargetNotFound(f"target.model {spec.model!r} (revision {spec.revision or 'default'}) was not found on "
+        raise TargetNotFound(f"{field} {name!r} (revision {revision or 'default'}) was not found on "
                              f"the Hub: {type(error).__name__}",
                              "check the id, and log in if the model is gated") from error
 

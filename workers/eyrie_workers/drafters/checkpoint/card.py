@@ -78,6 +78,9 @@ class Card(Frozen):
     target: TargetIdentity
     data: DataIdentity | None = None
     drafter: DrafterSpec
+    init_digest: Digest | None = None
+    """`weights_digest` of the drafter whose training it continued."""
+
     aux_layers: tuple[int, ...]
     """`hidden_states` indices."""
 
@@ -184,6 +187,8 @@ def readme(card: Card) -> str:
     if data is not None:
         lines.append(f"| trained on | {data.tokens:,} tokens in {data.rows:,} conversations, the longest of "
                      f"{data.longest_row:,}; store `{data.store_digest}` |")
+    if card.init_digest:
+        lines.append(f"| continued from | a drafter with weights `{card.init_digest}` |")
     if card.step:
         lines.append(f"| training | step {card.step:,}, epoch {card.epoch:g}, {card.tokens:,} tokens seen |")
     if card.draft_vocabulary_coverage is not None:

@@ -63,4 +63,5 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
 
 
 FAMILY = FamilyImplementation("eagle3", _create, _objective, _save, _load_proposer, validate,
-                              trained=lambda drafter: trained_drafter(drafter.config), learning_rate=2e-3)
+                              trained=lambda drafter: trained_drafter(drafter.config), load=load_drafter,
+                              learning_rate=2e-3)

@@ -1,0 +1,67 @@
+"""Checks of published drafters that a job names (`rivals`, `drafter.init_from`), from their config.json alone.
+
+Only what is readable here is checked; the stage that reads the drafter runs the whole validator. A Hub id that is not
+in the cache is left to that stage.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.decisions.sweep import Candidate
+from eyrie_api.errors import InvalidInput
+from eyrie_api.submission.target_facts import HUB_ID, local_path, read_config, target_dir
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], facts: TargetFacts | None) -> None:
+    """Raises InvalidInput for a drafter that is missing or whose config.json is of another target, naming both values.
+    """
+    for field, path, revision in _named(spec, candidates):
+        directory = _directory(field, path, revision)
+        if directory is not None and facts is not None:
+            _check_sizes(field, read_config(directory), facts)
+
+
+def _named(spec: JobSpec, candidates: Sequence[Candidate]) -> Iterator[tuple[str, str, str | None]]:
+    for rival in spec.rival_drafters:
+        assert rival.path is not None
+        yield f"rivals: {rival.path!r}", rival.path, rival.revision
+    for path in dict.fromkeys(one.drafter.init_from for one in candidates if one.drafter.init_from is not None):
+        yield f"drafter.init_from {path!r}", path, None
+
+
+def _directory(field: str, path: str, revision: str | None) -> Path | None:
+    found = local_path(path)
+    if found is None and HUB_ID.match(path):
+        return target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
+    if found is None or not (found / "config.json").is_file():
+        raise InvalidInput(f"{field} is not a directory with config.json on the server",
+                           "give the directory of a drafter, or a Hub id org/name")
+    return found
+
+
+def _check_sizes(field: str, config: Mapping[str, Any], facts: TargetFacts) -> None:
+    layer = config.get("transformer_layer_config")  # the speculators format nests the sizes
+    sizes = layer if isinstance(layer, Mapping) else config
+    is_model = config.get("architectures") == ["LlamaForCausalLM"] and "draft_vocab_size" not in config
+    wanted = {"vocab_size": facts.vocab_size}
+    if not is_model:  # a draft model of its own has a width of its own, and an authors' EAGLE-1 its target's
+        wanted["hidden_size"] = facts.hidden_size
+    for name, of_target in wanted.items():
+        found = config.get("target_hidden_size") or sizes.get(name) if name == "hidden_size" else sizes.get(name)
+        if isinstance(found, int) and found != of_target:
+            raise InvalidInput(f"{field} is for a target of {name} {found}, and this target has {of_target}",
+                               "name a drafter of this target")
+    nested = config.get("eagle_config")
+    inner = nested.get(_LAYER_IDS) if isinstance(nested, Mapping) else None
+    of_dflash = config.get("dflash_config")
+    ids = inner or (of_dflash.get("target_layer_ids") if isinstance(of_dflash, Mapping) else None) or ()
+    beyond = [one for one in ids if isinstance(one, int) and one >= facts.num_layers]
+    if beyond:
+        raise InvalidInput(f"{field} reads layers {beyond}, and this target has {facts.num_layers} layers",
+                           "name a drafter of this target")

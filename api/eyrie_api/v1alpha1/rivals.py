@@ -1,0 +1,55 @@
+"""Rivals: drafters that the job did not train, measured next to its own candidates.
+
+A drafter from elsewhere (a published head, or a small language model) is one more checkpoint of the benchmark stage,
+which first copies it into the job in the form that the engines load. The other two need no stage of their own: no
+drafter is the baseline of every speed-up, and n-gram look-up is a setting that tuning compares at every load.
+"""
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from eyrie_api.v1alpha1.model import Frozen, Name
+
+NAME_PREFIX = "rival-"
+"""Checkpoints with this prefix are rivals; those of candidates end in `-step-<n>`."""
+
+
+class RivalSpec(Frozen):
+    """One rival. Short form: a path or Hub id, `ngram` or `off`."""
+
+    method: Literal["drafter", "ngram", "off"] = "drafter"
+    path: str | None = Field(None, min_length=1, max_length=4096)
+    """Directory or Hub id: EAGLE-1/2 and EAGLE-3 in the form of their authors, of SGLang or of speculators; DFlash;
+    Medusa or Hydra of Eyrie; a Llama of the target's vocabulary as draft model."""
+
+    revision: str | None = Field(None, max_length=256)
+    """Of a Hub id."""
+
+    name: Name | None = Field(None, max_length=40)
+    """In the leaderboard, behind `rival-`. Default: from the last part of the path."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        if given.lower() == "nextn":
+            raise ValueError("rival 'nextn': the target's own MTP layers cannot be measured yet: the embedded engine "
+                             "does not compute them, and engine sglang starts drafters from a directory; leave it out")
+        return {"method": given} if given in ("ngram", "off") else {"path": given}
+
+    @model_validator(mode="after")
+    def _path_of_a_drafter(self) -> "RivalSpec":
+        if (self.method == "drafter") != (self.path is not None):
+            raise ValueError(f"rivals: method {self.method!r} with path {self.path!r}: a drafter needs the path, ngram "
+                             "and off have none")
+        return self
+
+    @property
+    def checkpoint(self) -> str:
+        """Name among the job's checkpoints."""
+        last = (self.path or self.method).rstrip("/").rpartition("/")[2]
+        return NAME_PREFIX + (self.name or re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:40].strip("-")
+                              or "drafter")

@@ -1,0 +1,122 @@
+"""Published drafters: fetched, converted to the form that Eyrie and SGLang load, and checked against the target.
+
+    fetch     directory or Hub id -> directory
+    adopt     directory -> a checkpoint of one of Eyrie's families, as its exports are; whatever does not fit is refused
+
+Forms that are converted:
+
+- EAGLE-3 in speculators format, EAGLE-1/2 in its authors' format (`drafters.export`);
+- EAGLE-3 under another architecture name (`LlamaForCausalLM` as its authors write, `Eagle3LlamaForCausalLM`). Layer ids
+  that the config leaves out are SGLang's defaults, because those are the states a server would give it; a stored copy
+  of the target's embedding is dropped, since every engine reads the target's;
+- a Llama whose output matrix is its embedding: written out, as a draft model;
+- weights that are pickled or sharded: one safetensors file.
+
+Eyrie's own exports and DFlash directories are copied as they are. A drafter without a card has no digest of its target:
+its sizes, layers and vocabulary are compared, and whether it is of exactly this model is shown by its acceptance alone.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from eyrie_api.errors import ArtifactMissing
+from eyrie_workers.drafters.check import check_directory
+from eyrie_workers.drafters.checkpoint.file_format import CARD, README
+from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, read_config
+from eyrie_workers.drafters.eagle3.directory_format import ARCHITECTURE, LAYER_IDS, canonical_name, nested
+from eyrie_workers.drafters.export import read_weights, to_sglang, write_directory
+from eyrie_workers.drafters.family import FamilyImplementation
+from eyrie_workers.drafters.registry import family_of
+from eyrie_workers.drafters.validation.target import Target, read_target
+from eyrie_workers.targets.loading import fetch_snapshot
+
+_OTHER_NAMES = (["LlamaForCausalLM"], ["Eagle3LlamaForCausalLM"])
+_EMBEDDING = "embed_tokens.weight"
+_UNSERVED = frozenset({"target-not-captured"})
+"""Findings about SGLang alone; `decisions.engine_support` refuses such jobs where SGLang is the engine."""
+
+
+def fetch(field: str, path: str, revision: str | None = None) -> Path:
+    """The directory of a drafter; a Hub id is fetched into the Hub's cache.
+
+    field   of the job, for the messages
+
+    Raises ArtifactMissing for a path that does not exist, TargetNotFound for a Hub id that cannot be fetched.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise ArtifactMissing(f"{field} {path!r} is not a directory", "give a drafter's directory or a Hub id org/name")
+    return fetch_snapshot(field, path, revision)
+
+
+def adopt(source: Path, out: Path, target: Path) -> FamilyImplementation:
+    """Write the drafter in `source` to `out` as a checkpoint, replacing an existing one; returns its family.
+
+    Raises CheckpointInvalid for a drafter that does not fit `target` or whose form no family reads, with all faults;
+    ArtifactMissing, InvalidInput and ArtifactCorrupt for files that cannot be read or converted.
+    """
+    _convert(source, out, read_target(target))
+    faults = [finding for finding in check_directory(out, target_dir=target)
+              if finding.severity == "error" and finding.code not in _UNSERVED]
+    if faults:
+        raise CheckpointInvalid(f"drafter {source.name}: {'; '.join(fault.what for fault in faults)}", faults[0].hint)
+    family = family_of(read_config(out).get("architectures"))
+    assert family is not None, "the validator refuses unknown architectures"
+    return family
+
+
+def _convert(source: Path, out: Path, target: Target) -> None:
+    config = read_config(source)
+    if "speculators_model_type" in config:
+        to_sglang(source, out, architecture=target.architecture or "LlamaForCausalLM", num_layers=target.num_layers)
+        return
+    family = family_of(config.get("architectures"))
+    if config.get("architectures") not in _OTHER_NAMES and family is None:
+        raise CheckpointInvalid(f"drafter {source.name} is of architecture {config.get('architectures')!r}, which no "
+                                "family of Eyrie reads", "name a drafter of a family that `eyrie check-drafter` knows")
+    tensors = {canonical_name(name) if "fc.weight" in name or family is None else name: tensor
+               for name, tensor in read_weights(source).items()}
+    fc = tensors.get("fc.weight")
+    if config.get("architectures") == ["LlamaForCausalLM"] and fc is None:
+        _write_draft_model(out, source, config, tensors)
+    elif config.get("architectures") == ["LlamaForCausalLM"] and fc is not None and fc.shape[1] == 2 * fc.shape[0]:
+        to_sglang(source, out)
+    elif fc is not None and config.get("architectures") in (*_OTHER_NAMES, [ARCHITECTURE]):
+        _write_eagle3(out, source, config, tensors, target)
+    else:
+        _write(out, source, config, tensors)
+
+
+def _write_draft_model(out: Path, source: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    embedding = tensors.get("model.embed_tokens.weight")
+    if config.get("tie_word_embeddings") and embedding is not None:
+        tensors = tensors | {"lm_head.weight": embedding.clone()}
+    _write(out, source, dict(config) | {"tie_word_embeddings": False}, tensors)
+
+
+def _write_eagle3(out: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
+                  target: Target) -> None:
+    written = dict(config) | {"architectures": [ARCHITECTURE], "model_type": "llama"}
+    layers, inner = target.num_layers, nested(config).get(LAYER_IDS)
+    if inner is None and LAYER_IDS not in config and layers is not None:
+        inner = [1, layers // 2 - 1, layers - 4]
+        written |= {LAYER_IDS: [one + 1 for one in inner],
+                    "eagle_config": dict(nested(config)) | {LAYER_IDS: inner}}
+    whole = written.get("draft_vocab_size") == written.get("vocab_size")
+    kept = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    if whole:
+        kept = {name: tensor for name, tensor in kept.items() if name not in ("d2t", "t2d")}
+    if written.get("target_hidden_size", written.get("hidden_size")) == written.get("hidden_size"):
+        kept.pop(_EMBEDDING, None)
+    _write(out, source, written, kept)
+
+
+def _write(out: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    # The card, where there is one, is part of the checkpoint: it names the target's digest.
+    write_directory(out, config, tensors, [source / name for name in (CARD, README)])
+
