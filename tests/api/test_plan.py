@@ -160,6 +160,13 @@ def test_the_store_holds_what_any_candidate_reads(sections: dict[str, Any], stat
     assert next(one.value for one in plan.assumptions if one.name == "states of every token") == states
 
 
+def test_a_rival_costs_a_benchmark_and_n_gram_and_off_cost_nothing() -> None:
+    alone = plan_of(job_spec(train={"num_checkpoints": 2}), SMALL, None)
+    joined = plan_of(job_spec(train={"num_checkpoints": 2}, rivals=["org/head", "ngram", "off"]), SMALL, None)
+    assert joined.stages[3].tokens == alone.stages[3].tokens * 3 // 2
+    assert joined.notes == (*alone.notes, "rival-head: benchmarked like a checkpoint, from org/head")
+
+
 def test_a_sweep_is_charged_for_every_candidate_it_trains_and_benchmarks() -> None:
     one = plan_of(job_spec(), SMALL, None)
     three = plan_of(job_spec(sweep={"axes": [{"field": "train.seed", "values": [1, 2, 3]}]}), SMALL, None)

@@ -58,6 +58,8 @@ def test_capture_stores_what_any_candidate_reads() -> None:
     axis = SweepAxis(field="drafter.aux_layers", values=([1, 4], [2, 4, 6]))
     named = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,))))
     assert (steps.capture_spec(named, ROOT).families, steps.capture_spec(named, ROOT).aux_layers) == ((), (1, 2, 4, 6))
+    continued = steps.capture_spec(steps.JobFile(id="j", spec=spec_of(drafter={"init_from": "org/head"})), ROOT)
+    assert (continued.families, continued.init_from) == ((), ("org/head",))  # the layers are the head's
     both = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,), families=("eagle3", "eagle1"))))
     result = steps.capture_spec(both, ROOT)
     assert (result.families, result.aux_layers) == (("eagle1",), (1, 2, 4, 6))

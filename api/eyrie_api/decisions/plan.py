@@ -151,7 +151,9 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
         assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings),
-        notes=tuple(description(family) for family in families_of(candidates)), fits_disk=fits)
+        notes=(*(description(family) for family in families_of(candidates)),
+               *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path}"
+                 for rival in spec.rival_drafters)), fits_disk=fits)
 
 
 class _Work:

@@ -20,8 +20,9 @@ from eyrie_workers.comparison.plan import Budget, CompareSpec, blocks_of
 from eyrie_workers.comparison.report import CompareReport
 from eyrie_workers.comparison.run import compare
 from eyrie_workers.comparison.training import StageFailed, cpu_seconds
+from eyrie_workers.drafters.export import to_speculators
 from tests.tiny import chats_file, tiny_target
-from tests.workers.measurement.tiny_bench import suite_file
+from tests.workers.measurement.tiny_bench import random_drafter, suite_file
 
 
 class Killed(BaseException):
@@ -31,8 +32,10 @@ class Killed(BaseException):
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> CompareSpec:
     home = tmp_path_factory.mktemp("asked")
+    target = tiny_target(home / "target")
+    to_speculators(random_drafter(home / "head", target, layers=(1, 2)), home / "published", target="org/model")
     return CompareSpec.model_validate({
-        "target": TargetSpec(model=str(tiny_target(home / "target"))),
+        "target": TargetSpec(model=str(target)), "rivals": (str(home / "published"),),
         "data": DataSpec(sources=(DataSource(path=str(chats_file(home / "chats.jsonl"))),)),
         "families": ("eagle1", "eagle3"), "budget": Budget(kind="tokens", amount=1200),
         "regenerate": RegenerateSpec(max_new_tokens=12), "capture": CaptureSpec(check_rows=0),
@@ -66,7 +69,7 @@ def test_two_families_are_trained_measured_and_reported_and_a_killed_run_goes_on
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
     assert {one.variant.title for one in report.variants} == {
-        "off", "EAGLE-1", "EAGLE-2", "EAGLE-1 chain", "EAGLE-3", "EAGLE-3 chain", "n-gram"}
+        "off", "EAGLE-1", "EAGLE-2", "EAGLE-1 chain", "EAGLE-3", "EAGLE-3 chain", "n-gram", "rival-published"}
     assert all(one.lossless for one in report.variants)
     assert len({one.tokens for one in report.trained}) == 1
     assert [one.family for one in report.trained] == ["eagle1", "eagle3"]
@@ -98,7 +101,7 @@ def half_failed(spec: CompareSpec, tmp_path_factory: pytest.TempPathFactory) -> 
     home = tmp_path_factory.mktemp("half") / "out"
     return home, compare(spec.model_copy(update={
         "families": ("eagle3", "standalone"), "budget": Budget(kind="seconds", amount=0.3), "concurrencies": (1,),
-        "drafter": DrafterSpec(draft_vocab_size=321)}), home, silent)
+        "rivals": (), "drafter": DrafterSpec(draft_vocab_size=321)}), home, silent)
 
 
 def test_a_family_that_fails_is_left_out_and_said(half_failed: tuple[Path, CompareReport]) -> None:

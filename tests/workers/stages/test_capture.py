@@ -33,6 +33,7 @@ from eyrie_workers.stages.capture import capture, is_whole, plan_rows, write_sha
 from eyrie_workers.targets.agreement import LayersDisagree, compare
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target
+from tests.workers.measurement.tiny_bench import random_drafter
 
 NOT_THE_ARTIFACT = {"events.jsonl", "manifest.json", "spec.json", ".lock", "failure.json"}
 
@@ -117,6 +118,17 @@ def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
     assert report.layers.aux_layers == store.format.aux_layers
     assert report.layers.reason
     assert store.row(0).aux.dtype == torch.bfloat16
+
+
+def test_the_layers_of_a_head_that_training_continues_from_are_stored(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    head = random_drafter(tmp_path / "head", target, layers=(0, 3))
+    write_rows(tmp_path / "rows", target, 4)
+    spec = write_spec(tmp_path / "out", target, tmp_path / "rows")
+    spec = spec.model_copy(update={"families": (), "init_from": (str(head),)})
+    (tmp_path / "out" / "spec.json").write_text(spec.model_dump_json())
+    assert run(tmp_path / "out") == 0
+    assert FeatureStore(tmp_path / "out").format.aux_layers == (0, 3)
 
 
 def test_batch_size_and_shard_size_do_not_change_the_states(tmp_path: Path) -> None:

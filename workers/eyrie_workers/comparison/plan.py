@@ -9,7 +9,7 @@ and can be resumed, which a run that is ended by the clock cannot.
 Equal measurement. Every variant answers every block: the same prompts, temperatures, concurrencies and noise.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -22,9 +22,10 @@ from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import Family
+from eyrie_api.v1alpha1.families import Family, TreeKind
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, CaptureStage, RegenerateStage, TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -71,6 +72,9 @@ class CompareSpec(Frozen):
     families: tuple[Family, ...] = Field(min_length=1, max_length=16)
     """Families to train; n-gram lookup and off are always compared."""
 
+    rivals: tuple[RivalSpec, ...] = Field((), max_length=16)
+    """Drafters that are measured and not trained, each in one form: the tree if its family has one, else the chain."""
+
     budget: Budget
     regenerate: RegenerateSpec = RegenerateSpec()
     capture: CaptureSpec = CaptureSpec()
@@ -93,18 +97,28 @@ class CompareSpec(Frozen):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} {list(values)} has a duplicate: name each once")
+        titles = [rival.checkpoint for rival in self.rivals]
+        if len(set(titles)) != len(titles):
+            raise ValueError(f"rivals {titles} has a duplicate: copy one of them to a directory of another name")
+        if any(rival.method != "drafter" for rival in self.rivals):
+            raise ValueError("rivals names n-gram or off, which every comparison has: leave it out")
         if self.benchmark.tree.top_k == 1 or self.benchmark.tree.static:
             raise ValueError(f"benchmark.tree {self.benchmark.tree.label()} is not a dynamic tree: chains and static "
                              "trees are derived from it; give a top_k above 1")
         return self
 
 
-def variants_of(families: Sequence[str], tree: DraftTreeShape) -> tuple[Variant, ...]:
-    """Off, then every form of every family, then n-gram."""
+def variants_of(families: Sequence[str], tree: DraftTreeShape, rivals: Mapping[str, str] | None = None
+                ) -> tuple[Variant, ...]:
+    """Off, then every form of every family, then n-gram, then the rivals (name -> family)."""
     drafted = tuple(
         Variant(title=form.title, family=family, kind=form.kind, tree=shape(form.kind, tree), source=form.source)
         for family in (*families, "ngram") for form in forms_of(family))
-    return (undrafted(OFF, "the same engine, nothing drafted"), *drafted)
+    kinds: dict[str, TreeKind] = {name: "tree" if any(form.kind == "tree" for form in forms_of(family)) else "chain"
+                                  for name, family in (rivals or {}).items()}
+    others = tuple(Variant(title=name, family=name, kind=kind, tree=shape(kind, tree), source="not trained here")
+                   for name, kind in kinds.items())
+    return (undrafted(OFF, "the same engine, nothing drafted"), *drafted, *others)
 
 
 # Stages

@@ -2,6 +2,7 @@
 
     DIR/spec.json                                     the spec; a directory is of one spec
     DIR/regenerate  capture  calibrate/<family>  train/<family>     stages, with their manifests
+    DIR/rivals/<name>                                 drafters that are measured and not trained
     DIR/measure/blocks.jsonl                          every block, answered by every variant
     DIR/report.json  report.md  plots/                the results, rewritten by every run
 """
@@ -25,6 +26,8 @@ from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.comparison.render import markdown
 from eyrie_workers.comparison.report import CompareReport, MeasuredBlocks, Trained, choose, pair_comparisons, rank
 from eyrie_workers.comparison.training import TrainedDrafter, Training
+from eyrie_workers.drafters.checkpoint.card import weights_digest
+from eyrie_workers.drafters.published import adopt, fetch
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.machine.environment import environment
@@ -33,7 +36,7 @@ from eyrie_workers.stage_program import Stage, stop_on_signals
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import resolve
 
-SPEC, REPORT, PAGE, PLOTS = "spec.json", "report.json", "report.md", "plots"
+SPEC, REPORT, PAGE, PLOTS, RIVALS = "spec.json", "report.json", "report.md", "plots", "rivals"
 
 
 def compare(spec: CompareSpec, home: Path, on_begin: Callable[[str, Path], None]) -> CompareReport:
@@ -47,19 +50,31 @@ def compare(spec: CompareSpec, home: Path, on_begin: Callable[[str, Path], None]
     home.mkdir(parents=True, exist_ok=True)
     with _directory_lock(home):
         _check_spec(spec, home)
+        rivals = _adopt_rivals(spec, home)  # before anything is trained: one that does not fit ends the comparison
         training = Training(spec, home, on_begin)
         store = training.run()
         stage = Stage(home / "measure")
         stage.out_dir.mkdir(exist_ok=True)
-        variants = variants_of([family for family in spec.families if family in training.drafters], spec.benchmark.tree)
+        variants = variants_of([family for family in spec.families if family in training.drafters],
+                               spec.benchmark.tree, rivals)
+        directories = {name: home / RIVALS / name for name in rivals}
         training.measuring(stage.out_dir)
         with stop_on_signals(stage):  # the measurement ends before the next variant
-            entries = measure(spec, variants, {name: one.directory for name, one in training.drafters.items()},
-                              {name: one.checkpoint.digest for name, one in training.drafters.items()},
+            entries = measure(spec, variants,
+                              {name: one.directory for name, one in training.drafters.items()} | directories,
+                              {name: one.checkpoint.digest for name, one in training.drafters.items()}
+                              | {name: weights_digest(path) for name, path in directories.items()},
                               str(training.rows_dir / "held_out.jsonl"), stage)
         report = conclude(spec, training, store, variants, entries, notes_of(stage.out_dir, training))
         write_reports(report, home)
     return report
+
+
+def _adopt_rivals(spec: CompareSpec, home: Path) -> dict[str, str]:
+    """Copy each rival's drafter to `home`; returns name -> family. Raises as `drafters.published`."""
+    target = resolve(spec.target)
+    return {rival.checkpoint: adopt(fetch("--rival", str(rival.path), rival.revision),
+                                    home / RIVALS / rival.checkpoint, target).name for rival in spec.rivals}
 
 
 def conclude(spec: CompareSpec, training: Training, store: CaptureReport, variants: Sequence[Variant],

@@ -52,6 +52,8 @@ def build_parser(families: Sequence[str]) -> argparse.ArgumentParser:
     add("--target", default=QUICKSTART, help="Hugging Face directory or Hub id; default: the shipped model")
     add("--dtype", default="float32", help="arithmetic of the target")
     add("--families", default=",".join(families), metavar="NAME,NAME,...", help=f"default: {','.join(families)}")
+    add("--rival", action="append", default=[], metavar="PATH",
+        help="a drafter to measure with them, untrained here: directory or Hub id; may be repeated")
     add("--budget", metavar="tokens=N|seconds=N",
         help=f"of each family's training: packed tokens (300k, 2m) or seconds; default {FULL.budget}")
     add("--data", action="append", default=[], metavar="PATH",
@@ -94,7 +96,7 @@ def read(given: argparse.Namespace) -> CompareSpec:
             "target": TargetSpec.model_validate({"model": given.target, "dtype": given.dtype}),
             "data": DataSpec(sources=tuple(DataSource(path=path) for path in given.data or [QUICKSTART]),
                              max_conversations=given.conversations or sizes.conversations, seed=given.seed),
-            "families": families, "budget": Budget.parse(given.budget or sizes.budget),
+            "families": families, "rivals": given.rival, "budget": Budget.parse(given.budget or sizes.budget),
             "regenerate": RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32,
                                          seed=given.seed),
             "capture": capture, "drafter": DrafterSpec(draft_vocab_size=vocabulary),

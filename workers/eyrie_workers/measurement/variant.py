@@ -16,7 +16,7 @@ class Variant(Frozen):
     """Its name in ledgers and reports; unique within a measurement."""
 
     family: str
-    """Of the drafter; `ngram`, or `off` for no drafter."""
+    """Of the drafter; a rival's name, `ngram`, or `off` for no drafter."""
 
     kind: VariantKind
     tree: DraftTreeShape | None
