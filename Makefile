@@ -99,8 +99,9 @@ bench-load: setup  ## capacity of the load generator: 256 streams against a resp
 bench-control: setup  ## the control plane under 200 jobs/s and 500 event streams, on PostgreSQL and Redis
 	@$(BIN)/python -m tests.benchmarks.control_plane
 
-bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory>
-	@$(BIN)/python -m tests.benchmarks.tuner --target quickstart --prompts 16 \
+bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory> [ENGINE=sglang]
+	@$(BIN)/python -m tests.benchmarks.tuner --target quickstart --prompts 16 --engine $(or $(ENGINE),embedded) \
+		$(if $(filter sglang,$(ENGINE)),--temperatures 0) \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
 
 bench-store: setup  ## the hidden-state store: its reader, from a directory and S3 (with rclone), and capture with a slow disk

@@ -28,13 +28,6 @@ from tests.sglang.servers import READY_S, alive, descendants, environment, progr
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 
 
-def own_servers() -> set[str]:
-    """Process ids of living SGLang servers that this process has started."""
-    shown = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], text=True, capture_output=True,
-                           check=False).stdout
-    return {line.split()[0] for line in shown.splitlines() if "--model-path" in line}
-
-
 def stage_directory(tmp_path: Path, drafter: Path) -> Path:
     """A prove stage of a finished tune stage; returns the path of its manifest."""
     tuned = TuneReport(checkpoint="c-step-1", path=str(drafter), cells=(), winner=CHAIN, finding="-",
@@ -105,7 +98,7 @@ def test_killed_stage_and_killed_server_leave_no_process_and_lose_no_check(tmp_p
 def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwards(
         tmp_path: Path, drafter: Path) -> None:
     out = stage_directory(tmp_path, drafter)
-    before = own_servers()  # other tests of this run keep theirs
+    before = descendants(os.getpid())  # other tests of this run keep theirs
     assert run_program(ProveStage, prove, ["--spec", str(out.with_name("spec.json")), "--out", str(out)]) == 0
     report = read_manifest(out).report
     assert isinstance(report, ProveReport)
@@ -119,4 +112,4 @@ def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwar
     assert next(one.total.tau for one in report.load.levels if one.variant == "candidate") is not None
     assert report.launch[-6:] == ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1",
                                   "--speculative-num-draft-tokens", "6")
-    assert own_servers() == before
+    assert descendants(os.getpid()) <= before
