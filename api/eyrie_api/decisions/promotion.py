@@ -217,7 +217,8 @@ def _beats_rivals(policy: PromotionPolicy, checkpoint: str, benchmarks: Sequence
     if not sure:
         words += ", and its interval reaches below 1 (promotion.require_confidence)"
     if ratio < 1.0:
-        words += f". {best.checkpoint} is faster: train longer, or submit the job with promotion.rivals promote"
+        words += (f". {best.checkpoint} is faster: train longer, submit the job with promotion.rivals promote, or "
+                  "promote it by hand, untuned and unproven (eyrie endpoints promote)")
     yield PromotionCheck(name="rival", passed=ratio >= bound and sure, figure=ratio, bound=bound, interval=interval,
                          words=words)
     mine_by_suite, its_by_suite = suite_means(mine), suite_means(best)
