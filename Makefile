@@ -15,7 +15,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-stop test test-wheel test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-wheel test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -31,6 +31,16 @@ demo: setup  ## the whole job on this machine: a drafter trained, measured, prom
 
 demo-short: setup  ## the same in a short form
 	@$(BIN)/eyrie demo --short
+
+# On a machine without a GPU; elsewhere set EYRIE_SGLANG_PROGRAM to your own SGLang and run `eyrie demo --engine sglang`.
+DEMO_SGLANG = PYTHON="$(PYTHON)" bash tests/sglang/environment/setup && \
+	EYRIE_SGLANG_PROGRAM="$(CURDIR)/tests/sglang/environment/serve" $(BIN)/eyrie demo --engine sglang
+
+demo-sglang: setup  ## the whole job in the real SGLang on the CPU: under half an hour (needs 3 GB of disk, 12 GB of memory)
+	@$(DEMO_SGLANG)
+
+demo-sglang-short: setup  ## the same in a short form
+	@$(DEMO_SGLANG) --short
 
 demo-stop:  ## stop the endpoint that `make demo` left running
 	@$(BIN)/eyrie demo --stop

@@ -32,6 +32,7 @@ from eyrie_api.cli.verbs import Json, verb
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_operator.cli.detached import (
     Plane,
     check_port,
@@ -188,6 +189,8 @@ def operate(
 def demo(
     short: Annotated[bool, typer.Option("--short", help="Fewer conversations, steps and prompts: for CI.")] = False,
     keep: Annotated[bool, typer.Option("--keep/--stop", help="Keep the endpoint running, or stop a demo.")] = True,
+    engine: Annotated[EngineKind, typer.Option(
+        help="The engine that regenerates, benchmarks, tunes, proves and serves.")] = "embedded",
     as_json: Json = False,
 ) -> None:
     """Run a whole job on the shipped target: train, measure, promote, serve. `--stop` stops its processes."""
@@ -197,7 +200,7 @@ def demo(
     if not keep:
         show.stop(show.HOME, screen)
         return
-    show.play(show.HOME, screen, short=short)
+    show.play(show.HOME, screen, short=short, engine=engine)
 
 
 # Options and help of these commands are defined by the programs.
