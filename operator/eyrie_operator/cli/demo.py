@@ -63,7 +63,7 @@ class DemoFailed(Permanent):
 def demo_job(short: bool, engine: EngineKind = "embedded") -> JobSpec:
     """The job: a drafter for the quickstart target. `short` keeps every stage and shrinks each.
 
-    In SGLang every measured setting is a server of its own, which takes half a minute to start on two cores, so the grid
+    In SGLang every measured setting is a server of its own, which takes half a minute to start on two cores: the grid
     is smaller there. The budget counts the measurements alone.
     """
     prompts = 2 if short else 3
