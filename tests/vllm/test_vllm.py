@@ -60,7 +60,7 @@ def run_vllm(model: Path, speculative_config: dict[str, Any] | None, prompts: Se
                                env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, "\n".join(log.read_text(errors="replace").splitlines()[-30:])
     found = json.loads(answers.read_text())
-    return Run(tuple(Served(tuple(one["token_ids"][0]), histogram(one)) for one in found["alone"]),
+    return Run(tuple(Served(token_ids=tuple(one["token_ids"][0]), histogram=histogram(one)) for one in found["alone"]),
                tuple(map(tuple, found["together"]["token_ids"])), histogram(found["together"]))
 
 
