@@ -109,6 +109,14 @@ class GpuTooSmall(Permanent):
     reason = "GpuTooSmall"
 
 
+class MemoryTooSmall(Permanent):
+    """The weights of a target do not fit the memory that is free."""
+
+    http_status = 422
+    exit_code = 78  # EX_CONFIG
+    reason = "MemoryTooSmall"
+
+
 class LossDiverged(Permanent):
     """The training loss or the gradient norm is NaN or infinite."""
 

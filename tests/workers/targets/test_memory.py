@@ -1,5 +1,7 @@
 """What loading and a forward pass of a target hold at the worst moment."""
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eyrie_api.errors import MemoryTooSmall
 from eyrie_workers.targets.causal_attention import causal
-from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.device import _left_of_limit
+from eyrie_workers.targets.loading import load_target, require_memory
 from tests.live_bytes import LiveBytes
 from tests.tiny import tiny_target
 
@@ -62,3 +66,31 @@ def test_memory_of_a_window_grows_with_the_text_times_the_window() -> None:
     short, long = peak_of(512, 64), peak_of(4096, 64)
     assert long <= 8.5 * short  # with a T x T mask 64 times
     assert long < 4096 * 4096
+
+
+def test_weights_that_no_memory_here_holds_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = tiny_target(tmp_path / "target")
+    # A sparse file: the header of a model of 8 TB, without its bytes.
+    rows = 2**32
+    header = json.dumps({"model.embed_tokens.weight": {
+        "dtype": "BF16", "shape": [rows, 1024], "data_offsets": [0, rows * 2048]}}).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + rows * 2048)
+    with pytest.raises(MemoryTooSmall, match=r"weights take 17592.2 GB in float32, and cpu has \d+\.\d GB") as caught:
+        load_target(path, "float32", torch.device("cpu"))
+    assert "target.dtype to bfloat16" in caught.value.hint
+
+
+@pytest.mark.parametrize(("free", "refused"), [(None, False), (100, False), (99, True)])
+def test_memory_is_compared_with_the_weights_where_it_is_known(free: int | None, refused: bool) -> None:
+    with pytest.raises(MemoryTooSmall) if refused else nullcontext():
+        require_memory("cuda:1", 100, free, "bfloat16")
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", None), ("1000", 1000 - 700 + 50)])
+def test_a_control_groups_limit_counts_its_page_cache_as_free(limit: str, left: int | None, tmp_path: Path) -> None:
+    for name, text in (("max", limit), ("current", "700"), ("stat", "anon 600\ninactive_file 50\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert _left_of_limit(tmp_path) == left
+    assert _left_of_limit(tmp_path / "none") is None

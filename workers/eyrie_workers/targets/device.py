@@ -89,6 +89,35 @@ def choose_device(environment: Mapping[str, str], num_gpus: int) -> torch.device
     return torch.device("cuda", rank if device.index is None else device.index)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that this process can still take: of a GPU also what its allocator holds unused, of the host
+    within the limit of its control group. None where it is not known."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    known = [free for free in (_available(Path("/proc/meminfo")), _left_of_limit(Path("/sys/fs/cgroup")))
+             if free is not None]
+    return min(known, default=None)
+
+
+def _available(meminfo: Path) -> int | None:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_of_limit(group: Path) -> int | None:
+    """Bytes below the limit of a control group (version 2); the page cache counts as free. None without a limit."""
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - used + int(stats.get("inactive_file", 0))
+
+
 def target_device() -> torch.device | None:
     """The device of a target that computes states for a training (`features.streaming`); None: this process's own.
 

@@ -10,6 +10,7 @@ artifact says which target it belongs to.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyrie_api.artifacts import digest_file
-from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
+from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_workers.targets.config import read_config, read_json
-from eyrie_workers.targets.device import default_device
+from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.model import TargetModel
 
 QUICKSTART = "quickstart"
@@ -81,10 +82,11 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     """The model in directory `path`, its weights in `dtype` on `device`; default: `default_device()`.
 
     Raises TargetNotFound without a config, UnsupportedTarget for what cannot be computed, ArtifactCorrupt for weights
-    that are missing, truncated or of the wrong shape.
+    that are missing, truncated or of the wrong shape, MemoryTooSmall before any weight is read.
     """
-    config = read_config(path)
-    tensors = CheckpointTensors(path, _DTYPES[dtype], device or default_device())
+    config, device = read_config(path), device or default_device()
+    tensors = CheckpointTensors(path, _DTYPES[dtype], device)
+    require_memory(str(device), tensors.num_bytes, free_bytes(device), dtype)
     try:
         return TargetModel(config, tensors, path)
     except KeyError as error:
@@ -93,6 +95,19 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
         raise
     except RuntimeError as error:
         raise ArtifactCorrupt(f"{path}: tensors do not fit config.json: {error}", "save the model again") from error
+
+
+def require_memory(device: str, needed: int, free: int | None, dtype: str) -> None:
+    """Raises MemoryTooSmall where weights of `needed` bytes do not fit what is free; None: not known. Pure.
+
+    Loading takes one layer more, and computing its activations: a target that passes may still be too large.
+    """
+    if free is None or needed <= free:
+        return
+    narrower = "set target.dtype to bfloat16, " if dtype == "float32" else ""
+    raise MemoryTooSmall(f"the target's weights take {needed / 1e9:.1f} GB in {dtype}, and {device} has "
+                         f"{free / 1e9:.1f} GB of free memory",
+                         f"{narrower}end other programs on {device}, or use one with more memory")
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -117,6 +132,12 @@ class CheckpointTensors(Mapping[str, Tensor]):
         with _readable(file):
             tensor: Tensor = handle.get_tensor(name)
         return tensor.to(self._device, self._dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors in the dtype that they are converted to; read from the files' headers."""
+        return sum(math.prod(file.get_slice(name).get_shape()) for name, (_, file) in self._files.items()
+                   ) * self._dtype.itemsize
 
     def __contains__(self, name: object) -> bool:
         """Without reading it, as the mixin's method would."""

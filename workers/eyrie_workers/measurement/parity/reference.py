@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import torch
-
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_workers.drafters.registry import open_drafter
@@ -17,7 +15,7 @@ from eyrie_workers.measurement.parity.served_answers import WHOLE_LAST_ROUND, Se
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.speculation.tree import BranchKeys
-from eyrie_workers.targets.device import default_device
+from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.loading import load_target
 
 _KEPT_FREE = 2**30
@@ -27,21 +25,10 @@ _KEPT_FREE = 2**30
 def why_not_held(target_dir: Path) -> str | None:
     """Why the reference engine cannot hold the target now, with both numbers; None when it can."""
     needed = sum(file.stat().st_size for file in target_dir.glob("*.safetensors")) + _KEPT_FREE
-    free = free_bytes()
+    free = free_bytes(default_device())
     if free is None or needed <= free:
         return None
     return f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free on the device"
-
-
-def free_bytes() -> int | None:
-    """Free memory of the device that the reference engine computes on; None where it is not known."""
-    if default_device().type == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 @runtime_checkable
