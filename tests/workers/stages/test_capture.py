@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
@@ -361,6 +364,60 @@ def test_shards_do_not_depend_on_the_number_of_processes_nor_on_a_change_of_it(t
         assert artifact(tmp_path / name) == artifact(tmp_path / "whole")
 
 
+def ranks(out: Path, num: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num), "-m",
+            "eyrie_workers.stages.capture", "--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")]
+
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_a_rank_killed_at_any_moment_changes_no_byte_whatever_number_of_ranks_resumes(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 400)
+    for name in ("whole", "broken"):
+        write_spec(tmp_path / name, target, tmp_path / "rows", shard_size_bytes=2**16, batch_tokens=64)
+    assert run(tmp_path / "whole") == 0
+    broken, wanted = tmp_path / "broken", artifact(tmp_path / "whole")
+    killed_after, killed = random.randrange(1, len(wanted) // 2), random.randrange(2)
+    launcher = subprocess.Popen(ranks(broken, 2), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ONE_THREAD)
+    while len(list(broken.glob("shard-*.states"))) < killed_after and launcher.poll() is None:
+        time.sleep(0.002)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(children[killed]), signal.SIGKILL)
+    assert launcher.wait(60) != 0
+    case = f"rank {killed} killed after {killed_after} shards"
+    assert not (broken / "manifest.json").exists(), case
+    shutil.copytree(broken, tmp_path / "alone")
+    assert run(tmp_path / "alone") == 0
+    assert artifact(tmp_path / "alone") == wanted, case
+    subprocess.run(ranks(broken, 4), check=True, timeout=300, stdout=subprocess.DEVNULL, env=ONE_THREAD)
+    assert artifact(broken) == wanted, case
+
+
+def test_an_error_of_one_rank_alone_is_in_failure_json(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 20)
+    out = tmp_path / "out"
+    write_spec(out, target, tmp_path / "rows")
+    damaged = shutil.copytree(target, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"no header")
+    write_spec(tmp_path / "other", damaged, tmp_path / "rows")  # what rank 1 finds on its machine
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    programs = [subprocess.Popen(
+        [sys.executable, "-m", "eyrie_workers.stages.capture", "--spec", str(tmp_path / name / "spec.json"),
+         "--out", str(out / "manifest.json")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=ONE_THREAD | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        for rank, name in enumerate(("out", "other"))]
+    codes = [program.wait(120) for program in programs]
+    assert codes[0] != 0, "rank 0 lost its peer"
+    assert codes[1] == ArtifactCorrupt.exit_code
+    assert failure(out)["reason"] == "ArtifactCorrupt"
+    assert str(damaged) in failure(out)["message"]
+
+
 def test_two_processes_write_the_store_of_one(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     write_rows(tmp_path / "rows", target, 120)
@@ -368,10 +425,7 @@ def test_two_processes_write_the_store_of_one(tmp_path: Path) -> None:
         write_spec(tmp_path / name, target, tmp_path / "rows", shard_size_bytes=2**16, batch_tokens=64)
     assert run(tmp_path / "whole") == 0
     out = tmp_path / "two"
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-         "eyrie_workers.stages.capture", "--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")],
-        check=True, timeout=300, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(ranks(out, 2), check=True, timeout=300, stdout=subprocess.DEVNULL, env=ONE_THREAD)
     assert artifact(out) == artifact(tmp_path / "whole")
     one, two = (read_manifest(tmp_path / name).report_as(CaptureReport) for name in ("whole", "two"))
     assert isinstance(one, CaptureReport)

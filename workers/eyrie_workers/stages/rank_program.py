@@ -4,7 +4,7 @@
 
 Rank 0 is the stage program (`stage_program`): lock, events, manifest. Each time it begins to work it has the other
 ranks begin the same; they read the same spec, write no events, and end when it does. All ranks raise an error of the
-input alike; rank 0 reports it.
+input alike, and each writes it to failure.json: an error of one rank alone (its GPU's memory is taken) is reported too.
 """
 
 import argparse
@@ -76,8 +76,8 @@ def end_with_launcher() -> None:
 
 
 def refuse(error: EyrieError, directories: Sequence[Path]) -> int:
-    """End a rank that has no group. Whichever rank is first writes failure.json before it ends, because torchrun then
-    stops the others; all ranks of a machine find the same error."""
+    """End a rank. Whichever rank is first writes failure.json before it ends, because torchrun then stops the others;
+    where all ranks of a machine find the same error, the last one's record stays."""
     for directory in directories:
         stage = _UnloggedStage(directory.resolve(), quiet=True)
         stage.out_dir.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,8 @@ def _run_worker_rank(kind: type[SpecT], work: Callable[[SpecT, Stage, DistContex
         return 0
     except Interrupted:
         return INTERRUPTED_EXIT_CODE
-    except EyrieError as error:  # rank 0 raises the same error, and reports it
-        return error.exit_code
+    except EyrieError as error:
+        return refuse(error, [stage.out_dir])
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -34,6 +34,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ from eyrie_workers.stage_program import (
 )
 from eyrie_workers.stages.rank_program import end_with_launcher, refuse
 from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
+from eyrie_workers.targets.loading import resolve, target_digest
 from eyrie_workers.training.batch_loader import Features, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, HitCounts
@@ -255,9 +257,16 @@ def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[floa
     outcomes: dict[str, Result | EyrieError] = {}
     groups = {group_key(opened[names[0]].spec): names
               for names in group_candidates({name: candidate.spec for name, candidate in opened.items()})}
+    targets = {key: opened[names[0]].spec.target for key, names in groups.items()}
+    digest_once = cache(lambda target: target_digest(resolve(target)))
     # All processes go through all groups in the same order: they meet at each group's rungs.
-    for key in dict.fromkeys(key for keys in dist.gather(list(groups)) for key in keys):
+    for key, target in {key: target for found in dist.gather(targets) for key, target in found.items()}.items():
         names = groups.get(key, ())
+        try:  # on rank 0 alone, whether or not it has a candidate of this group
+            digest = dist.on_main(partial(digest_once, target))
+        except EyrieError as error:
+            outcomes |= dict.fromkeys(names, error)
+            continue
         runs: dict[str, TrainingRun] = {}
         features: Features | None = None
         for name in names:
@@ -265,7 +274,8 @@ def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[floa
             try:
                 embeddings = next((run.embeddings for run in runs.values()), None)
                 features = features or open_features(spec.store_dir, spec.target)
-                runs[name] = prepare(spec, opened[name].stage, embeddings=embeddings, features=features)
+                runs[name] = prepare(spec, opened[name].stage, embeddings=embeddings, features=features,
+                                     digest=digest)
             except EyrieError as error:
                 outcomes[name] = error
         group = CandidateGroup(runs, rungs, dist, order)

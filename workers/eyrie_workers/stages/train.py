@@ -88,16 +88,18 @@ def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) ->
 
 
 def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
-            embeddings: TargetEmbeddings | None = None, features: Features | None = None) -> "TrainingRun":
+            embeddings: TargetEmbeddings | None = None, features: Features | None = None,
+            digest: str | None = None) -> "TrainingRun":
     """Everything before the next optimiser step: the first one, or the first after the saved state.
 
     embeddings, features  of the target and of spec.store_dir, if another run of this process has opened them already.
+    digest                of the target, if it is known; else rank 0 reads the whole target for it.
     """
     device = default_device()
     torch.set_num_threads(spec.train.threads or threads_of_process(cpu_count(), os.environ))
     path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
-    if embeddings is None:  # else another run has compared the same store with the same target
-        _check_origin(store, path, spec, dist)
+    # Rank 0 alone: eight processes would read the target eight times from one disk.
+    _check_origin(store, digest or dist.on_main(lambda: target_digest(path)), spec)
     config, family = read_config(path), family_named(spec.drafter.family)
     head = load_head(spec.drafter, family, path) if spec.drafter.init_from else None
     if head is not None:
@@ -210,9 +212,8 @@ def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tupl
     return tuple(held.index(layer) for layer in layers)
 
 
-def _check_origin(store: Features, path: Path, spec: TrainStage, dist: DistContext) -> None:
-    # Rank 0 alone reads the whole target for its digest: eight processes would read it eight times from one disk.
-    if store.format.target_digest != dist.on_main(lambda: target_digest(path)):
+def _check_origin(store: Features, digest: str, spec: TrainStage) -> None:
+    if store.format.target_digest != digest:
         raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
                        f"{spec.target.model!r}", "capture again from this target")
     if store.num_rows == 0:
