@@ -16,9 +16,9 @@ from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.drafters.eagle3.directory_format import num_aux
 from eyrie_workers.features.shard_format import shard_name
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
-from eyrie_workers.stages import train
 from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.loading import target_digest
 from tests.tiny import tiny_target
 from tests.workers.stages import test_train
 from tests.workers.stages.test_train import metrics, report_of, run, weights, write_spec, write_store
@@ -61,10 +61,12 @@ def test_candidates_trained_together_are_those_trained_alone(
 
 def test_the_target_is_read_for_its_digest_once_for_all_candidates(
         tmp_path: Path, target_dir: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, digest = [], train.target_digest
-    monkeypatch.setattr(train, "target_digest", lambda path: reads.append(path) or digest(path))
-    for name in ("a", "b", "c"):
-        write_spec(tmp_path / name, target_dir, store_dir, max_steps=1)
+    reads: list[Path] = []
+    for module in ("sweep", "train"):
+        monkeypatch.setattr(f"eyrie_workers.stages.{module}.target_digest",
+                            lambda path: reads.append(path) or target_digest(path))
+    for seed, name in enumerate(("a", "b", "c")):  # two groups
+        write_spec(tmp_path / name, target_dir, store_dir, max_steps=1, seed=seed // 2)
     assert sweep([tmp_path / name for name in ("a", "b", "c")]) == 0
     assert len(reads) == 1
 
