@@ -111,14 +111,21 @@ def measure_from_outside(
     draft_times: list[DraftTime] = []
     concurrencies = sorted(set(tune.concurrencies))
     at_lowest: dict[float, dict[Setting, BlockRun]] = {}
+    prefill_s: dict[Setting, float] = {}
+    measured: dict[tuple[int, float], dict[Setting, BlockRun]] = {}
+    # One anchor after the other: where fewer servers fit than there are anchors, each is started once.
     for setting in anchored:
         runner.warm_up(setting, 1, tune.temperatures)
-    prefill_s = {setting: profiler.prefill_outside(setting) for setting in anchored}
+        prefill_s[setting] = profiler.prefill_outside(setting)
+        for concurrency in concurrencies:
+            if concurrency > 1:
+                runner.warm_up(setting, concurrency, tune.temperatures)
+            for temperature in tune.temperatures:
+                run = measure_block(setting, concurrency, temperature, 0)
+                measured.setdefault((concurrency, temperature), {})[setting] = run
     for concurrency in concurrencies:
-        for setting in anchored if concurrency > 1 else ():
-            runner.warm_up(setting, concurrency, tune.temperatures)
         for temperature in tune.temperatures:
-            runs = {setting: measure_block(setting, concurrency, temperature, 0) for setting in anchored}
+            runs = measured[concurrency, temperature]
             timed = {setting: anchors.round_seconds(run, prefill_s[setting]) for setting, run in runs.items()}
             costs = anchors.fit(timed[OFF], [(setting, timed[setting]) for setting in anchored if setting != OFF])
             rounds = min(sum(run.accepted_histogram) for run in runs.values())
