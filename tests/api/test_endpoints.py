@@ -45,7 +45,7 @@ def test_a_new_endpoint_aims_at_the_bare_target(endpoints: Endpoints, database: 
 
 def test_making_it_again_finds_it_and_another_target_is_refused(endpoints: Endpoints) -> None:
     assert endpoints.create("default", TARGET, EndpointServeSpec(), "quickstart") == endpoints.get("default")
-    with pytest.raises(Conflict, match="serves target 'quickstart'"):
+    with pytest.raises(Conflict, match="serves another target: model 'quickstart', not"):
         endpoints.create("default", TargetSpec(model="org/other"), EndpointServeSpec(), "x")
 
 

@@ -82,7 +82,10 @@ class Endpoints:
                 record_history(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
                 record_change(session, self._scope, self._clock, "endpoint.create", f"endpoint/{name}", owner)
             elif row.target != target.model_dump(mode="json"):
-                raise Conflict(f"endpoint {name!r} serves target {row.target['model']!r}, not {target.model!r}",
+                wanted = target.model_dump(mode="json")
+                differing = [f"{field} {row.target.get(field)!r}, not {value!r}"
+                             for field, value in wanted.items() if row.target.get(field) != value]
+                raise Conflict(f"endpoint {name!r} serves another target: {'; '.join(differing)}",
                                "give serve.endpoint another name")
             else:
                 row.serve = serve.model_copy(update={"port": row.serve["port"]}).model_dump(mode="json")

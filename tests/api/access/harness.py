@@ -91,7 +91,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     control.results.record(Measured(job_id, "eagle3", "quickstart", True, report), str(directory))
     control.jobs.save_status(job_id, ended("Succeeded"))
     endpoint = f"{project}-endpoint"
-    control.endpoints.create(endpoint, spec.target, spec.serve, "quickstart")
+    control.endpoints.create(endpoint, spec.resolved_target, spec.endpoint_serve, "quickstart")
     control.endpoints.activate(endpoint, 1)
     control.endpoints.propose(endpoint, job_id=job_id, checkpoint=report.checkpoint, reason="better",
                               drafter_dir=str(directory))
