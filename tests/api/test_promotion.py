@@ -159,6 +159,13 @@ def test_answers_that_differ_by_near_ties_alone_count_as_identical() -> None:
     assert any("after a near-tie of two logits" in reason for reason in decision.reasons)
 
 
+def test_a_candidate_none_of_whose_answers_could_be_compared_is_not_called_identical() -> None:
+    cells = tuple(cell.model_copy(update={"compared": False}) for cell in STEADY.cells)
+    decision = judge(PromotionPolicy(), STEADY.model_copy(update={"cells": cells}))
+    assert decision.verdict == "no-drafter"
+    assert any("no output was compared" in reason for reason in decision.reasons)
+
+
 def test_the_incumbent_stays_when_the_candidate_is_better_by_less_than_the_margin() -> None:
     slightly = benchmark_report("n", {"chat": (2.01, 1.81), "math": (2.21, 2.01)})
     decision = judge(PromotionPolicy(min_speedup_over_incumbent=1.02), slightly, STEADY)

@@ -160,7 +160,11 @@ def _identical(policy: PromotionPolicy, candidate: BenchmarkReport) -> Promotion
     passed, words = True, f"{candidate.checkpoint}: every prompt's output is identical to the target's"
     if ties:
         words += f", {ties} of {prompts} after a near-tie of two logits"
-    if not is_lossless(prompts, same, ties):
+    if not prompts:
+        passed = not policy.require_identical
+        words = (f"{candidate.checkpoint}: no output was compared with the target's, since sampled answers of this "
+                 "engine cannot be: add temperature 0 to benchmark.temperatures and tune.temperatures")
+    elif not is_lossless(prompts, same, ties):
         passed = not policy.require_identical
         allows = "allows" if passed else "forbids"
         words = (f"{candidate.checkpoint}: {prompts - same - ties} of {prompts} outputs differ from the target's, "
