@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from eyrie_api.v1alpha1.model import Frozen
 
@@ -46,6 +46,10 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 class JobTarget(Frozen):
     """The frozen large model whose output must not change, as a job names it."""
+
+    # A `TargetSpec` given to a job becomes a `JobTarget`: models of different classes are never equal, and a job has to
+    # equal itself after it was stored.
+    model_config = ConfigDict(revalidate_instances="subclass-instances")
 
     model: str = Field(min_length=1, max_length=4096)
     """A local Hugging Face directory, a Hub id (`org/name`), or `quickstart` for the model shipped with Eyrie."""
