@@ -20,7 +20,6 @@ from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import (
     adaptive_config,
-    comparison_commands,
     launch_arguments,
     launch_environment,
 )
@@ -29,6 +28,7 @@ from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, pro
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
+from tests.workers.engines.sglang.variants import comparison_commands
 
 RESOLVER = Path(__file__).with_name("resolve_commands.py")
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))

@@ -18,13 +18,7 @@ from eyrie_workers.engines.sglang.checkpoints import (
     read_drafter,
     read_target,
 )
-from eyrie_workers.engines.sglang.launch import (
-    adaptive_config,
-    comparison_commands,
-    launch_arguments,
-    launch_environment,
-    without_speculation,
-)
+from eyrie_workers.engines.sglang.launch import adaptive_config, launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan, shared_args
 from eyrie_workers.engines.sglang.profiles import (
     PROFILES,
@@ -34,6 +28,7 @@ from eyrie_workers.engines.sglang.profiles import (
     profile,
     static_fraction,
 )
+from tests.workers.engines.sglang.variants import comparison_commands, without_speculation
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
 TREE = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12))

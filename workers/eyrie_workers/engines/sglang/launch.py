@@ -4,8 +4,8 @@ Command lines written by hand make four mistakes that this module excludes:
 
 *Unequal variants.* With speculation SGLang lowers max-running-requests to 48 unless it is set, captures CUDA graphs for
 more batch sizes (so the variant without speculation is padded), and may choose another attention backend for each
-top_k. Every command line rendered here sets all of them, the memory fraction and the seed; `comparison_commands` gives
-all variants the same values, with a backend that supports every compared setting.
+top_k. Every command line rendered here sets all of them, the memory fraction and the seed; variants that are given the
+same `SharedServerArgs` have the same values, with a backend that supports every compared setting.
 
 *A drafter served differently than trained.* Its window (`drafter.sliding_window`) is applied by few backends and in no
 tree; the others draft with different keys, without a warning. Rejected (`launch_checks`).
@@ -23,11 +23,8 @@ and from no environment variable, and a flag is visible in process lists and man
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 
 from eyrie_api.decisions.capture_support import PLUGIN_ARCHITECTURES
-from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.engines.sglang.launch_checks import check_launchable
 from eyrie_workers.engines.sglang.launch_plan import (
     LaunchPlan,
@@ -102,25 +99,6 @@ def adaptive_config(plan: LaunchPlan) -> str | None:
     """The content of the file `adaptive_path`; None when the plan is not adaptive."""
     slots = adaptive_slots(plan)
     return None if slots is None else json.dumps(slots, indent=1) + "\n"
-
-
-def without_speculation(plan: LaunchPlan) -> LaunchPlan:
-    """The same server without speculation."""
-    return replace(plan, setting=OFF, map=None)
-
-
-def comparison_commands(plan: LaunchPlan, settings: Sequence[Setting] = ()) -> dict[str, tuple[str, ...]]:
-    """Arguments of the variants of a comparison, by label: `off`, the plan's setting, and each of `settings`.
-
-    Attention backend, page size, memory fraction, max-running-requests and context length are equal in all of them.
-    """
-    shared = shared_args(plan, settings)
-    lines = {OFF.label(): launch_arguments(without_speculation(plan), shared)}
-    if adaptive_slots(plan) is not None:
-        lines["adaptive"] = launch_arguments(plan, shared)
-    for setting in (plan.setting, *settings):
-        lines[setting.label()] = launch_arguments(replace(plan, setting=setting, map=None), shared)
-    return lines
 
 
 def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
