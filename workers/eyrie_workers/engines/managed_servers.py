@@ -89,7 +89,10 @@ class ServerPlan:
         """Whether the engine changes its setting with the load according to the map of `use`."""
         if use.map is None:
             return False
-        return use.map.adaptive is not None if self.kind == "sglang" else batch_size_schedule(use.map) is not None
+        if self.kind == "embedded":
+            return batch_size_schedule(use.map) is not None
+        # SGLang 0.5.23 has no adaptive speculation on CPUs: the server ends with NotImplementedError while it starts.
+        return use.map.adaptive is not None and (self.machine or detect_hardware()).platform != "cpu"
 
 
 @dataclass(frozen=True)
