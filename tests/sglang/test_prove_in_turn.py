@@ -2,13 +2,16 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines import server_pool
 from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.server_pool import ServerPool
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.session import read_suites
@@ -22,7 +25,8 @@ def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ended_is_replaced(tmp_path: Path) -> None:
+def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ended_is_replaced_but_not_for_ever(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ProveSpec(loads=(1,), requests=4, max_new_tokens=8, parity_prompts=2, system_prompt="")
     spec, stage = spec_in(tmp_path, tuned(None), prove=small), Stage(tmp_path)
     plan = ServerPlan("embedded", spec.target, 2, 1)
@@ -43,6 +47,11 @@ def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ende
         assert answered is not None
         assert [one.token_ids for one in answered.plain] == [one.token_ids for one in answered.drafted]
         assert pool.restarts == 1
+        monkeypatch.setattr(server_pool, "MOST_RESTARTS", 0)
+        [server] = servers_of(tmp_path)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(EngineFailed, match=r"ended \d times"):  # what the check found before counts for nothing
+            run_check(proof, pool, replace(answers, run=lambda _: CheckResult(question="any")))
     finally:
         pool.stop()
     assert servers_of(tmp_path) == []

@@ -22,7 +22,6 @@ stage resumes. The servers exit with the stage (`engines.managed_servers`). A ch
 repeated once with a new one; the report counts these restarts.
 """
 
-import contextlib
 import itertools
 import sys
 import time
@@ -303,7 +302,8 @@ def _start_servers(proof: Proof, pool: ServerPool) -> None:
 
 
 def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:
-    """Run a check; once more when a server ended in it, since requests that it lost say nothing about the drafter."""
+    """Run a check; once more when it failed or a server ended in it, since requests that are lost with a server say
+    nothing about the drafter."""
     try:
         result = check.run(proof)
     except (EngineFailed, EndpointUnusable) as error:
@@ -320,12 +320,18 @@ def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:
 
 
 def _recover(pool: ServerPool, error: EyrieError) -> bool:
-    """Discard the servers that have ended, so that they are started when they are next used; whether there were any."""
+    """Discard the servers that have ended, so that they are started when they are next used; whether there were any.
+
+    Raises EngineFailed when one has ended too often: a check in which it ended has no result.
+    """
     ended = False
     for name in pool.resident:
-        with contextlib.suppress(EngineFailed, EndpointUnusable):  # `error` again, when this server runs
+        try:
             pool.recover(name, error)
             ended = True
+        except (EngineFailed, EndpointUnusable):
+            if name not in pool.resident:
+                raise  # otherwise `error` again: this server runs
     return ended
 
 
