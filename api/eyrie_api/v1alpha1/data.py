@@ -63,5 +63,5 @@ class DataSpec(Frozen):
             rule = (source.chat_template_kwargs, source.max_new_tokens)
             if rules.setdefault(source.path, rule) != rule:
                 raise ValueError(f"data.sources names {source.path!r} twice with different chat_template_kwargs or "
-                                 "max_new_tokens: rows are told apart by file; use a copy of the file")
+                                 "max_new_tokens: rows are distinguished by their file; use a copy of the file")
         return self
