@@ -287,10 +287,14 @@ def start(out: Path) -> subprocess.Popen[bytes]:
         env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def end_after(process: subprocess.Popen[bytes], out: Path, shards: int, number: signal.Signals) -> int:
-    """Send a signal as soon as so many shards are in place."""
+def wait_for_shards(process: subprocess.Popen[bytes], out: Path, shards: int) -> None:
     while len(list(out.glob("shard-*.states"))) < shards and process.poll() is None:
         time.sleep(0.002)
+
+
+def end_after(process: subprocess.Popen[bytes], out: Path, shards: int, number: signal.Signals) -> int:
+    """Send a signal as soon as so many shards are in place."""
+    wait_for_shards(process, out, shards)
     process.send_signal(number)
     return process.wait(60)
 
@@ -381,8 +385,7 @@ def test_a_rank_killed_at_any_moment_changes_no_byte_whatever_number_of_ranks_re
     broken, wanted = tmp_path / "broken", artifact(tmp_path / "whole")
     killed_after, killed = random.randrange(1, len(wanted) // 2), random.randrange(2)
     launcher = subprocess.Popen(ranks(broken, 2), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ONE_THREAD)
-    while len(list(broken.glob("shard-*.states"))) < killed_after and launcher.poll() is None:
-        time.sleep(0.002)
+    wait_for_shards(launcher, broken, killed_after)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[killed]), signal.SIGKILL)
     assert launcher.wait(60) != 0
