@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests and jobs start hundreds of Python processes: where bytecode is not written, each of them compiles our sources again.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.setup-stamp
 SGLANG_LIMIT_S ?= 1500
 VLLM_LIMIT_S ?= 1500
