@@ -149,7 +149,7 @@ def benchmarked(spec: JobSpec, reports: Sequence[TrainReport]) -> tuple[Checkpoi
     its output. Raises as `list_checkpoints`."""
     rivals = (CheckpointRef(name=rival.checkpoint, candidate=rival.checkpoint,
                             path=(stage_dir(Path(), "benchmark", rival.checkpoint) / RIVAL_DIR).as_posix())
-              for rival in spec.rival_drafters)
+              for rival in spec.benchmarked_rivals)
     return (*list_checkpoints(reports), *rivals)
 
 
@@ -166,7 +166,7 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
     return BenchmarkStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
         benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
-        rival=next((one for one in job.spec.rival_drafters if one.checkpoint == checkpoint.name), None),
+        rival=next((one for one in job.spec.benchmarked_rivals if one.checkpoint == checkpoint.name), None),
         held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
 

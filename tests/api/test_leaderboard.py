@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.leaderboard import Measured, mean_speedup, rank, select_best
+from eyrie_api.decisions.leaderboard import Measured, mean_speedup, no_drafter, rank, select_best, select_for_proof
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.reports import ConcurrencyReport
 from tests.api.samples import benchmark_report
 
 STEADY = benchmark_report("a-step-1", {"chat": (2.0, 1.8), "math": (2.2, 2.0)})
@@ -44,6 +46,29 @@ def test_nothing_measured_is_an_error_and_not_a_winner() -> None:
 def test_the_ranking_does_not_depend_on_the_order_of_the_reports(reports: list[object]) -> None:
     entries = rank(Measured("j", "eagle3", "t", False, report) for report in reports)  # type: ignore[arg-type]
     assert [(entry.rank, entry.checkpoint) for entry in entries] == [(1, "a-step-1"), (2, "b-step-2"), (3, "c-step-3")]
+
+
+def test_an_entry_has_the_speed_up_at_every_concurrency_and_is_ranked_one_at_a_time() -> None:
+    at_once = tuple(ConcurrencyReport(
+        concurrency=users, temperature=temperature, requests=16, tau=2.0, tokens_per_s=speedup * 50.0,
+        baseline_tokens_per_s=50.0, speedup=speedup, speedup_interval=Interval(low=1.0, high=9.0), identical=16)
+        for users, temperature, speedup in ((4, 0.0, 1.5), (4, 1.0, 1.3), (16, 0.0, 0.8), (16, 1.0, 0.6)))
+    steady = STEADY.model_copy(update={"concurrent": at_once})
+    baseline = no_drafter("rival-off", steady)
+    first, second, third = rank([
+        Measured("j", "off", "t", False, baseline), Measured("j", "eagle3", "t", False, PEAKED),
+        Measured("j", "eagle3", "t", False, steady)])
+    assert first.speedup_by_concurrency == pytest.approx({1: 2.0, 4: 1.4, 16: 0.7})
+    assert second.speedup_by_concurrency == pytest.approx({1: 1.9})
+    assert (third.checkpoint, third.tree, third.tau, third.tokens_per_s) == ("rival-off", None, 1.0, 100.0)
+    assert third.speedup_by_concurrency == {1: 1.0, 4: 1.0, 16: 1.0}
+
+
+def test_only_drafters_are_selected_for_the_proof() -> None:
+    lookup = benchmark_report("rival-ngram", {"chat": (9.0,)}).model_copy(update={"rival": True, "family": "ngram"})
+    head = benchmark_report("rival-x", {"chat": (5.0,)}).model_copy(update={"rival": True, "family": "eagle3"})
+    assert select_for_proof([STEADY, lookup, head], rivals=True) is head
+    assert select_for_proof([STEADY, lookup, head], rivals=False) is STEADY
 
 
 def test_an_entry_averages_greedy_and_sampled_cells_apart() -> None:

@@ -160,11 +160,24 @@ def test_the_store_holds_what_any_candidate_reads(sections: dict[str, Any], stat
     assert next(one.value for one in plan.assumptions if one.name == "states of every token") == states
 
 
-def test_a_rival_costs_a_benchmark_and_n_gram_and_off_cost_nothing() -> None:
+def test_a_rival_and_n_gram_cost_a_benchmark_each_and_off_costs_nothing() -> None:
     alone = plan_of(job_spec(train={"num_checkpoints": 2}), SMALL, None)
     joined = plan_of(job_spec(train={"num_checkpoints": 2}, rivals=["org/head", "ngram", "off"]), SMALL, None)
-    assert joined.stages[3].tokens == alone.stages[3].tokens * 3 // 2
-    assert joined.notes == (*alone.notes, "rival-head: benchmarked like a checkpoint, from org/head")
+    assert joined.stages[3].tokens == alone.stages[3].tokens * 2
+    assert joined.notes == (*alone.notes, "rival-head: benchmarked like a checkpoint, from org/head",
+                            "rival-ngram: benchmarked like a checkpoint, from the text itself")
+
+
+def test_every_higher_concurrency_of_the_benchmark_asks_all_prompts_again_in_full_blocks() -> None:
+    def tokens(*concurrencies: int) -> int:
+        fields = {"suites": [{"name": "a", "path": "/a", "max_prompts": 20}], "temperatures": [0.0],
+                  "max_new_tokens": 10, "concurrencies": concurrencies}
+        return plan_of(job_spec(train={"num_checkpoints": 1}, benchmark=fields), SMALL, None).stages[3].tokens
+
+    assert tokens(1) == 2 * 20 * 10
+    # 20 requests in blocks of 8 are 24; in blocks of 32 two blocks are the fewest.
+    assert tokens(1, 4) - tokens(1) == 2 * 24 * 10
+    assert tokens(1, 4, 16) - tokens(1, 4) == 2 * 64 * 10
 
 
 def test_a_sweep_is_charged_for_every_candidate_it_trains_and_benchmarks() -> None:

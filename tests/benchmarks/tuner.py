@@ -29,13 +29,13 @@ from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting, TuneSpec
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites, uses_of
 from eyrie_workers.measurement.tuner.grid import possible_settings
 from eyrie_workers.measurement.tuner.profile import TuningProfile
 from eyrie_workers.measurement.tuner.race import Race
 from eyrie_workers.stage_program import Stage
-from eyrie_workers.stages.tune import PROFILE, Blocks, Tuning, draw_prompts, tune
+from eyrie_workers.stages.tune import PROFILE, Tuning, draw_prompts, tune
 from tests.benchmarks.experiments.fits import rank_correlation
 
 _FINALISTS = 3  # of the grid, in addition to the tuner's choice and off

@@ -115,14 +115,15 @@ FASTER = RivalSpec(path="org/head", name="99")
 
 
 def test_a_faster_rival_refuses_promotion_when_it_is_to_be_beaten_and_is_on_the_leaderboard(harness: Harness) -> None:
-    job_id = harness.finished(spec_of(rivals=(FASTER,), promotion=PromotionPolicy(beat="rivals")))
+    job_id = harness.finished(spec_of(rivals=(FASTER, RivalSpec(method="off")),
+                                      promotion=PromotionPolicy(beat="rivals")))
     decision = harness.look(job_id).status.decision
     assert decision is not None
     assert next(check.name for check in decision.checks if not check.passed) == "rival"
     assert any("rival-99 is faster: train longer" in reason for reason in decision.reasons)
     entries = Results(harness.database).leaderboard(ResultFilter(job_id=job_id, tuned=False))
     assert [(entry.checkpoint, entry.rival) for entry in entries] == [
-        ("rival-99", True), ("base-step-20", False), ("base-step-10", False)]
+        ("rival-99", True), ("base-step-20", False), ("base-step-10", False), ("rival-off", True)]
 
 
 def test_a_faster_rival_is_promoted_from_the_jobs_own_copy_where_the_job_allows_it(harness: Harness) -> None:

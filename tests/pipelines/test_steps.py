@@ -114,11 +114,11 @@ def test_only_the_first_checkpoint_times_transformers_and_held_out_prompts_are_n
     assert steps.tune_spec(wanting, ROOT, ref).drafter_dir == "/jobs/job-1/stages/train/a/checkpoints/a-step-5"
 
 
-def test_rivals_are_benchmarked_after_the_candidates_and_n_gram_and_off_are_left_to_tuning() -> None:
+def test_rivals_are_benchmarked_after_the_candidates_and_off_is_the_baseline_of_each() -> None:
     spec = spec_of(rivals=(RivalSpec.model_validate("org/EAGLE3-Model"), RivalSpec.model_validate("ngram"),
                            RivalSpec.model_validate("off")))
     refs = steps.benchmarked(spec, [trained("a", 5)])
-    assert [ref.name for ref in refs] == ["a-step-5", "rival-eagle3-model"]
+    assert [ref.name for ref in refs] == ["a-step-5", "rival-eagle3-model", "rival-ngram"]
     result = steps.benchmark_spec(steps.JobFile(id="j", spec=spec), ROOT, refs[1], first=False)
     assert (result.rival, result.drafter_dir) == (
         spec.rivals[0], "/jobs/job-1/stages/benchmark/rival-eagle3-model/drafter")

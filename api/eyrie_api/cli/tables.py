@@ -204,6 +204,8 @@ def entry_line(entry: LeaderboardEntry) -> str:
 def tree_words(entry: LeaderboardEntry) -> str:
     """The setting a tau belongs to."""
     tree = entry.tree
+    if tree is None:
+        return "no drafter"
     return f"depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} draft tokens"
 
 
@@ -216,13 +218,17 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
     """Measured checkpoints, best first."""
     if not entries:
         return Text("Nothing has been measured yet.")
-    table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "DEPTH/K/TOKENS", "TOK/S",
-                   "LOSSLESS", "TARGET", "JOB", right=("#", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
+    table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "GREEDY", "SAMPLED", "AT ONCE", "TAU", "DEPTH/K/TOKENS",
+                   "TOK/S", "LOSSLESS", "TARGET", "JOB", right=("#", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
     for entry in entries:
+        # One at a time is the column before.
+        at_once = ", ".join(f"{concurrency}: {times(speedup)}"
+                            for concurrency, speedup in entry.speedup_by_concurrency.items() if concurrency > 1)
         table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""),
                       entry.family + (", not trained here" if entry.rival else ""),
-                      times(entry.speedup), times(entry.speedup_greedy), times(entry.speedup_sampled),
-                      f"{entry.tau:.2f}", entry.tree.label(), f"{entry.tokens_per_s:.0f}",
+                      times(entry.speedup), times(entry.speedup_greedy), times(entry.speedup_sampled), at_once or "-",
+                      f"{entry.tau:.2f}", "-" if entry.tree is None else entry.tree.label(),
+                      f"{entry.tokens_per_s:.0f}",
                       Text("yes", "green") if entry.lossless else Text("NO", "bold red"),
                       short_target(entry.target), entry.job_id)
     return table

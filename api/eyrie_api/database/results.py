@@ -13,7 +13,7 @@ from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.tables import JobRow, ResultRow
-from eyrie_api.decisions.leaderboard import Measured, mean_speedup, rank, select_best
+from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, mean_speedup, rank, select_best
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
 
@@ -74,10 +74,10 @@ class Results:
             return tuple(_result(row) for row in session.scalars(query))
 
     def find(self, job_id: str, checkpoint: str | None = None) -> Result:
-        """The result of a checkpoint, or the best one of the job when none is named; tuned results take precedence.
-        Raises NotFound."""
-        found = [one for one in self.list(ResultFilter(job_id=job_id))
-                 if checkpoint in (None, one.measured.report.checkpoint)]
+        """The result of a checkpoint, or of the best drafter of the job when none is named; tuned results take
+        precedence. Raises NotFound."""
+        found = [one for one in self.list(ResultFilter(job_id=job_id)) if one.measured.report.checkpoint == checkpoint
+                 or (checkpoint is None and one.measured.family not in WITHOUT_DRAFTER)]
         if not found:
             what = "checkpoint" if checkpoint is None else f"checkpoint {checkpoint!r}"
             raise NotFound(f"no measured {what} of job {job_id!r}", "see the job's leaderboard for what was measured")

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, LeaderboardEntry
+
+WITHOUT_DRAFTER = ("off", "ngram")
+"""Families of the lines that have no drafter to serve."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,14 @@ def mean_speedup(report: BenchmarkReport) -> float:
     return fmean(means.values())
 
 
+def speedup_by_concurrency(report: BenchmarkReport) -> dict[int, float]:
+    """Requests decoded at once -> mean speed-up over temperatures, lowest first; 1 is `mean_speedup`."""
+    found: dict[int, list[float]] = {}
+    for one in report.concurrent:
+        found.setdefault(one.concurrency, []).append(one.speedup)
+    return {1: mean_speedup(report)} | {concurrency: fmean(found[concurrency]) for concurrency in sorted(found)}
+
+
 def _preference(report: BenchmarkReport) -> tuple[bool, float, float]:
     # Lossless first; equal means are ordered by their slowest suite.
     return report.lossless, mean_speedup(report), min(suite_means(report).values())
@@ -64,8 +76,29 @@ def select_best(reports: Sequence[BenchmarkReport]) -> BenchmarkReport:
 
 
 def select_for_proof(reports: Sequence[BenchmarkReport], *, rivals: bool) -> BenchmarkReport:
-    """The report of the checkpoint to tune and prove: the best of the job's own, or with `rivals` the best of all."""
-    return select_best([one for one in reports if one.dropped is None and (rivals or not one.rival)])
+    """The report of the checkpoint to tune and prove: the best of the job's own, or with `rivals` the best drafter of
+    all. N-gram look-up is not selected: tuning compares it whichever drafter is."""
+    return select_best([one for one in reports if not one.rival or (rivals and _is_drafter(one))])
+
+
+def _is_drafter(report: BenchmarkReport) -> bool:
+    return report.dropped is None and report.family not in WITHOUT_DRAFTER
+
+
+def no_drafter(checkpoint: str, measured: BenchmarkReport) -> BenchmarkReport:
+    """The line of no drafter on the leaderboard: the baseline of another checkpoint's benchmark."""
+    cells = tuple(cell.model_copy(update={
+        "tree": None, "tokens": 0, "tau": 1.0, "acceptance": (), "accepted_histogram": (),
+        "tokens_per_s": cell.baseline_tokens_per_s, "speedup": 1.0, "speedup_interval": Interval(low=1.0, high=1.0),
+        "ttft_s": cell.baseline_ttft_s, "identical": cell.prompts, "near_ties": 0, "divergences": ()})
+        for cell in measured.cells)
+    concurrent = tuple(one.model_copy(update={
+        "tau": 1.0, "tokens_per_s": one.baseline_tokens_per_s, "speedup": 1.0,
+        "speedup_interval": Interval(low=1.0, high=1.0), "identical": one.requests, "near_ties": 0, "divergences": ()})
+        for one in measured.concurrent)
+    return measured.model_copy(update={
+        "checkpoint": checkpoint, "candidate": checkpoint, "path": "", "cells": cells, "concurrent": concurrent,
+        "family": "off", "rival": True, "lossless": True, "speedup": 1.0})
 
 
 def rank(measured: Iterable[Measured]) -> tuple[LeaderboardEntry, ...]:
@@ -83,7 +116,8 @@ def _entry(one: Measured, place: int) -> LeaderboardEntry:
         tokens_per_s=fmean(cell.tokens_per_s for cell in cells), speedup=mean_speedup(report),
         speedup_greedy=_mean(cell for cell in cells if cell.temperature == 0.0),
         speedup_sampled=_mean(cell for cell in cells if cell.temperature > 0.0),
-        lossless=report.lossless, tuned=one.tuned, rival=report.rival, suites=suite_means(report), rank=place)
+        lossless=report.lossless, tuned=one.tuned, rival=report.rival, suites=suite_means(report),
+        speedup_by_concurrency=speedup_by_concurrency(report), rank=place)
 
 
 def _mean(cells: Iterable[CellReport]) -> float | None:

@@ -1,8 +1,8 @@
-"""How checkpoints are benchmarked: suites of prompts, temperatures, tree."""
+"""How checkpoints are benchmarked: suites of prompts, temperatures, concurrencies, tree."""
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Name
@@ -30,6 +30,10 @@ class BenchmarkSpec(Frozen):
 
     suites: tuple[SuiteSpec, ...] = Field(QUICKSTART_SUITES, min_length=1, max_length=64)
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
+    concurrencies: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field((1,), min_length=1, max_length=16)
+    """Requests decoded at once. 1 is always among them: suites, ranking and promotion are decided there. At each of
+    the others every checkpoint answers the prompts of all suites mixed."""
+
     tree: DraftTreeShape = DraftTreeShape()
     max_new_tokens: int = Field(96, ge=2, le=131_072)
     repeats: int = Field(1, ge=1, le=100)
@@ -39,3 +43,11 @@ class BenchmarkSpec(Frozen):
     seed: int = Field(0, ge=0, le=2**31 - 1)
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; default: all."""
+
+    @field_validator("concurrencies")
+    @classmethod
+    def _ascending_from_one(cls, given: tuple[int, ...]) -> tuple[int, ...]:
+        if given[0] != 1 or list(given) != sorted(set(given)):
+            raise ValueError(f"benchmark.concurrencies {list(given)} must ascend from 1, at which checkpoints are "
+                             f"ranked: write {sorted({1, *given})}")
+        return given

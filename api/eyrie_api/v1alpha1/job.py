@@ -63,8 +63,13 @@ class JobSpec(Frozen):
 
     @property
     def rival_drafters(self) -> tuple[RivalSpec, ...]:
-        """The rivals that are benchmarked: those with a drafter of their own."""
+        """The rivals with a drafter of their own."""
         return tuple(rival for rival in self.rivals if rival.method == "drafter")
+
+    @property
+    def benchmarked_rivals(self) -> tuple[RivalSpec, ...]:
+        """The rivals with a benchmark stage: all but `off`, which is the baseline of each."""
+        return tuple(rival for rival in self.rivals if rival.method != "off")
 
     @property
     def endpoint_serve(self) -> EndpointServeSpec:

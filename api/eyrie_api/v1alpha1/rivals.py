@@ -1,8 +1,9 @@
 """Rivals: drafters that the job did not train, measured next to its own candidates.
 
 A drafter from elsewhere (a published head, or a small language model) is one more checkpoint of the benchmark stage,
-which first copies it into the job in the form that the engines load. The other two need no stage of their own: no
-drafter is the baseline of every speed-up, and n-gram look-up is a setting that tuning compares at every load.
+which first copies it into the job in the form that the engines load. N-gram look-up is benchmarked in the same way,
+in a chain; tuning compares it at every load besides. No drafter is the baseline of every speed-up: its line of the
+leaderboard is taken from the other benchmarks.
 """
 
 import re

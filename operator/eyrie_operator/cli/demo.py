@@ -273,6 +273,7 @@ def suites_table(final: BenchmarkReport) -> list[RenderableType]:
         table.add_row(cell.suite, f"{cell.temperature:g}", times(cell.speedup), f"{cell.tau:.2f}",
                       f"{cell.tokens_per_s:.0f}", f"{cell.identical}/{cell.prompts}")
     tree = final.cells[0].tree
+    assert tree is not None  # the winner of tuning
     return [Text(f"{final.checkpoint} by suite, at depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} "
                  "draft tokens:"), table]
 

@@ -33,7 +33,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, no_drafter
 from eyrie_api.decisions.promotion import decide, proven_speedup, proven_tau, summarize_decision, without_drafter
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
@@ -211,6 +211,10 @@ class Driver:
         for report in benchmarks:
             if report.dropped is None:
                 self._record(job, report, tuned=False)
+        for rival in job.spec.rivals:
+            if rival.method == "off":
+                baseline = next(one for one in benchmarks if one.dropped is None)
+                self._record(job, no_drafter(rival.checkpoint, baseline), tuned=False)
         untuned = next(one for one in benchmarks if one.checkpoint == tuned.final.checkpoint)
         final = tuned.final.model_copy(update={"rival": untuned.rival, "family": untuned.family})
         self._record(job, final, tuned=True)
@@ -230,7 +234,8 @@ class Driver:
         trained = train_reports(candidate_names(job), self._settings.job_dir(job.id))
         family = report.family or next(each.family for each in trained if each.candidate == report.candidate)
         measured = Measured(job.id, family, job.spec.target.model, tuned, report)
-        self._results.record(measured, self._drafter_dir(job, report.checkpoint))
+        directory = "" if family in WITHOUT_DRAFTER else self._drafter_dir(job, report.checkpoint)
+        self._results.record(measured, directory)
 
     def _drafter_dir(self, job: Job, checkpoint: str) -> str:
         job_dir = self._settings.job_dir(job.id)

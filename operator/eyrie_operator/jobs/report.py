@@ -73,7 +73,12 @@ def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
         suites[suite] = {f"{cell.temperature:g}": _cell(cell) for cell in report.cells if cell.suite == suite}
     return {"name": report.checkpoint, "candidate": report.candidate, "speedup": report.speedup,
             "rival": report.rival, "dropped": report.dropped,
-            "lossless": report.lossless, "suites": suites}
+            "lossless": report.lossless, "suites": suites,
+            "concurrent": [{"concurrency": one.concurrency, "temperature": one.temperature, "speedup": one.speedup,
+                            "speedup_interval": [one.speedup_interval.low, one.speedup_interval.high],
+                            "tau": one.tau, "tokens_per_s": one.tokens_per_s,
+                            "baseline_tokens_per_s": one.baseline_tokens_per_s, "identical": one.identical,
+                            "requests": one.requests} for one in report.concurrent]}
 
 
 def _cell(cell: CellReport) -> dict[str, JsonValue]:

@@ -7,6 +7,7 @@ import pytest
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting
+from eyrie_workers.measurement.benchmark.blocks import turns
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.race import (
     TIE,
@@ -14,7 +15,6 @@ from eyrie_workers.measurement.tuner.race import (
     Race,
     always_raced,
     trials_allowed,
-    turns,
     within_budget,
 )
 

@@ -60,12 +60,21 @@ def wait_for_entries(ledger: Path, num: int) -> None:
 
 
 def test_the_program_reports_every_suite_and_temperature_lossless(tmp_path: Path) -> None:
-    directory = prepare(tmp_path, stage_specs(tmp_path)[0])
+    spec = stage_specs(tmp_path)[0]
+    directory = prepare(tmp_path, spec.model_copy(update={
+        "benchmark": spec.benchmark.model_copy(update={"concurrencies": (1, 3)})}))
     assert run_here(directory) == 0
     manifest = read_manifest(directory)
     verify_files(manifest, directory)
     report = manifest.report
     assert isinstance(report, BenchmarkReport)
+    # At 3 at once two blocks of six requests, the fewest, for each temperature.
+    assert [(one.concurrency, one.temperature, one.requests, one.identical) for one in report.concurrent] == [
+        (3, 0.0, 12, 12), (3, 1.0, 12, 12)]
+    assert all(one.tau >= 1.0 and one.baseline_tokens_per_s > 0 for one in report.concurrent)
+    blocks = [json.loads(line) for line in (directory / "blocks.jsonl").read_text().splitlines()[1:]]
+    assert sorted({row["variant"] for row in blocks}) == ["5/1/6", "off"]
+    assert [row["variant"] for row in blocks[:4]] == ["off", "5/1/6", "5/1/6", "off"]
     assert {(cell.suite, cell.temperature) for cell in report.cells} == {
         (suite, t) for suite in ("sums", "talk") for t in (0.0, 1.0)}
     assert report.lossless
@@ -92,6 +101,17 @@ def test_a_rival_becomes_a_checkpoint_of_the_stage_and_is_measured_like_one(tmp_
     assert len(report.cells) == 4
     assert load_drafter(drafter).config.aux_layers == (1, 2)
     assert "drafter/model.safetensors" in {entry.path for entry in manifest.files}
+
+
+def test_n_gram_look_up_is_measured_like_a_checkpoint_without_a_drafter_of_its_own(tmp_path: Path) -> None:
+    ours = stage_specs(tmp_path, max_new_tokens=6)[0]
+    directory = prepare(tmp_path, ours.model_copy(update={
+        "drafter_dir": str(tmp_path / "none"), "rival": RivalSpec(method="ngram"), "checkpoint": "rival-ngram"}))
+    assert run_here(directory) == 0
+    report = read_manifest(directory).report
+    assert isinstance(report, BenchmarkReport)
+    assert (report.rival, report.family, report.dropped, report.lossless) == (True, "ngram", None, True)
+    assert {cell.shape for cell in report.cells} == {"5/1/6"}
 
 
 def test_a_rival_of_another_target_is_dropped_with_the_reason_and_the_stage_succeeds(tmp_path: Path) -> None:

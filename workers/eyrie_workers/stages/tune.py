@@ -34,12 +34,11 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.engines.embedded import EmbeddedEngine
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine.environment import environment
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_size, num_identical
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks, block_size, num_identical, turns
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
@@ -65,7 +64,7 @@ from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even
 from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.profile import TuningProfile
-from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, trials_allowed, turns, within_budget
+from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, trials_allowed, within_budget
 from eyrie_workers.measurement.variant import Variant, drafted
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -87,36 +86,13 @@ class Prompts:
     final: Suites
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Measures blocks, each once: the ledger has those of earlier runs."""
-
-    runner: BlockRunner
-    ledger: JsonlLedger[BlockRun]
-    runs: dict[tuple[int, float, int, str], BlockRun]
-
-    @property
-    def engine(self) -> DecodingEngine:
-        """The engine that is measured."""
-        return self.runner.session.bench.engine
-
-    def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
-        """One block. The setting's variant must be started unless the ledger has the block."""
-        key = (concurrency, temperature, rung, setting.label())
-        if key not in self.runs:
-            run = self.runner.run(setting, concurrency, temperature, rung)
-            self.ledger.append(run)
-            self.runs[key] = run
-        return self.runs[key]
-
-
 @dataclass
 class Tuning:
     """Runs the races, and reports them, once everything is loaded."""
 
     spec: TuneStage
     stage: Stage
-    blocks: "Blocks"
+    blocks: Blocks
     settings: tuple[Setting, ...]
     uses: Mapping[str, DrafterUse]
     profile: TuningProfile

@@ -9,10 +9,12 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Query
 
 from eyrie_api.database.endpoint_history import MAX_PAGE
+from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.http.control import Control, Here
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 
 router = APIRouter(tags=["endpoints"])
 ENDPOINTS = "/v1alpha1/endpoints"
@@ -48,8 +50,12 @@ def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     control.endpoints.create(name, target, job.spec.endpoint_serve.model_copy(update={"endpoint": name}), model,
                              control.jobs.project_of(job.id))
     tau = sum(cell.tau for cell in report.cells) / len(report.cells)
-    control.endpoints.propose(name, job_id=job.id, checkpoint=report.checkpoint, tree=report.cells[0].tree,
-                              drafter_dir=_drafter_dir(control, job.id, result.drafter_dir), speedup=report.speedup,
+    tree, family = report.cells[0].tree, result.measured.family
+    if family in WITHOUT_DRAFTER:
+        use = DrafterUse(setting=Setting(method="off" if tree is None else "ngram", tree=tree))
+    else:
+        use = DrafterUse(drafter_dir=_drafter_dir(control, job.id, result.drafter_dir), setting=Setting(tree=tree))
+    control.endpoints.propose(name, job_id=job.id, checkpoint=report.checkpoint, use=use, speedup=report.speedup,
                               tau=tau, reason=f"promoted by hand from job {job.id}", actor="person")
     return _after(control, name)
 

@@ -11,12 +11,15 @@ same request, truncated answers up to the shorter length.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.engines.decoding_engine import EngineRun
+from eyrie_workers.engines.decoding_engine import DecodingEngine, EngineRun
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import add_histograms
+from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.session import Session
 from eyrie_workers.measurement.benchmark.variants import make_request
 from eyrie_workers.speculation.requests import Request
@@ -24,8 +27,14 @@ from eyrie_workers.speculation.requests import Request
 _WARMUP_TOKENS = 16  # as in `measurement.benchmark.variants`
 
 
+BlockT = TypeVar("BlockT")
+
+BlockRunKey = tuple[int, float, int, str]
+"""Concurrency, temperature, rung, variant."""
+
+
 class BlockRun(Frozen):
-    """One setting on one block: a line of the tuner's ledger."""
+    """One setting on one block: a line of the ledger of blocks."""
 
     concurrency: int
     temperature: float
@@ -43,7 +52,7 @@ class BlockRun(Frozen):
     """Ids of the requests whose answer is complete."""
 
     @property
-    def key(self) -> tuple[int, float, int, str]:
+    def key(self) -> BlockRunKey:
         """Identifies the measurement."""
         return (self.concurrency, self.temperature, self.rung, self.variant)
 
@@ -85,6 +94,29 @@ class BlockRunner:
             self.session.bench.engine.generate(setting.label(), short, concurrency, truncate=True)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Measures blocks, each once: the ledger has those of earlier runs."""
+
+    runner: BlockRunner
+    ledger: JsonlLedger[BlockRun]
+    runs: dict[BlockRunKey, BlockRun]
+
+    @property
+    def engine(self) -> DecodingEngine:
+        """The engine that is measured."""
+        return self.runner.session.bench.engine
+
+    def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
+        """One block. The setting's variant must be started unless the ledger has the block."""
+        key = (concurrency, temperature, rung, setting.label())
+        if key not in self.runs:
+            run = self.runner.run(setting, concurrency, temperature, rung)
+            self.ledger.append(run)
+            self.runs[key] = run
+        return self.runs[key]
+
+
 def block_size(concurrency: int) -> int:
     """Requests of a block: two at concurrency 1, so that two suites contribute; above, every slot is filled twice."""
     return 2 * concurrency
@@ -101,13 +133,35 @@ def block_run(setting: Setting, concurrency: int, temperature: float, rung: int,
         whole=tuple(answer.id for answer in run.answers if answer.whole))
 
 
-def _identical(first: Sequence[int], second: Sequence[int], both_whole: bool) -> bool:
-    # Truncated answers are compared up to the shorter one; complete ones must also end at the same token.
-    shared = min(len(first), len(second))
-    return first[:shared] == second[:shared] and (not both_whole or len(first) == len(second))
+def comparable(first: BlockRun, second: BlockRun, request_id: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The two answers to a request: truncated ones up to the shorter one, complete ones whole, because they must also
+    end at the same token."""
+    one, other = first.answers[request_id], second.answers[request_id]
+    if request_id in first.whole and request_id in second.whole:
+        return one, other
+    shared = min(len(one), len(other))
+    return one[:shared], other[:shared]
 
 
 def num_identical(first: BlockRun, second: BlockRun) -> int:
     """Number of requests that both settings answered identically, up to the shorter answer."""
-    return sum(_identical(tokens, second.answers[name], name in first.whole and name in second.whole)
-               for name, tokens in first.answers.items())
+    pairs = (comparable(first, second, name) for name in first.answers)
+    return sum(one == other for one, other in pairs)
+
+
+def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
+          all_ready: bool) -> list[tuple[Setting, BlockT]]:
+    """The order in which settings answer blocks.
+
+    first_turn   of `interleaving.interleaved`
+    all_ready    every setting can be measured at any time. Otherwise making one ready replaces another, so each answers
+                 all blocks before the next; off answers the first half before the others and the second half after
+                 them, so that a drift of the machine cancels.
+    """
+    if all_ready:
+        return [(setting, block) for turn, block in enumerate(blocks, first_turn)
+                for setting in interleaved(active, turn)]
+    half = (len(blocks) + 1) // 2
+    others = interleaved([setting for setting in active if setting != OFF], first_turn)
+    return [*((OFF, block) for block in blocks[:half]), *((setting, block) for setting in others for block in blocks),
+            *((OFF, block) for block in blocks[half:])]

@@ -53,7 +53,7 @@ def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
     figure.legend(handles, labels, loc="outside right center", fontsize=10)
     title(figure, f"{best.checkpoint} is {best.speedup:.1f}x as fast as no drafter, on average over "
                   f"{len(suites)} suites",
-          f"tree {best.cells[0].tree.label()} (num_steps/top_k/num_draft_tokens), "
+          f"tree {best.cells[0].shape} (num_steps/top_k/num_draft_tokens), "
           f"{sum(c.prompts for c in best.cells)} answers per checkpoint, each checkpoint interleaved with its own "
           "baseline (shown: their mean; speed-ups: over its own); " + describe_environment(best))
     return figure
@@ -89,7 +89,7 @@ def acceptance_by_position(report: BenchmarkReport) -> Figure:
     title(figure, f"{report.checkpoint}: the first draft token is accepted {min(first):.0%} to {max(first):.0%} of the "
                   f"time; longest in {best.suite} at T={best.temperature:g}, shortest in {worst.suite} at "
                   f"T={worst.temperature:g}" if first else f"{report.checkpoint}: nothing was drafted",
-          f"tree {report.cells[0].tree.label()}; positions reached in at least {MIN_ROUNDS} rounds; "
+          f"tree {report.cells[0].shape}; positions reached in at least {MIN_ROUNDS} rounds; "
           + describe_environment(report))
     return figure
 

@@ -26,7 +26,6 @@ from statistics import fmean, pstdev
 
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import Tally, mean_speed_ratio, speed_interval, student_quantile
 from eyrie_workers.measurement.tuner.predict import Prediction
 
@@ -286,21 +285,3 @@ def within_budget(order: Sequence[float], budget_s: float) -> int:
             break
         count += 1
     return count
-
-
-def turns(active: Sequence[Setting], blocks: Sequence[BlockKey], first_turn: int,
-          all_ready: bool) -> list[tuple[Setting, BlockKey]]:
-    """The order in which settings answer blocks.
-
-    first_turn   of `interleaving.interleaved`
-    all_ready    every setting can be measured at any time. Otherwise making one ready replaces another, so each answers
-                 all blocks before the next; off answers the first half before the others and the second half after
-                 them, so that a drift of the machine cancels.
-    """
-    if all_ready:
-        return [(setting, block) for turn, block in enumerate(blocks, first_turn)
-                for setting in interleaved(active, turn)]
-    half = (len(blocks) + 1) // 2
-    others = interleaved([setting for setting in active if setting != OFF], first_turn)
-    return [*((OFF, block) for block in blocks[:half]), *((setting, block) for setting in others for block in blocks),
-            *((OFF, block) for block in blocks[half:])]
