@@ -34,6 +34,7 @@ from eyrie_operator.embedded.processes import (
     resolve_target,
     stop_endpoints,
 )
+from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_operator.endpoints.plan import MIN_ROUNDS
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
@@ -88,6 +89,11 @@ class Harness:
     def engines(self) -> dict[int, EngineRecord]:
         return {record.revision: record for _, record in list_engines(self.directory)}
 
+    def route(self) -> RouteRecord:
+        record = read_record(self.directory / ROUTE_FILE, RouteRecord)
+        assert record is not None
+        return record
+
     def gateway(self) -> GatewayRecord:
         record = read_record(self.directory / GATEWAY_FILE, GatewayRecord)
         assert record is not None
@@ -114,7 +120,9 @@ def test_without_memory_for_two_engines_the_old_one_is_stopped_first_and_the_gap
     harness.tend_until(lambda _: 2 in harness.engines())
     assert not is_alive(old.process)
     assert harness.engines()[2].alone
+    assert harness.route().on_hold  # the gateway holds requests
     harness.serve(2)
+    assert (harness.route().revision, harness.route().on_hold) == (2, False)
     assert ("gap", 2, "ReplacingEngine") in harness.events("gap")
     harness.tend_until(lambda _: list(harness.engines()) == [2])
 

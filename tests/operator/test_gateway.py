@@ -235,6 +235,40 @@ def test_a_closed_door_is_tried_once_more_along_the_new_route(
     assert routes.looks == 2
 
 
+def test_in_an_announced_gap_requests_wait_for_the_successor(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    blue, green = engines
+    lead_to(directory, blue, 1)
+    assert ask(url).json()["engine"] == "blue"
+    write_model(directory / ROUTE_FILE, RouteRecord(revision=1, url=blue.url, since=datetime.now(UTC), on_hold=True))
+    blue.close()
+    answers: list[httpx.Response] = []
+    waiting = [threading.Thread(target=lambda: answers.append(ask(url))) for _ in range(3)]
+    for one in waiting:
+        one.start()
+    waiting[0].join(0.3)
+    assert answers == []
+    lead_to(directory, green, 2)
+    for one in waiting:
+        one.join(30)
+    assert [(answer.status_code, answer.json()["engine"]) for answer in answers] == [(200, "green")] * 3
+
+
+def test_a_request_held_for_too_long_gets_a_503_with_retry_after(tmp_path: Path) -> None:
+    write_model(tmp_path / ROUTE_FILE, RouteRecord(
+        revision=1, url="http://127.0.0.1:1", since=datetime.now(UTC), on_hold=True))
+    app = create_gateway(Routes(tmp_path / ROUTE_FILE), TrafficRecorder(tmp_path / TRAFFIC_FILE), hold_s=0.05)
+
+    async def once() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.post("/v1/chat/completions", content="{}")
+
+    answer = asyncio.run(once())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replacing_engine")
+    assert int(answer.headers["retry-after"]) > 0
+
+
 def test_without_an_engine_the_answer_is_a_503_in_openai_words(gateway: tuple[Path, str]) -> None:
     answer = httpx.post(f"{gateway[1]}/v1/chat/completions", json={})
     assert answer.status_code == 503

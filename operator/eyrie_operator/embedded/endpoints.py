@@ -49,6 +49,7 @@ from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts,
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.state import (
+    AnnounceGap,
     CloseWindow,
     DeleteEngine,
     EndpointAction,
@@ -125,7 +126,9 @@ class EmbeddedEndpoints:
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
-        routed = route.revision if route is not None and urls.get(route.revision) == route.url else None
+        routed = None
+        if route is not None and not route.on_hold and urls.get(route.revision) == route.url:
+            routed = route.revision
         alive = gateway is not None and is_alive(gateway.process)
         watched = self._records.watched(endpoint)
         shared = route is not None and bool(route.others)
@@ -186,6 +189,8 @@ class EmbeddedEndpoints:
             main = _engine_url(directory, action.revision)
             write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
                                                             record_prompts=serving.serve.record_prompts))
+        elif isinstance(action, AnnounceGap):
+            _hold_requests(directory)
         elif isinstance(action, CloseWindow):
             _restart_window(engine_dir(directory, action.revision), now)
         elif isinstance(action, RetireEngine | KillEngine | DeleteEngine):
@@ -233,6 +238,13 @@ def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: 
     write_model(directory / ROUTE_FILE, RouteRecord(
         revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
         record_prompts=record_prompts))
+
+
+def _hold_requests(directory: Path) -> None:
+    """Put the route on hold: written before the engine is stopped, so that no request meets a closed port."""
+    route = read_record(directory / ROUTE_FILE, RouteRecord)
+    if route is not None:
+        write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
 
 
 def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Path, now: datetime) -> None:

@@ -12,6 +12,9 @@ engine that serves: the route may have changed, or the canary may have died. Not
 may have started to respond. When no engine can be reached the response is an OpenAI-shaped 503. Only POSTs are shared
 and counted; `GET /-/eyrie/counters` returns the counts.
 
+While one engine is replaced by another that does not fit next to it (`RouteRecord.on_hold`), requests wait for the new
+one, at most `HOLD_S` each and `_MOST_HELD` at once. Others get the 503, whose Retry-After tells clients to try again.
+
 The gateway writes `D/gateway.json` (pid, start time, port) once it listens, and exits on SIGTERM.
 """
 
@@ -21,6 +24,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,7 +53,15 @@ _HOP_BY_HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "prox
                          "transfer-encoding", "upgrade", "host", "content-length"})
 
 _SWITCH_S = 0.1
-"""Pause before the one retry: the control plane may be writing the new route."""
+"""Pause before the one retry: the control plane may be writing the new route. Also between two looks at a route on
+hold."""
+
+HOLD_S = 120.0
+"""How long a request waits for the successor of an engine. Loading a small model takes seconds, a large one minutes;
+the usual timeout of OpenAI clients is 600 s."""
+
+_MOST_HELD = 1000
+"""Requests held at once: each keeps its body and a connection."""
 
 
 class GatewayRecord(Frozen):
@@ -60,12 +72,27 @@ class GatewayRecord(Frozen):
     port: int
 
 
-def create_gateway(routes: Routes, traffic: TrafficRecorder) -> Starlette:
+def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOLD_S) -> Starlette:
     """The proxy as an ASGI app."""
+    num_held = 0
     # No read timeout: long generations are normal, and clients have their own timeouts.
     # trust_env off: requests to this machine must not go through a configured HTTP proxy.
     client = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(None, connect=5.0),
                                limits=httpx.Limits(max_connections=None))
+
+    async def end_of_hold(request: Request) -> bool:
+        """Wait while the route is on hold; False when it still is, or the client has gone."""
+        nonlocal num_held
+        until = time.monotonic() + hold_s
+        while (route := routes.current()) is not None and route.on_hold:
+            if num_held >= _MOST_HELD or time.monotonic() >= until or await request.is_disconnected():
+                return False
+            num_held += 1
+            try:
+                await asyncio.sleep(_SWITCH_S)
+            finally:
+                num_held -= 1
+        return True
 
     async def forward(request: Request) -> Response:
         try:
@@ -77,6 +104,8 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder) -> Starlette:
             route = routes.current()
             traffic.record(body, 0 if route is None else route.record_prompts)
         for attempt in (1, 2):
+            if not await end_of_hold(request):
+                return _unavailable(503, "replacing_engine", "the engine of this endpoint is being replaced; try again")
             routed = routes.choose(shared=is_post and attempt == 1)
             if routed is not None:
                 try:

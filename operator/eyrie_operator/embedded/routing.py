@@ -39,6 +39,9 @@ class RouteRecord(Frozen):
     url: str
     since: datetime
     others: tuple[Share, ...] = ()
+    on_hold: bool = False
+    """The engine is being replaced by one that does not fit next to it: requests wait for the next route."""
+
     record_prompts: int = Field(0, ge=0)
     """Latest chat requests to keep; 0 keeps none."""
 

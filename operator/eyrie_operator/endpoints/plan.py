@@ -3,10 +3,9 @@
 An endpoint is a gateway with a stable URL and one engine per revision behind it. A promotion makes a revision the
 candidate: its engine is started next to the serving one (blue/green) and probed; it then gets a growing share of the
 requests (canary) and, when it has passed, all of them; the old engine finishes its requests and is stopped. Where both
-do not fit the memory, the old engine is stopped first, and the endpoint announces that it does not answer meanwhile. A
-candidate that dies, is not healthy in time, fails a request or has too low an acceptance is rejected, while the old
-engine serves on. A revision that has served before skips the canary: after a failure requests wait, and the engine is
-known to work.
+do not fit the memory, the old engine is stopped first, and requests are held meanwhile. A candidate that dies, is not
+healthy in time, fails a request or has too low an acceptance is rejected, while the old engine serves on. A revision
+that has served before skips the canary: after a failure requests wait, and the engine is known to work.
 
 A drafter can also become slow after it was promoted, when traffic differs from its training data; output stays the
 same. When the acceptance length over enough recent rounds falls below a share of the proven one, the endpoint rolls
@@ -122,8 +121,8 @@ def _start_candidate(candidate: int, seen: ObservedEndpoint, serving: ObservedEn
         return [KillEngine(serving.revision)] if overdue else []
     if not seen.no_room:
         return [StartEngine(candidate, 1)]
-    message = (f"revision {serving.revision} is stopped before revision {candidate} starts, and the endpoint does not "
-               f"answer in between: {seen.no_room}")
+    message = (f"revision {serving.revision} is stopped before revision {candidate} starts, and requests wait in "
+               f"between: {seen.no_room}")
     return [AnnounceGap(candidate, message), RetireEngine(serving.revision)]
 
 
@@ -257,7 +256,7 @@ def _serving(endpoint: Endpoint, seen: ObservedEndpoint) -> tuple[Literal["True"
         candidate = seen.engine(endpoint.candidate_revision)
         if _in_gap(endpoint.active_revision, endpoint.candidate_revision, seen):
             return "False", "ReplacingEngine", (
-                f"revision {endpoint.candidate_revision} is starting; the endpoint does not answer until it is ready, "
+                f"revision {endpoint.candidate_revision} is starting; requests wait until it is ready, "
                 f"because two engines do not fit the memory{_because(candidate)}")
         return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is starting{_because(candidate)}"
     if endpoint.active_revision is None:

@@ -104,7 +104,7 @@ class StartEngine:
 
 @dataclass(frozen=True)
 class AnnounceGap:
-    """Record that the endpoint does not answer until the candidate is ready: both engines do not fit."""
+    """Record that requests wait until the candidate is ready, and hold them: both engines do not fit."""
 
     revision: int
     message: str
