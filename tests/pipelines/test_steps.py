@@ -11,6 +11,7 @@ from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import PublishedDrafter
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.requests import JobPlacement
@@ -58,8 +59,10 @@ def test_capture_stores_what_any_candidate_reads() -> None:
     axis = SweepAxis(field="drafter.aux_layers", values=([1, 4], [2, 4, 6]))
     named = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,))))
     assert (steps.capture_spec(named, ROOT).families, steps.capture_spec(named, ROOT).aux_layers) == ((), (1, 2, 4, 6))
-    continued = steps.capture_spec(steps.JobFile(id="j", spec=spec_of(drafter={"init_from": "org/head"})), ROOT)
-    assert (continued.families, continued.init_from) == ((), ("org/head",))  # the layers are the head's
+    continued = steps.capture_spec(steps.JobFile(id="j", spec=spec_of(drafter={
+        "init_from": "org/head", "init_revision": "v2"})), ROOT)
+    assert (continued.families, continued.init_from) == (
+        (), (PublishedDrafter(path="org/head", revision="v2"),))  # the layers are the head's
     both = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,), families=("eagle3", "eagle1"))))
     result = steps.capture_spec(both, ROOT)
     assert (result.families, result.aux_layers) == (("eagle1",), (1, 2, 4, 6))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from eyrie_api.decisions.sweep import Candidate
+from eyrie_api.v1alpha1.drafter import PublishedDrafter
 from eyrie_api.v1alpha1.families import FAMILIES
 
 
@@ -34,7 +35,7 @@ def families_with_default_layers(candidates: Iterable[Candidate]) -> tuple[str, 
                                or (candidate.drafter.aux_layers is None and candidate.drafter.init_from is None)))
 
 
-def init_from(candidates: Iterable[Candidate]) -> tuple[str, ...]:
+def init_from(candidates: Iterable[Candidate]) -> tuple[PublishedDrafter, ...]:
     """Drafters from which training of fusing candidates continues, each once: capture stores the layers they read."""
-    return tuple(dict.fromkeys(candidate.drafter.init_from for candidate in candidates
-                               if candidate.drafter.init_from is not None and fuses(candidate)))
+    return tuple(dict.fromkeys(candidate.drafter.head for candidate in candidates
+                               if candidate.drafter.head is not None and fuses(candidate)))

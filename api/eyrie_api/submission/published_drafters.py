@@ -31,8 +31,8 @@ def _named(spec: JobSpec, candidates: Sequence[Candidate]) -> Iterator[tuple[str
     for rival in spec.rival_drafters:
         assert rival.path is not None
         yield f"rivals: {rival.path!r}", rival.path, rival.revision
-    for path in dict.fromkeys(one.drafter.init_from for one in candidates if one.drafter.init_from is not None):
-        yield f"drafter.init_from {path!r}", path, None
+    for head in dict.fromkeys(one.drafter.head for one in candidates if one.drafter.head is not None):
+        yield f"drafter.init_from {head.path!r}", head.path, head.revision
 
 
 def _directory(field: str, path: str, revision: str | None) -> Path | None:

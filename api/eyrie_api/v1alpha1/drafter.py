@@ -8,6 +8,16 @@ from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.model import Frozen
 
 
+class PublishedDrafter(Frozen):
+    """A drafter from elsewhere."""
+
+    path: str
+    """Directory or Hub id."""
+
+    revision: str | None = None
+    """Of a Hub id."""
+
+
 class DrafterSpec(Frozen):
     """The shape of the drafter."""
 
@@ -15,6 +25,9 @@ class DrafterSpec(Frozen):
     init_from: str | None = Field(None, min_length=1, max_length=4096)
     """Directory or Hub id of a drafter of this family whose weights training continues from. Its sizes, layers and
     draft vocabulary are kept; fields of this section that are set must agree with it."""
+
+    init_revision: str | None = Field(None, min_length=1, max_length=256)
+    """Revision of `init_from`, where that is a Hub id."""
 
     intermediate_size: int | None = Field(None, ge=8, le=1_048_576)
     """MLP width; default: the target's; for `standalone`, in proportion to its width."""
@@ -53,6 +66,18 @@ class DrafterSpec(Frozen):
 
     sliding_window: int | None = Field(None, ge=8, le=1_048_576)
     """The drafter attends to this many latest positions; trained and served alike. Default: all."""
+
+    @property
+    def head(self) -> PublishedDrafter | None:
+        """The drafter that training continues from."""
+        return None if self.init_from is None else PublishedDrafter(path=self.init_from, revision=self.init_revision)
+
+    @model_validator(mode="after")
+    def _revision_of_a_drafter(self) -> "DrafterSpec":
+        if self.init_revision is not None and self.init_from is None:
+            raise ValueError(f"drafter.init_revision is {self.init_revision!r} without a drafter: set "
+                             "drafter.init_from, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _one_norm_in_front(self) -> "DrafterSpec":

@@ -12,7 +12,7 @@ from pydantic import Field
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.model import Digest, Frozen
@@ -60,7 +60,7 @@ class CaptureStage(Frozen):
     families: tuple[Family, ...] = ("eagle3",)
     """What will be trained from the store: each family reads layers of its own."""
 
-    init_from: tuple[str, ...] = ()
+    init_from: tuple[PublishedDrafter, ...] = ()
     """Drafters that training continues from: the layers they read are stored too."""
 
     aux_layers: tuple[int, ...] = ()

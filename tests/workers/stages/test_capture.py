@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.capture import CaptureSpec
+from eyrie_api.v1alpha1.drafter import PublishedDrafter
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -128,7 +129,7 @@ def test_the_layers_of_a_head_that_training_continues_from_are_stored(tmp_path: 
     head = random_drafter(tmp_path / "head", target, layers=(0, 3))
     write_rows(tmp_path / "rows", target, 4)
     spec = write_spec(tmp_path / "out", target, tmp_path / "rows")
-    spec = spec.model_copy(update={"families": (), "init_from": (str(head),)})
+    spec = spec.model_copy(update={"families": (), "init_from": (PublishedDrafter(path=str(head)),)})
     (tmp_path / "out" / "spec.json").write_text(spec.model_dump_json())
     assert run(tmp_path / "out") == 0
     assert FeatureStore(tmp_path / "out").format.aux_layers == (0, 3)

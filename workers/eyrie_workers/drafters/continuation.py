@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.families import VARIANT_FIELDS
 from eyrie_workers.drafters.checkpoint.card import weights_digest
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
@@ -55,13 +55,13 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
     Raises InvalidInput for a drafter of another family, or of other values than the spec sets, naming both; and what
     `published.fetch` and `published.adopt` raise.
     """
-    assert spec.init_from is not None
+    assert spec.head is not None
     if family.load is None:
         raise InvalidInput(f"{_FIELD} is set, and training of {family.name} drafters cannot continue from a checkpoint",
                            "leave it out, or train another family")
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "head"
-        found = adopt(fetch(_FIELD, spec.init_from), directory, target)
+        found = adopt(fetch(_FIELD, spec.head.path, spec.head.revision), directory, target)
         if found.name != family.name:
             raise InvalidInput(f"{_FIELD} {spec.init_from!r} is of family {found.name!r}, and drafter.family is "
                                f"{family.name!r}", f"set drafter.family to {found.name!r}")
@@ -78,11 +78,11 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
     return Head(module, spec.model_copy(update=flags), None if layers is _ABSENT else layers, vocabulary, digest)
 
 
-def layers_of_head(init_from: str, target: Path) -> Layers:
+def layers_of_head(head: PublishedDrafter, target: Path) -> Layers:
     """The `hidden_states` indices that a drafter fuses; empty for families that fuse none. Raises as `load_head`."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "head"
-        family = adopt(fetch(_FIELD, init_from), directory, target)
+        family = adopt(fetch(_FIELD, head.path, head.revision), directory, target)
         layers = _ABSENT if family.load is None else _value(family.load(directory).config, "aux_layers")
     return tuple(layers) if isinstance(layers, tuple) else ()
 

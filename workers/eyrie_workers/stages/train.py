@@ -259,6 +259,7 @@ def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype, head: Hea
     payload = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
     for name in _NO_PART_OF_THE_RESULT:
         payload["train"].pop(name)
+    payload["drafter"].pop("init_revision")  # `init_from` becomes the digest of what it names
     if head is None:
         payload["drafter"].pop("init_from")
     else:
@@ -496,7 +497,8 @@ class TrainingRun:
         """A checkpoint's card. It holds no clock and no path: the same run writes the same bytes."""
         settings = self.spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT))
         return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
-                    drafter=self.spec.drafter.model_copy(update={"init_from": None}),  # a path; the digest names it
+                    drafter=self.spec.drafter.model_copy(update={  # a path; the digest names it
+                        "init_from": None, "init_revision": None}),
                     init_digest=self.init_digest, aux_layers=self.aux_layers, train=settings, step=step,
                     epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,
                     draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
