@@ -13,6 +13,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.sglang.managed_engine import GREEDY_ONLY, SglangEngine
 from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer
 from eyrie_workers.speculation.requests import Request
@@ -40,7 +41,7 @@ def uses(drafter: Path) -> dict[str, DrafterUse]:
 
 @pytest.fixture
 def engine(uses: dict[str, DrafterUse], tmp_path: Path) -> Iterator[SglangEngine]:
-    engine = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path))
+    engine = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path), ServerHistory(tmp_path, "d"))
     yield engine
     engine.stop()
 
@@ -59,7 +60,7 @@ def test_sglang_keeps_the_contract_of_every_engine(
 def test_a_server_that_is_killed_is_started_again_and_counted_and_servers_replace_each_other(
         uses: dict[str, DrafterUse], prompts: list[list[int]], tmp_path: Path) -> None:
     others = descendants(os.getpid())
-    engine = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path))
+    engine = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path), ServerHistory(tmp_path, "d"))
     engine._pool.capacity = 1  # as on a machine with memory for one
     try:
         assert engine.start({name: uses[name] for name in (OFF, DRAFTED)}) == {}
@@ -70,6 +71,9 @@ def test_a_server_that_is_killed_is_started_again_and_counted_and_servers_replac
         after = engine.generate(OFF, requests(prompts), 2).answers
         assert [one.token_ids for one in after] == [one.token_ids for one in before]
         assert engine.describe().restarts == 1
+        # A later run of the stage reports both without starting a server.
+        again = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path), ServerHistory(tmp_path, "d"))
+        assert (again.describe().restarts, again.describe().version) == (1, "0.5.23")
         assert "ServerRestarted" in (tmp_path / "events.jsonl").read_text()
         drafted = engine.generate(DRAFTED, requests(prompts), 2).answers  # takes the place of the other
         assert [one.token_ids for one in drafted] == [one.token_ids for one in before]
@@ -87,7 +91,7 @@ def test_a_drafter_that_sglang_cannot_load_is_reported_with_the_servers_error_an
     for file in drafter.iterdir():
         (damaged / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
     uses[DRAFTED] = DrafterUse(drafter_dir=str(damaged), setting=Setting(tree=CHAIN))
-    engine = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path))
+    engine = SglangEngine(PLAN, uses, tmp_path / "servers", Stage(tmp_path), ServerHistory(tmp_path, "d"))
     try:
         failed = engine.start({name: uses[name] for name in (OFF, DRAFTED)})
         assert list(failed) == [DRAFTED]

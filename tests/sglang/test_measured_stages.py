@@ -55,9 +55,19 @@ def prepare(directory: Path, spec: BenchmarkStage | TuneStage) -> list[str]:
 def test_a_checkpoint_is_benchmarked_in_sglang_and_accepts_what_the_reference_engine_accepts(
         tmp_path: Path, drafter: Path) -> None:
     reports, before = {}, descendants(os.getpid())
+    answers: dict[str, dict[str, list[int]]] = {}
+    two_turns = tmp_path / "two.jsonl"  # MT-Bench's layout
+    two_turns.write_text(json.dumps({"question_id": 7, "category": "writing", "turns": [
+        "Write a short note about the sea.", "Now write it for a child."]}) + "\n")
+    fields = measured(drafter)
+    fields["benchmark"] = fields["benchmark"].model_copy(update={"concurrencies": (1, 2), "suites": (
+        *fields["benchmark"].suites, SuiteSpec(name="turns", path=str(two_turns)))})
     for kind in ("sglang", "embedded"):
-        spec = BenchmarkStage.model_validate(measured(drafter, engine=EngineSpec(kind=kind)))  # type: ignore[arg-type]
+        spec = BenchmarkStage.model_validate(fields | {"engine": EngineSpec(kind=kind)})  # type: ignore[arg-type]
         assert run_program(BenchmarkStage, benchmark, prepare(tmp_path / kind, spec)) == 0
+        entries = [json.loads(line) for line in (tmp_path / kind / "cells.jsonl").read_text().splitlines()[1:]]
+        answers[kind] = {entry["prompt_id"]: entry["samples"]["baseline"]["token_ids"] for entry in entries
+                         if entry["suite"] == "turns"}
         report = read_manifest(tmp_path / kind).report
         assert isinstance(report, BenchmarkReport)
         reports[kind] = report
@@ -66,6 +76,13 @@ def test_a_checkpoint_is_benchmarked_in_sglang_and_accepts_what_the_reference_en
     assert (found.engine.kind, found.engine.version, found.engine.restarts) == ("sglang", "0.5.23", 0)
     assert "not shown in this engine on this machine" in found.engine.limits[0]
     assert found.lossless
+    # Both turns are asked; the second follows the engine's own answer to the first, which is the same in both engines.
+    assert [name.endswith("/turn-2") for name in answers["sglang"]] == [False, True]
+    assert answers["sglang"] == answers["embedded"]
+    for report in reports.values():
+        assert [(one.concurrency, one.requests >= 8, one.identical == one.requests) for one in report.concurrent] == [
+            (2, True, True)]
+        assert report.concurrent[0].tau > 1.0
     for ours, reference in zip(found.cells, reports["embedded"].cells, strict=True):
         assert (ours.suite, ours.prompts, ours.tokens) == (reference.suite, reference.prompts, reference.tokens)
         # SGLang also counts tokens that the last round accepted behind the end: at most one round per prompt differs.

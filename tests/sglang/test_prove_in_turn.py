@@ -12,6 +12,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines import server_pool
 from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.server_pool import ServerPool
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.session import read_suites
@@ -31,9 +32,10 @@ def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ende
     spec, stage = spec_in(tmp_path, tuned(None), prove=small), Stage(tmp_path)
     plan = ServerPlan("embedded", spec.target, 2, 1)
     uses = variants_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), stage)
-    pool = ServerPool(plan, uses, tmp_path / "variants", stage, capacity=1)
+    history = ServerHistory(tmp_path, "d")
+    pool = ServerPool(plan, uses, tmp_path / "variants", stage, history, capacity=1)
     proof = Proof(spec, stage, plan, uses, select_prompts(spec, read_suites(spec, stage)),
-                  JsonlLedger(tmp_path / "found.jsonl", CheckResult, "d"), pool=pool)
+                  JsonlLedger(tmp_path / "found.jsonl", CheckResult, "d"), history, pool=pool)
     answers, load = checks_of(spec, len(uses))
     try:
         found = run_check(proof, pool, load).load
@@ -46,7 +48,7 @@ def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ende
         answered = run_check(proof, pool, answers).answers
         assert answered is not None
         assert [one.token_ids for one in answered.plain] == [one.token_ids for one in answered.drafted]
-        assert pool.restarts == 1
+        assert pool.history.restarts == 1
         monkeypatch.setattr(server_pool, "MOST_RESTARTS", 0)
         [server] = servers_of(tmp_path)
         os.kill(server, signal.SIGKILL)

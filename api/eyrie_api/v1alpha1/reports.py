@@ -32,13 +32,15 @@ class EngineUsed(Frozen):
 
     kind: EngineKind
     version: str
+    """As the engine reports it; of the embedded engine, Eyrie's own version and digest of its source."""
+
     dtype: str
     device: str
     limits: tuple[str, ...] = ()
     """What could not be measured or shown in this engine on this device, one sentence each."""
 
     restarts: int = 0
-    """Servers that ended while they were measured and were started again."""
+    """Servers that ended while they were measured and were started again, over all runs of the stage."""
 
 
 QuarantineKind = Literal["malformed", "too-long", "benchmark", "declined", "filtered", "failed", "empty", "truncated"]

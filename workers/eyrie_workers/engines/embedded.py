@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from eyrie_api.artifacts import code_version
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import EngineUsed
@@ -36,7 +35,7 @@ class EmbeddedEngine:
 
     def describe(self) -> EngineUsed:
         """As in `DecodingEngine`."""
-        return EngineUsed(kind="embedded", version=f"torch {torch.__version__}", dtype=self.dtype,
+        return EngineUsed(kind="embedded", version=code_version(), dtype=self.dtype,
                           device=str(self.target.device))
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:

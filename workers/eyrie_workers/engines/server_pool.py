@@ -1,10 +1,9 @@
 """Servers of variants: resident while memory allows, replaced by others when it does not, restarted when they end.
 
 The number of servers that fit is computed before the first one starts (`server_memory`), by group of GPUs where there
-are several. A server that is needed and
-not resident replaces the one whose last use is longest ago. A server that ends is started again, at most
-`MOST_RESTARTS` times, and counted; its last lines are in the event. Starting servers report their phase from their
-logs.
+are several. A server that is needed and not resident replaces the one whose last use is longest ago. A server that ends
+is started again, at most `MOST_RESTARTS` times, and counted over all runs of the stage (`server_history`); its last
+lines are in the event. Starting servers report their phase from their logs.
 """
 
 import time
@@ -22,6 +21,7 @@ from eyrie_workers.engines.managed_servers import (
     ServerPlan,
     start_server,
 )
+from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.server_memory import (
     available_bytes,
     kv_bytes_per_token,
@@ -35,7 +35,7 @@ from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import resolve
 
 MOST_RESTARTS = 3
-"""Of one variant in one stage: a server that ends more often does not finish a measurement."""
+"""Of one variant in one run of a stage: a server that ends more often does not finish a measurement."""
 
 _POLL_S = 0.2
 _PORT_TAKEN = "ddress already in use"
@@ -51,10 +51,10 @@ class ServerPool:
 
     directory: Path
     stage: Stage
+    history: ServerHistory
     capacity: int = 0
     """Servers that fit the memory."""
 
-    restarts: int = 0
     _servers: dict[str, ManagedServer] = field(default_factory=dict)
     """Resident ones; the last one used is last."""
 
@@ -146,7 +146,7 @@ class ServerPool:
             if self._restarted[name] > MOST_RESTARTS:
                 raise type(ended)(f"variant {name} ended {self._restarted[name]} times; last: {ended.message}",
                                   ended.hint) from error
-            self.restarts += 1
+            self.history.note_end(name, ended.message)
             self.stage.event("ServerRestarted", f"variant {name}: {ended.message}", warning=True)
             return
         raise error

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.load import LoadComparison, LoadReport, LoadSpec
 from eyrie_api.v1alpha1.model import Frozen
@@ -41,6 +41,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, select
 from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line
 from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.server_pool import ServerPool
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.jsonl_ledger import JsonlLedger
@@ -124,6 +125,7 @@ class Proof:
     uses: DrafterUses
     prompts: Sequence[Prompt]
     ledger: JsonlLedger[CheckResult]
+    history: ServerHistory
     pool: ServerPool | None = None
     done: int = 0
     """Requests of the finished checks."""
@@ -181,7 +183,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     uses = variants_to_compare(spec, use, stage)
     launch = command_line(plan, CANDIDATE, uses, _variants_dir(stage))
     proof = Proof(spec, stage, plan, uses, select_prompts(spec, suites),
-                   open_ledger_for(CheckResult, stage, spec, LEDGER))
+                  open_ledger_for(CheckResult, stage, spec, LEDGER),
+                  ServerHistory(stage.out_dir, digest_model(spec)))
     _run_all(proof, checks_of(spec, len(uses.keys() - {FIXED})))
     if proof.result(PARITY) is None:
         proof.ledger.append(_judge_parity(proof))
@@ -270,7 +273,7 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
         return
     stage = proof.stage
     with measuring(stage):
-        proof.pool = ServerPool(proof.plan, proof.uses, _variants_dir(stage), stage)
+        proof.pool = ServerPool(proof.plan, proof.uses, _variants_dir(stage), stage, proof.history)
         try:
             _start_servers(proof, proof.pool)
             for check in left:
@@ -468,9 +471,8 @@ def _report(proof: Proof, use: DrafterUse, launch: tuple[str, ...], seconds: flo
     return ProveReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind, use=use,
         parity=parity.parity, load=load, changed_prompt=changed.load if changed else None,
-        changed_parity=parity.changed_parity, restarts=proof.pool.restarts if proof.pool is not None else 0,
-        launch=launch, environment=environment(spec.target.dtype),
-        seconds=seconds)
+        changed_parity=parity.changed_parity, restarts=proof.history.restarts,
+        launch=launch, environment=environment(spec.target.dtype), seconds=seconds)
 
 
 def merge_load_reports(parts: Sequence[LoadReport], spec: LoadSpec) -> LoadReport:

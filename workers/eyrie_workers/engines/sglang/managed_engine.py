@@ -19,15 +19,13 @@ from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.engines.decoding_engine import EngineRun, Variants
 from eyrie_workers.engines.managed_servers import DrafterUses, ServerPlan, shared_context_length
 from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.server_pool import ServerPool
 from eyrie_workers.engines.sglang.generate import generate
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
-
-VERSION = "0.5.23"
-"""The version whose flags and interfaces this package uses."""
 
 GREEDY_ONLY = "SGLang's CPU backend verifies drafts greedily whatever the temperature"
 
@@ -37,18 +35,21 @@ class SglangEngine:
 
     same_samples = False
 
-    def __init__(self, plan: ServerPlan, possible: DrafterUses, directory: Path, stage: Stage) -> None:
+    def __init__(self, plan: ServerPlan, possible: DrafterUses, directory: Path, stage: Stage,
+                 history: ServerHistory) -> None:
         """An engine without servers; `start` starts them.
 
         possible    every variant that `start` may be given: all servers have the same arguments but for drafting
         directory   of the servers' logs
+        history     of this stage's servers
 
         Raises InvalidInput when not one server fits the memory, or SGLang does not support a variant (Unlaunchable).
         """
-        self._plan, self._stage = plan, stage
+        self._plan, self._stage, self._history = plan, stage, history
+        self._asked = False
         self._on_cpu = (plan.machine or detect_hardware()).platform == "cpu"
         self._context_length = shared_context_length(plan, possible)
-        self._pool = ServerPool(plan, possible, directory, stage)
+        self._pool = ServerPool(plan, possible, directory, stage, history)
 
     def describe(self) -> EngineUsed:
         """As in `DecodingEngine`."""
@@ -56,8 +57,8 @@ class SglangEngine:
                   "engine on this machine",) if self._on_cpu else (
                   "SGLang's noise is not keyed by position: sampled answers of two variants were not compared",)
         machine = self._plan.machine or detect_hardware()
-        return EngineUsed(kind="sglang", version=VERSION, dtype=self._plan.target.dtype, device=machine.name,
-                          limits=limits, restarts=self._pool.restarts)
+        return EngineUsed(kind="sglang", version=self._history.version or "unknown", dtype=self._plan.target.dtype,
+                          device=machine.name, limits=limits, restarts=self._history.restarts)
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:
         """As in `DecodingEngine`."""
@@ -88,6 +89,9 @@ class SglangEngine:
             server = managed.server
             assert isinstance(server, SglangServer)
             try:
+                if not self._asked:
+                    self._history.note_version(variant, server.version())
+                    self._asked = True
                 server.flush()
                 cpu = server.cpu_seconds()
                 answers, seconds = generate(server.url, requests, concurrency, self._context_length, truncate=truncate)

@@ -13,6 +13,7 @@ once the weights are loaded, the graphs captured and the warm-up request answere
 """
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -101,6 +102,16 @@ class SglangServer:
     def phase(self) -> str:
         """How far it has come while it starts."""
         return loading_phase(log_lines(self.log_file))
+
+    def version(self, timeout_s: float = 60.0) -> str:
+        """SGLang's version, as the ready server reports it. Raises EngineFailed."""
+        url = f"{self.url}/server_info"
+        try:
+            with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+                return str(json.load(answer)["version"])
+        except (urllib.error.URLError, OSError, ValueError, KeyError) as error:
+            raise EngineFailed(f"{url} reports no version: {type(error).__name__} {error}",
+                               f"read {self.log_file}") from error
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until no request runs, then forget cached prefixes and texts of n-gram lookup. Raises EngineFailed."""

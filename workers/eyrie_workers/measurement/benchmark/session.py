@@ -25,6 +25,7 @@ from eyrie_workers.conversations.suites import Prompt, load_suite
 from eyrie_workers.engines.decoding_engine import DecodingEngine, check_temperatures
 from eyrie_workers.engines.embedded import EmbeddedEngine
 from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.managed_engine import SglangEngine
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
@@ -167,7 +168,8 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
     else:
         groups = gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.num_gpus)
         plan = ServerPlan("sglang", spec.target, max_concurrency, tp_size=spec.engine.tp_size, gpu_groups=groups)
-        engine = SglangEngine(plan, dict(possible), stage.out_dir / "servers", stage)
+        engine = SglangEngine(plan, dict(possible), stage.out_dir / "servers", stage,
+                              ServerHistory(stage.out_dir, digest_model(spec)))
     temperatures = {"benchmark.temperatures": spec.benchmark.temperatures}
     if isinstance(spec, TuneStage):
         temperatures["tune.temperatures"] = spec.tune.temperatures
