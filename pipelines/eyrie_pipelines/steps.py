@@ -15,16 +15,18 @@ from functools import cached_property
 from pathlib import Path
 
 from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
+from eyrie_api.decisions.leaderboard import best_rival
 from eyrie_api.decisions.sweep import Candidate, expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
     ProveStage,
     RegenerateStage,
+    RivalDrafter,
     StageName,
     TrainStage,
     TuneStage,
@@ -170,21 +172,35 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
         held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
 
-def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneStage:
-    """The grid of draft-tree shapes for the selected checkpoint."""
+def rival_to_beat(spec: JobSpec, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],
+                  checkpoint: str) -> CheckpointRef | None:
+    """The rival that is tuned and proven next to the selected checkpoint: with `promotion.beat: rivals` the best."""
+    if spec.promotion.beat != "rivals":
+        return None
+    rival = best_rival(benchmarks, besides=checkpoint)
+    return None if rival is None else find_checkpoint(spec, reports, rival.checkpoint)
+
+
+def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef,
+              rival: CheckpointRef | None = None) -> TuneStage:
+    """The grid of draft-tree shapes for the selected checkpoint, and for the rival it has to beat, if any."""
     return TuneStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
         benchmark=job.spec.benchmark, tune=job.spec.tune, drafter_dir=str(job_dir / checkpoint.path),
+        rival=None if rival is None else RivalDrafter(
+            checkpoint=rival.name, drafter_dir=str(job_dir / rival.path)),
         held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine)
 
 
-def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: str) -> ProveStage:
-    """The tuned checkpoint in the serving engine, compared with the incumbent."""
+def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: str,
+               rival: CheckpointRef | None = None) -> ProveStage:
+    """The tuned checkpoint in the serving engine, compared with the incumbent and the tuned rival."""
     return ProveStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
         benchmark=job.spec.benchmark, prove=job.spec.prove, drafter_dir=str(job_dir / checkpoint.path),
         tune_dir=str(job_dir / tuned), engine=job.spec.engine, max_concurrency=job.spec.serve.max_concurrency,
-        incumbent=job.incumbent, held_out_file=_held_out_file(job, job_dir))
+        rival_dir=None if rival is None else str(job_dir / rival.path), incumbent=job.incumbent,
+        held_out_file=_held_out_file(job, job_dir))
 
 
 def _held_out_file(job: JobFile, job_dir: Path) -> str | None:

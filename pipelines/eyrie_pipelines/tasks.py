@@ -19,7 +19,7 @@ from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_mod
 from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
 from eyrie_api.v1alpha1.stages import StageName, StageSpec, TrainStage
 from eyrie_pipelines import steps, trainjob
 from eyrie_pipelines.run_failure import (
@@ -141,19 +141,25 @@ def select(job_dir: str, benchmarked: list[str]) -> str:
 
 
 def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
-    """Tune the draft tree of the selected checkpoint."""
+    """Tune the draft tree of the selected checkpoint; with `promotion.beat: rivals` that of the best rival too."""
     with _recording_failure(job_dir, "tune"):
         job = load_job(job_dir, spec_digest)
-        ref = steps.find_checkpoint(job.spec, _train_reports(job_dir, job), checkpoint)
-        return _run(job_dir, steps.tune_spec(job, Path(job_dir), ref))
+        trained = _train_reports(job_dir, job)
+        benchmarks = [_report(job_dir, steps.reference("benchmark", one.name), BenchmarkReport)
+                      for one in steps.benchmarked(job.spec, trained)]
+        return _run(job_dir, steps.tune_spec(
+            job, Path(job_dir), steps.find_checkpoint(job.spec, trained, checkpoint),
+            steps.rival_to_beat(job.spec, trained, benchmarks, checkpoint)))
 
 
 def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
     """Measure the tuned checkpoint in the engine that will serve it."""
     with _recording_failure(job_dir, "prove"):
         job = load_job(job_dir, spec_digest)
-        ref = steps.find_checkpoint(job.spec, _train_reports(job_dir, job), checkpoint)
-        spec = steps.prove_spec(job, Path(job_dir), ref, tuned)
+        trained, rival = _train_reports(job_dir, job), _report(job_dir, tuned, TuneReport).rival
+        spec = steps.prove_spec(
+            job, Path(job_dir), steps.find_checkpoint(job.spec, trained, checkpoint), tuned,
+            None if rival is None else steps.find_checkpoint(job.spec, trained, rival.checkpoint))
         _remove_stale_proof(spec, stage_dir(Path(job_dir), "prove"))
         return _run(job_dir, spec)
 

@@ -186,7 +186,11 @@ class WorkArea:
                 self._download_drafter(Path(spec.drafter_dir))
             if spec.held_out_file is not None:
                 self._download_file(Path(spec.held_out_file))
+        if isinstance(spec, TuneStage) and spec.rival is not None:
+            self._download_drafter(Path(spec.rival.drafter_dir))
         if isinstance(spec, ProveStage):
+            if spec.rival_dir is not None:
+                self._download_drafter(Path(spec.rival_dir))
             self.download_manifest(Path(spec.tune_dir))
             if spec.incumbent is not None and spec.incumbent.drafter_dir is not None:
                 self._download_drafter(Path(spec.incumbent.drafter_dir))

@@ -168,6 +168,13 @@ def test_a_rival_and_n_gram_cost_a_benchmark_each_and_off_costs_nothing() -> Non
                             "rival-ngram: benchmarked like a checkpoint, from the text itself")
 
 
+def test_a_rival_to_be_beaten_is_tuned_and_proven_too() -> None:
+    compared = plan_of(job_spec(rivals=["org/head"]), SMALL, None)
+    beaten = plan_of(job_spec(rivals=["org/head"], promotion={"beat": "rivals"}), SMALL, None)
+    assert beaten.stages[4].tokens == 2 * compared.stages[4].tokens
+    assert compared.stages[5].tokens < beaten.stages[5].tokens < compared.stages[5].tokens * 3 // 2
+
+
 def test_every_higher_concurrency_of_the_benchmark_asks_all_prompts_again_in_full_blocks() -> None:
     def tokens(*concurrencies: int) -> int:
         fields = {"suites": [{"name": "a", "path": "/a", "max_prompts": 20}], "temperatures": [0.0],

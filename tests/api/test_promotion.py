@@ -108,6 +108,29 @@ def test_a_candidate_must_beat_the_best_rival_by_the_margin_and_beyond_its_inter
     assert any("rival-x was not compared: it reads states of 48" in reason for reason in dropped.reasons)
 
 
+def test_a_tuned_rival_is_compared_in_its_own_best_shape_and_under_load() -> None:
+    policy = PromotionPolicy(beat="rivals")
+    untuned = benchmark_report("rival-x", {"chat": (1.0, 1.0), "math": (1.0, 1.0)}).model_copy(update={"rival": True})
+    tuned = untuned.model_copy(update={"cells": benchmark_report("x", {"chat": (3.0, 3.0), "math": (3.0, 3.0)}).cells})
+
+    def judged(rival: BenchmarkReport, under_load: float) -> PromotionDecision:
+        load = load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.5),
+                           against("rival", 1, under_load), against("rival", 4, under_load))
+        return decide(policy, STEADY, None, SUITES, proof_of(STEADY, load), [STEADY, untuned], rival)
+
+    faster = judged(tuned, 1.0)
+    assert refused(faster) == ["rival", "rival:chat", "rival:math"]
+    assert "both tuned" in the(faster, "rival").words
+    assert refused(judged(untuned, 1.9)) == ["rival-loads"]  # sqrt(2.0 * 1.5) / 1.9 is 0.91
+    assert judged(untuned, 1.2).promote
+
+
+def test_n_gram_look_up_is_compared_by_tuning_and_refuses_nothing() -> None:
+    lookup = benchmark_report("rival-ngram", {"chat": (9.0, 9.0), "math": (9.0, 9.0)}).model_copy(
+        update={"rival": True, "family": "ngram"})
+    assert decide(PromotionPolicy(beat="rivals"), STEADY, None, SUITES, proof_of(STEADY), [STEADY, lookup]).promote
+
+
 def test_an_advantage_over_a_rival_that_is_within_the_interval_does_not_count() -> None:
     wide = Interval(low=1.2, high=2.8)
     noisy = STEADY.model_copy(update={"cells": tuple(

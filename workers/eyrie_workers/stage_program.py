@@ -75,10 +75,17 @@ class Stage:
     _last_progress: float = 0.0
     _first_done: float | None = None
     _phase: tuple[str, bool] | None = None
+    _whole: "Stage | None" = None
+
+    def part(self, name: str) -> "Stage":
+        """A part of the stage's work with a folder of its own; events and the request to stop are the stage's."""
+        directory = self.out_dir / name
+        directory.mkdir(exist_ok=True)
+        return Stage(directory, quiet=self.quiet, _whole=self)
 
     def pause_point(self) -> None:
         """Raise Interrupted if a stop was requested. Call it where everything is saved or can be computed again."""
-        if self.stop_requested:
+        if self.stop_requested or (self._whole is not None and self._whole.stop_requested):
             raise Interrupted
 
     def progress(self, done: float, total: float | None, unit: str, message: str = "") -> None:
@@ -115,7 +122,8 @@ class Stage:
     def _write(self, record: Frozen) -> None:
         line = record.model_dump_json() + "\n"
         # One write call on an append-mode descriptor: readers and other writers never see part of a line.
-        descriptor = os.open(self.out_dir / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        directory = (self._whole or self).out_dir
+        descriptor = os.open(directory / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, line.encode())
         finally:

@@ -82,8 +82,10 @@ class Results:
             what = "checkpoint" if checkpoint is None else f"checkpoint {checkpoint!r}"
             raise NotFound(f"no measured {what} of job {job_id!r}", "see the job's leaderboard for what was measured")
         tuned = [one for one in found if one.measured.tuned]
-        best = select_best([one.measured.report for one in tuned or found])
-        return next(one for one in tuned or found if one.measured.report == best)
+        # The job's own before a rival that was tuned to be beaten.
+        own = [one for one in tuned if not one.measured.report.rival] or tuned or found
+        best = select_best([one.measured.report for one in own])
+        return next(one for one in own if one.measured.report == best)
 
 
 def _result(row: ResultRow) -> Result:

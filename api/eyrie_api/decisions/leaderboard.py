@@ -81,6 +81,12 @@ def select_for_proof(reports: Sequence[BenchmarkReport], *, rivals: bool) -> Ben
     return select_best([one for one in reports if not one.rival or (rivals and _is_drafter(one))])
 
 
+def best_rival(reports: Sequence[BenchmarkReport], besides: str) -> BenchmarkReport | None:
+    """The best rival with a drafter of its own, other than the selected checkpoint; None without one."""
+    rivals = [one for one in reports if one.rival and one.checkpoint != besides and _is_drafter(one)]
+    return select_best(rivals) if rivals else None
+
+
 def _is_drafter(report: BenchmarkReport) -> bool:
     return report.dropped is None and report.family not in WITHOUT_DRAFTER
 

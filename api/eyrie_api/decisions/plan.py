@@ -357,23 +357,30 @@ def _concurrent_tokens(spec: JobSpec) -> int:
 
 
 def _tune(work: _Work, rates: Rates) -> StagePlan:
-    """Trials of the settings at every concurrency, then a benchmark of the chosen setting."""
+    """Trials of the settings at every concurrency, then a benchmark of the chosen setting; again for a rival that the
+    winner has to beat."""
     tune, benchmark = work.spec.tune, work.spec.benchmark
     settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
     variants = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
     raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
     confirmed = _suite_tokens(work.spec)
     hours = min(_hours(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
-    return StagePlan(stage="tune", tokens=raced + confirmed, bytes_on_disk=0,
-                     hours=hours + _hours(confirmed * work.flops_per_token, rates.single))
+    tuned = 1 + _tunes_rival(work.spec)
+    return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0,
+                     hours=tuned * (hours + _hours(confirmed * work.flops_per_token, rates.single)))
+
+
+def _tunes_rival(spec: JobSpec) -> bool:
+    return spec.promotion.beat == "rivals" and bool(spec.rival_drafters)
 
 
 def _prove(work: _Work, rates: Rates) -> StagePlan:
     """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
-    and without the drafter."""
+    and without the drafter, and with a rival that the winner has to beat."""
     prove = work.spec.prove
     loads = len(prove.loads) + bool(prove.system_prompt)
-    tokens = prove.max_new_tokens * (3 * prove.parity_prompts + 2 * prove.requests * loads)
+    tokens = prove.max_new_tokens * (
+        3 * prove.parity_prompts + (2 + _tunes_rival(work.spec)) * prove.requests * loads)
     return StagePlan(stage="prove", tokens=tokens, bytes_on_disk=0,
                      hours=_hours(tokens * work.flops_per_token, rates.single))
 

@@ -10,9 +10,10 @@ Checks of the benchmark, measured in the reference engine:
 3. `incumbent`: the mean speed-up exceeds the incumbent's by the margin (`min_speedup_over_incumbent`), and
    `incumbent:<suite>`: no required suite is slower than the incumbent's, since a mean may hide one slow suite.
    Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable.
-   `rival` and `rival:<suite>`, with `beat: rivals`: the same of the best rival, benchmark against benchmark (both in
-   the tree of `benchmark.tree`, untuned), with an interval of the ratio above 1 (`require_confidence`). N-gram look-up
-   and no drafter are compared by tuning, so they need no check here.
+   `rival` and `rival:<suite>`, with `beat: rivals`: the same of the best rival, best against best: both in their tuned
+   shapes, with an interval of the ratio above 1 (`require_confidence`). Where the rival could not be tuned, and with
+   `beat: incumbent`, the benchmarks in the tree of `benchmark.tree` are compared. N-gram look-up and no drafter are
+   compared by tuning, so they need no check here.
 
 Checks of the proof, measured in the serving engine (`ProveReport`):
 
@@ -25,6 +26,7 @@ Checks of the proof, measured in the serving engine (`ProveReport`):
    `max_ttft_p99_s` bounds p99 as well.
    `answered:<users>`: no more requests failed than without a drafter.
 8. `incumbent-loads`: the speed-up over the incumbent reaches the margin; mean over the declared loads, same run.
+   `rival-loads`: the same over the tuned rival, with `beat: rivals`.
 9. `changed-prompt`: with another system prompt the speed-up reaches `min_speedup_changed_prompt`, and with
    `require_identical` the outputs are identical.
 
@@ -39,7 +41,7 @@ from math import exp, log
 from statistics import fmean
 from typing import Literal
 
-from eyrie_api.decisions.leaderboard import mean_speedup, suite_means
+from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
 from eyrie_api.v1alpha1.model import Interval
@@ -49,7 +51,7 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, Promotio
 
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 
-OFF, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
+OFF, CANDIDATE, INCUMBENT, RIVAL = "off", "candidate", "incumbent", "rival"
 """Variants of the proof's load test."""
 
 _KNOWS_P99 = 100
@@ -59,17 +61,18 @@ _KNOWS_P99 = 100
 
 def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport | None,
            required_suites: Sequence[str], proof: ProveReport | None = None,
-           benchmarks: Sequence[BenchmarkReport] = ()) -> PromotionDecision:
+           benchmarks: Sequence[BenchmarkReport] = (), rival: BenchmarkReport | None = None) -> PromotionDecision:
     """The verdict of `policy` on `candidate`, with every check.
 
     `incumbent` is the report of the drafter that serves now, or None when the target serves without one.
-    `benchmarks` are all of the job, the rivals' included: the candidate is compared with those untuned.
+    `benchmarks` are all of the job, the rivals' included, untuned; `rival` is the best rival's after tuning, if it was
+    tuned.
     `keep-incumbent` and `no-drafter` name what continues to serve; `awaits-approval` means that all checks passed and
     `promotion.mode` is manual.
     """
     checks = [*_asked_of_tuning(proof)]
     over_rivals = [] if without_drafter(proof) else [
-        *_beats_rivals(policy, candidate.checkpoint, benchmarks, required_suites)]
+        *_beats_rival(policy, *_best_against_best(candidate, benchmarks, rival), required_suites)]
     if not without_drafter(proof):
         checks.append(_identical(policy, candidate))
         checks += (_beats_no_drafter(policy, candidate, suite) for suite in required_suites)
@@ -77,6 +80,8 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
             checks += _beats_incumbent(policy, candidate, incumbent, required_suites)
         checks += over_rivals if policy.beat == "rivals" else []
     checks += _asked_of_proof(policy, candidate, required_suites, proof)
+    if policy.beat == "rivals" and proof is not None and proof.load is not None and _has_variant(proof, RIVAL):
+        checks.append(_beats_under_load(policy, proof.load, RIVAL))
     passed = all(check.passed for check in checks)
     reasons = [check.words for check in checks]
     if policy.beat != "rivals":
@@ -205,18 +210,26 @@ def _beats_incumbent(policy: PromotionPolicy, candidate: BenchmarkReport, incumb
             yield PromotionCheck(name=name, passed=mine >= its, figure=mine, bound=its, words=words)
 
 
-def _beats_rivals(policy: PromotionPolicy, checkpoint: str, benchmarks: Sequence[BenchmarkReport],
-                  required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
-    mine = next((one for one in benchmarks if one.checkpoint == checkpoint), None)
-    measured = [one for one in benchmarks if one.rival and one.dropped is None and one.checkpoint != checkpoint]
-    if mine is None or not measured:
+def _best_against_best(candidate: BenchmarkReport, benchmarks: Sequence[BenchmarkReport], tuned: BenchmarkReport | None
+                       ) -> tuple[BenchmarkReport | None, BenchmarkReport | None, str]:
+    """Candidate and rival as they are compared, and how: both tuned where the rival was."""
+    if tuned is not None:
+        return candidate, tuned, "both tuned"
+    mine = next((one for one in benchmarks if one.checkpoint == candidate.checkpoint), None)
+    measured = [one for one in benchmarks if one.rival and one.dropped is None and one.family not in WITHOUT_DRAFTER
+                and one.checkpoint != candidate.checkpoint]
+    return mine, max(measured, key=mean_speedup, default=None), "both untuned"
+
+
+def _beats_rival(policy: PromotionPolicy, mine: BenchmarkReport | None, best: BenchmarkReport | None, how: str,
+                 required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
+    if mine is None or best is None:
         return
-    best = max(measured, key=mean_speedup)
     ratio, bound = mean_speedup(mine) / mean_speedup(best), policy.min_speedup_over_incumbent
     width = exp(math.hypot(_relative_width(mine), _relative_width(best)))
     interval = Interval(low=ratio / width, high=ratio * width)
     sure = interval.low > 1.0 or not policy.require_confidence
-    words = (f"{ratio:.3f}x [{interval.low:.2f}, {interval.high:.2f}] {best.checkpoint}, the best rival, both untuned: "
+    words = (f"{ratio:.3f}x [{interval.low:.2f}, {interval.high:.2f}] {best.checkpoint}, the best rival, {how}: "
              f"{_sign(ratio >= bound)} the required {bound:.3f}x")
     if not sure:
         words += ", and its interval reaches below 1 (promotion.require_confidence)"
@@ -271,7 +284,7 @@ def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, require
         yield from _at_load(policy, proof, proof.load, users)
     yield from _suites_under_load(proof, proof.load, required_suites)
     if _has_variant(proof, INCUMBENT):
-        yield _beats_incumbent_under_load(policy, proof.load)
+        yield _beats_under_load(policy, proof.load, INCUMBENT)
     if proof.changed_prompt is not None:
         yield _survives_changed_prompt(policy, proof.changed_prompt, proof.changed_parity)
 
@@ -355,23 +368,24 @@ def _suites_under_load(proof: ProveReport, load: LoadReport,
             yield PromotionCheck(name=f"load-suite:{suite}", passed=mean >= 1.0, figure=mean, bound=1.0, words=words)
 
 
-def _beats_incumbent_under_load(policy: PromotionPolicy, load: LoadReport) -> PromotionCheck:
-    ratios = [_over_incumbent(load, users) for users in load.spec.concurrencies]
-    bound, known = policy.min_speedup_over_incumbent, [one for one in ratios if one is not None]
+def _beats_under_load(policy: PromotionPolicy, load: LoadReport, other: str) -> PromotionCheck:
+    """Candidate against incumbent or rival."""
+    ratios = [_over(other, load, users) for users in load.spec.concurrencies]
+    bound, known, name = policy.min_speedup_over_incumbent, [one for one in ratios if one is not None], f"{other}-loads"
     if len(known) < len(ratios):
-        return PromotionCheck(name="incumbent-loads", passed=False, bound=bound,
-                              words="the incumbent was not asked at every declared load")
+        return PromotionCheck(name=name, passed=False, bound=bound,
+                              words=f"the {other} was not asked at every declared load")
     mean = _geometric_mean(known)
-    words = (f"{mean:.3f}x the incumbent over the declared loads, asked in turn in the same run: "
+    words = (f"{mean:.3f}x the {other} over the declared loads, asked in turn in the same run: "
              f"{_sign(mean >= bound)} the required {bound:.3f}x")
-    return PromotionCheck(name="incumbent-loads", passed=mean >= bound, figure=mean, bound=bound, words=words)
+    return PromotionCheck(name=name, passed=mean >= bound, figure=mean, bound=bound, words=words)
 
 
-def _over_incumbent(load: LoadReport, users: int) -> float | None:
-    direct = _comparison(load, CANDIDATE, INCUMBENT, users)
+def _over(other: str, load: LoadReport, users: int) -> float | None:
+    direct = _comparison(load, CANDIDATE, other, users)
     if direct is not None:
         return direct.throughput_ratio
-    mine, its = _comparison(load, CANDIDATE, OFF, users), _comparison(load, INCUMBENT, OFF, users)
+    mine, its = _comparison(load, CANDIDATE, OFF, users), _comparison(load, other, OFF, users)
     return None if mine is None or its is None else mine.throughput_ratio / its.throughput_ratio
 
 

@@ -56,11 +56,12 @@ class PromotionPolicy(Frozen):
 
     min_speedup_over_incumbent: float = Field(1.02, gt=0.0)
     """Over the incumbent's speed-up, averaged over suites and temperatures, and at the declared loads together; with
-    `beat: rivals` also over the best rival's, in the benchmark."""
+    `beat: rivals` also over the best rival's, each tuned, in the final benchmark and at the declared loads together."""
 
     beat: Literal["incumbent", "rivals"] = "incumbent"
-    """rivals: the winner must also be faster than the best of the job's rivals, by `min_speedup_over_incumbent` and
-    with `require_confidence` beyond the interval. incumbent: a faster rival is reported and does not refuse."""
+    """rivals: the best of the job's rivals is tuned too and takes part in the proof's load test, and the winner must be
+    faster, by `min_speedup_over_incumbent` and with `require_confidence` beyond the interval. incumbent: rivals are
+    benchmarked alone; a faster one is reported and does not refuse."""
 
     rivals: Literal["compare", "promote"] = "compare"
     """compare: the best candidate is tuned and proven, whatever the rivals do. promote: the fastest checkpoint is, a

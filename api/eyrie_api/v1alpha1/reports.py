@@ -381,6 +381,9 @@ class TuneReport(Frozen):
     final: BenchmarkReport
     """The winner measured on prompts of every suite: what promotion decides on."""
 
+    rival: "TuneReport | None" = None
+    """The best rival, tuned in the same way for `promotion.beat: rivals`."""
+
     engine: EngineUsed | None = None
     """As in `BenchmarkReport`."""
 

@@ -104,6 +104,13 @@ class BenchmarkStage(Frozen):
     engine: EngineSpec = EngineSpec()
 
 
+class RivalDrafter(Frozen):
+    """The best rival with a drafter of its own, as its benchmark stage left it."""
+
+    checkpoint: str
+    drafter_dir: str
+
+
 class TuneStage(Frozen):
     """The chosen drafter in, the measured grid of draft-tree shapes out."""
 
@@ -115,6 +122,9 @@ class TuneStage(Frozen):
     benchmark: BenchmarkSpec
     tune: TuneSpec
     drafter_dir: str
+    rival: RivalDrafter | None = None
+    """Tuned after the chosen drafter, in the same way, where the winner has to beat it (`promotion.beat`)."""
+
     held_out_file: str | None = None
     engine: EngineSpec = EngineSpec()
 
@@ -138,6 +148,9 @@ class ProveStage(Frozen):
     engine: EngineSpec
     max_concurrency: int | None = Field(None, ge=1)
     """Of the endpoint: requests decoded at once; None as in `ServeSpec`."""
+
+    rival_dir: str | None = None
+    """The drafter of the rival that tune tuned too: a further variant of the load test."""
 
     incumbent: DrafterUse | None = None
     """What serves at the job's endpoint now, when that is a drafter; decided when the attempt began."""

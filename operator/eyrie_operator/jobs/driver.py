@@ -159,7 +159,9 @@ class Driver:
         # Race: refreshed after `observe`, so that the files of a run observed as ended are complete.
         self._runner.refresh(job.id, job.spec)
         outcome = read_outcome(job_dir, intent.attempt)
-        best = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True), limit=1) if outcome else ()
+        tuned = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True)) if outcome else ()
+        # A tuned rival that was to be beaten is not the job's own result; one that was selected is alone.
+        best = sorted(tuned, key=lambda entry: entry.rival)
         return ObservedJob(
             attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
             delete_requested=intent.delete_requested, has_capacity=self._has_capacity(job),
@@ -211,18 +213,24 @@ class Driver:
         for report in benchmarks:
             if report.dropped is None:
                 self._record(job, report, tuned=False)
-        for rival in job.spec.rivals:
-            if rival.method == "off":
+        for named in job.spec.rivals:
+            if named.method == "off":
                 baseline = next(one for one in benchmarks if one.dropped is None)
-                self._record(job, no_drafter(rival.checkpoint, baseline), tuned=False)
+                self._record(job, no_drafter(named.checkpoint, baseline), tuned=False)
         untuned = next(one for one in benchmarks if one.checkpoint == tuned.final.checkpoint)
         final = tuned.final.model_copy(update={"rival": untuned.rival, "family": untuned.family})
         self._record(job, final, tuned=True)
+        rival = None
+        if tuned.rival is not None:
+            its_name = tuned.rival.checkpoint
+            its = next(one for one in benchmarks if one.checkpoint == its_name)
+            rival = tuned.rival.final.model_copy(update={"rival": True, "family": its.family})
+            self._record(job, rival, tuned=True)
         proof = read_manifest(stage_dir(job_dir, "prove")).report
         assert isinstance(proof, ProveReport)
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
         decision = decide(job.spec.promotion, final, self._incumbent(job.spec.serve.endpoint), required, proof,
-                          benchmarks)
+                          benchmarks, rival)
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         self._write_outcome(job.id, AttemptOutcome(attempt=attempt, decision=decision))
 

@@ -106,7 +106,8 @@ def prove_report(spec: ProveStage) -> ProveReport:
     parity = ParityReport(engine="embedded", prompts=2, identical=2, tree=tree, histogram=(1, 2, 3),
                           reference_histogram=(1, 2, 3), tau=2.5, tau_interval=Interval(low=2.4, high=2.6),
                           reference_tau=2.5, passed=True, reasons=("rehearsed",))
-    variants = ("off", "candidate") if spec.incumbent is None else ("off", "candidate", "incumbent")
+    others = {"incumbent": spec.incumbent, "rival": spec.rival_dir}
+    variants = ("off", "candidate", *(name for name, given in others.items() if given is not None))
     return ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind,
                        use=DrafterUse(drafter_dir=spec.drafter_dir, setting=Setting(tree=tree)), parity=parity,
                        load=load_report(spec.prove.loads, variants, 2.5), environment=ENVIRONMENT, seconds=1.0,
@@ -133,9 +134,14 @@ def report_of(spec: StageSpec) -> StageReport:
     cell = TuneCell(tree=tree, tau=2.5, tau_by_temperature={"0.0": 2.6, "1.0": 2.4}, tokens_per_s=1.0, speedup=2.5,
                     speedup_by_temperature={"0.0": 2.6, "1.0": 2.4}, speedup_interval=Interval(low=2.0, high=3.0),
                     identical=2, prompts=2)
-    return TuneReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, cells=(cell,), winner=tree,
-                      finding="rehearsed", final=benchmark_report(spec.checkpoint, 2.5), environment=ENVIRONMENT,
-                      seconds=1.0)
+    tuned = TuneReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, cells=(cell,), winner=tree,
+                       finding="rehearsed", final=benchmark_report(spec.checkpoint, 2.5), environment=ENVIRONMENT,
+                       seconds=1.0)
+    if spec.rival is None:
+        return tuned
+    name = spec.rival.checkpoint
+    return tuned.model_copy(update={"rival": tuned.model_copy(update={
+        "checkpoint": name, "path": spec.rival.drafter_dir, "final": benchmark_report(name, 2.5)})})
 
 
 def behave(name: str, stage: Stage) -> None:

@@ -20,7 +20,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_workers.catalog import command
 from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
-from eyrie_workers.stages.prove import FIXED, prove, select_use, variants_to_compare
+from eyrie_workers.stages.prove import FIXED, prove, select_use, tuned_rival, variants_to_compare
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.workers.measurement.tiny_bench import stage_specs
 
@@ -177,6 +177,18 @@ def test_a_map_that_changes_drafters_cannot_be_followed_and_one_setting_is_prove
     assert select_use(spec, tuned(best_at({1: NGRAM, 2: CHAIN})), plan) == DrafterUse(setting=NGRAM)
     assert select_use(spec, tuned(best_at({1: CHAIN, 2: NGRAM})), plan) == DrafterUse(
         drafter_dir=spec.drafter_dir, setting=CHAIN)
+
+
+def test_the_tuned_rival_is_a_variant_in_its_own_best_setting_unless_that_is_off(tmp_path: Path) -> None:
+    rival = str(tmp_path / "rival")
+    spec = spec_in(tmp_path, tuned(None), rival_dir=rival)
+    plan, ours = ServerPlan("embedded", spec.target, 2), DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN)
+    both = tuned(None).model_copy(update={"rival": tuned(best_at({1: DEEP}))})
+    uses = variants_to_compare(spec, ours, Stage(tmp_path), tuned_rival(spec, both, plan))
+    assert list(uses) == ["off", "candidate", "rival"]
+    assert (uses["rival"].drafter_dir, uses["rival"].setting) == (rival, DEEP)
+    assert tuned_rival(spec, both.model_copy(update={"rival": tuned(best_at({1: OFF}))}), plan) is None
+    assert tuned_rival(spec, tuned(None), plan) is None
 
 
 def test_an_incumbent_whose_drafter_is_gone_is_left_out_and_reported(tmp_path: Path) -> None:

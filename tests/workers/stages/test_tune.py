@@ -12,13 +12,13 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.stages import TuneStage
+from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.tuning import OFF
 from eyrie_workers.catalog import command
 from eyrie_workers.measurement.tuner.grid import possible_settings
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.tune import tune
-from tests.workers.measurement.tiny_bench import one_shape, stage_specs
+from tests.workers.measurement.tiny_bench import one_shape, random_drafter, stage_specs
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +77,33 @@ def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_ot
     assert "prompts the tuner had not used" in report.finding
 
 
-def test_a_suite_too_short_for_fresh_prompts_says_that_the_figure_is_flattered(tmp_path: Path) -> None:
-    directory = prepare(tmp_path, one_shape(stage_specs(tmp_path, prompts_per_suite=2)[1]))
+def test_a_suite_too_short_for_fresh_prompts_says_so_and_a_rival_is_tuned_in_the_same_way(tmp_path: Path) -> None:
+    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2)[1])
+    rival = random_drafter(tmp_path / "other", Path(spec.target.model), seed=5)
+    directory = prepare(tmp_path, spec.model_copy(update={
+        "rival": RivalDrafter(checkpoint="rival-other", drafter_dir=str(rival))}))
     assert run_here(directory) == 0
-    assert "flatters" in report_of(directory).finding
+    manifest, report = read_manifest(directory), report_of(directory)
+    verify_files(manifest, directory)
+    assert "flatters" in report.finding
+    assert report.rival is not None
+    assert (report.rival.checkpoint, report.rival.path, report.rival.final.lossless) == (
+        "rival-other", str(rival), True)
+    # N-gram look-up has been raced against the candidate; the rival's ledgers are its own.
+    assert {trial.setting.method for trial in report.rival.trials} == {"off", "drafter"}
+    assert {"rival/blocks.jsonl", "rival/final.jsonl", "blocks.jsonl"} <= {entry.path for entry in manifest.files}
+    assert {"Tuned", "RivalTuned"} <= {json.loads(line).get("reason") for line in (
+        directory / "events.jsonl").read_text().splitlines()}
+    assert not (directory / "rival" / "events.jsonl").exists()
+
+
+def test_a_rival_that_cannot_be_tuned_is_reported_and_the_drafter_is_tuned_all_the_same(tmp_path: Path) -> None:
+    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2, max_new_tokens=4)[1])
+    directory = prepare(tmp_path, spec.model_copy(update={
+        "rival": RivalDrafter(checkpoint="rival-gone", drafter_dir=str(tmp_path / "gone"))}))
+    assert run_here(directory) == 0
+    assert report_of(directory).rival is None
+    assert "RivalNotTuned" in (directory / "events.jsonl").read_text()
 
 
 def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
     python -m eyrie_workers.stages.prove --spec spec.json --out manifest.json
 
 Benchmark and tune measure in the reference engine. A promoted drafter is served by a server, possibly another engine,
-to several users at once. This stage starts servers that differ in drafting alone (`off`, `candidate` and, when a
-drafter serves already, `incumbent`), all at once where their memory allows, else one after the other, and makes three
-checks:
+to several users at once. This stage starts servers that differ in drafting alone (`off`, `candidate`, when a drafter
+serves already, `incumbent`, and a tuned `rival` that the candidate has to beat), all at once where their memory allows,
+else one after the other, and makes three checks:
 
 1. Load: speed and time to first token at every load that the job declares.
 2. Changed system prompt: the same with another system prompt, which operators change in production.
@@ -67,7 +67,7 @@ from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "found.jsonl"
-BASELINE, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
+BASELINE, CANDIDATE, INCUMBENT, RIVAL = "off", "candidate", "incumbent", "rival"
 FIXED = "fixed"
 """The candidate with the proven setting at every load, for parity, where its map has another for a single user."""
 
@@ -180,7 +180,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     if use.setting == OFF:
         return _nothing_to_prove(spec, stage, use, started)
     suites = read_suites(spec, stage)
-    uses = variants_to_compare(spec, use, stage)
+    uses = variants_to_compare(spec, use, stage, tuned_rival(spec, tuned, plan))
     launch = command_line(plan, CANDIDATE, uses, _variants_dir(stage))
     proof = Proof(spec, stage, plan, uses, select_prompts(spec, suites),
                   open_ledger_for(CheckResult, stage, spec, LEDGER),
@@ -208,6 +208,15 @@ def _nothing_to_prove(spec: ProveStage, stage: Stage, use: DrafterUse, started: 
     return Result(report, [stage.out_dir / REPORT])
 
 
+def tuned_rival(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> DrafterUse | None:
+    """The rival's `DrafterUse`; None without one, and where speculation with it pays at no declared load: then it is
+    `off`, which every comparison has."""
+    if tuned.rival is None or spec.rival_dir is None:
+        return None
+    use = select_use(spec.model_copy(update={"drafter_dir": spec.rival_dir}), tuned.rival, plan)
+    return None if use.setting == OFF else use
+
+
 def select_use(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> DrafterUse:
     """The endpoint's `DrafterUse`: the best setting at the lowest declared load that drafts, or off.
 
@@ -225,7 +234,8 @@ def select_use(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> Drafter
     return DrafterUse(drafter_dir=spec.drafter_dir if setting.method == "drafter" else None, setting=setting)
 
 
-def variants_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage) -> DrafterUses:
+def variants_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage,
+                        rival: DrafterUse | None = None) -> DrafterUses:
     """The `DrafterUse` of every server. An incumbent whose drafter is missing is left out, with an event."""
     uses = {BASELINE: DrafterUse(), CANDIDATE: use}
     if use.map is not None and use.map.at(1).setting != use.setting:
@@ -237,6 +247,8 @@ def variants_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage) -> Draf
                     "compared with no drafter alone", warning=True)
     elif incumbent is not None:
         uses[INCUMBENT] = incumbent
+    if rival is not None:
+        uses[RIVAL] = rival
     return uses
 
 
@@ -286,7 +298,8 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
 
 
 def _start_servers(proof: Proof, pool: ServerPool) -> None:
-    """Start as many servers as fit. An incumbent that cannot start is left out; the other variants are required."""
+    """Start as many servers as fit. An incumbent or a rival that cannot start is left out; the other variants are
+    required."""
     stage, uses = proof.stage, proof.uses
     if pool.capacity < len(uses):
         stage.event("ServersInTurn", f"the memory holds {pool.capacity} of {len(uses)} servers at a time: variants are "
@@ -294,11 +307,12 @@ def _start_servers(proof: Proof, pool: ServerPool) -> None:
         return
     failed = pool.make_ready(list(uses))
     for name, error in failed.items():
-        if name != INCUMBENT:
+        if name not in (INCUMBENT, RIVAL):
             raise error
-        stage.event("IncumbentFailed", f"the incumbent's server cannot start, so the candidate is compared with no "
-                    f"drafter alone: {error.message}", warning=True)
-        del uses[INCUMBENT]
+        stage.event("IncumbentFailed" if name == INCUMBENT else "RivalFailed",
+                    f"the {name}'s server cannot start, so the candidate is not compared with it under load: "
+                    f"{error.message}", warning=True)
+        del uses[name]
     stage.event("ServersReady", f"{len(uses)} servers of the {proof.spec.engine.kind} engine answer: "
                 + ", ".join(f"{name} ({describe_use(use)})" if name != BASELINE else name
                             for name, use in uses.items()))

@@ -15,6 +15,10 @@ final measurement with other prompts of every suite, used by neither the profile
 long enough, the selection of the checkpoint. It measures the drafter's best shape at the lowest concurrency, whatever
 setting won, because promotion must also see a drafter that loses.
 
+With `promotion.beat: rivals` the best rival is tuned afterwards in the same way, without n-gram look-up, in the folder
+`rival`: what the winner has to beat is the rival in its own best setting at each load. A rival that cannot be tuned is
+left out, and promotion compares the benchmarks.
+
 An interrupted stage resumes from its profile and its ledger. A race's budget counts the seconds of its measurements, so
 a resumed race ends where an uninterrupted one would have.
 """
@@ -22,16 +26,16 @@ a resumed race ends where an uninterrupted one would have.
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 from eyrie_api.artifacts import digest_model, write_model
-from eyrie_api.errors import InvalidInput, UnsupportedTarget
+from eyrie_api.errors import EyrieError, InvalidInput, Transient, UnsupportedTarget
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
-from eyrie_api.v1alpha1.stages import TuneStage
+from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.embedded import EmbeddedEngine
@@ -72,6 +76,9 @@ from eyrie_workers.stage_program import Result, Stage, run_program
 PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
+RIVAL = "rival"
+"""Folder of the rival's ledgers."""
+
 _FEWEST_RUNGS = 4  # an interval from fewer blocks is too wide
 _FEWEST_RACERS = 3  # off, the drafter's best and a rival, also where fewer servers fit the memory
 _RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
@@ -255,6 +262,50 @@ def _tau(runs: dict[float, list[BlockRun]]) -> float:
 
 def tune(spec: TuneStage, stage: Stage) -> Result:
     """Predict every setting at every load, race the candidates, and measure the drafter's best shape on new prompts."""
+    report, files = tune_drafter(spec, stage)
+    stage.event("Tuned", described(report))
+    for step, (name, value) in enumerate(series(report)):
+        stage.metric(name, step, value)
+    if spec.rival is not None:
+        part = stage.part(RIVAL)
+        try:
+            rival, its_files = tune_drafter(rival_spec(spec, spec.rival), part)
+        except Transient:
+            raise
+        except EyrieError as error:
+            stage.event("RivalNotTuned", f"{spec.rival.checkpoint}: {error.message}; the benchmarks are compared, "
+                        "untuned", warning=True)
+        else:
+            stage.event("RivalTuned", f"{rival.checkpoint}: {described(rival)}")
+            report, files = report.model_copy(update={"rival": rival}), [*files, *its_files]
+    write_model(stage.out_dir / REPORT, report)
+    return Result(report, [*files, stage.out_dir / REPORT])
+
+
+def rival_spec(spec: TuneStage, rival: RivalDrafter) -> TuneStage:
+    """The spec by which a rival is tuned. N-gram look-up needs no drafter: the candidate's races have compared it."""
+    return spec.model_copy(update={
+        "checkpoint": rival.checkpoint, "candidate": rival.checkpoint, "drafter_dir": rival.drafter_dir, "rival": None,
+        "tune": spec.tune.model_copy(update={"ngram": False})})
+
+
+def described(report: TuneReport) -> str:
+    """The report in a few sentences."""
+    final = report.final
+    return (f"{report.finding} Final measurement, {report.winner.label()}: {final.speedup:.2f}x, "
+            f"{'lossless' if final.lossless else 'NOT lossless'}.")
+
+
+def series(report: TuneReport) -> Iterator[tuple[str, float]]:
+    """Metrics of the measured trials."""
+    for trial in report.trials:
+        if trial.speedup is not None:
+            yield f"{trial.setting.label()}@{trial.concurrency}/speedup", trial.speedup
+            yield f"{trial.setting.label()}@{trial.concurrency}/tau", trial.tau or 1.0
+
+
+def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]:
+    """Tune one drafter; returns its report and the files of the measurement."""
     started = time.monotonic()
     settings = possible_settings(spec.tune)
     if not any(setting.method == "drafter" for setting in settings):
@@ -282,20 +333,14 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
         assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
         final = _measure_final(session, spec, stage, drafted(winner.tree), prompts.final, final_ledger)
-    report = TuneReport(
+    return TuneReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir,
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
                     if setting.method == "drafter"),
         winner=winner.tree, map=map_, trials=trials, step_times=profile.step_times,
         draft_times=profile.draft_times, finding=f"{map_.finding} {_source(prompts)}", final=final, engine=final.engine,
-        environment=environment(session.dtype), seconds=time.monotonic() - started)
-    for step, trial in enumerate(trial for trial in trials if trial.speedup is not None):
-        stage.metric(f"{trial.setting.label()}@{trial.concurrency}/speedup", step, trial.speedup or 0.0)
-        stage.metric(f"{trial.setting.label()}@{trial.concurrency}/tau", step, trial.tau or 1.0)
-    stage.event("Tuned", f"{report.finding} Final measurement, {winner.tree.label()}: {final.speedup:.2f}x, "
-                         f"{'lossless' if final.lossless else 'NOT lossless'}.")
-    write_model(stage.out_dir / REPORT, report)
-    return Result(report, [stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER, REPORT)])
+        environment=environment(session.dtype), seconds=time.monotonic() - started), [
+            stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER)]
 
 
 def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
