@@ -36,6 +36,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.peak_rate import peak_rate
 
@@ -112,7 +113,7 @@ def measure(arguments: list[str] | None = None) -> dict[str, str | float]:
     with device_scope(device):
         embed, head = (torch.randn(options.vocab, options.hidden).mul_(scale).to(target_dtype) for scale in (1.0, 0.1))
         objective = TrainingTimeTest(
-            drafter, embed, head,
+            drafter, embed, OutputHead(head),
             TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,
                       grad_checkpoint=options.recompute),
             max_positions=max(1 << 14, 2 * max(documents.lengths)), dtype=dtype)

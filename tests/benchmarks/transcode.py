@@ -12,6 +12,7 @@ from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_sh
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.topk_logits import compute_topk_logits
 from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.targets.output_head import OutputHead
 
 _SHARD_BYTES = 64 * 2**20
 
@@ -32,5 +33,6 @@ def _rows(source: FeatureStore, rows: range, fmt: StoreFormat, lm_head_VH: Tenso
         row = source.row(index)
         topk_logits = None
         if fmt.final_state == "topk":
-            topk_logits = compute_topk_logits(row.last[supervised_positions(row.loss_mask)], lm_head_VH, fmt)
+            supervised = supervised_positions(row.loss_mask)
+            topk_logits = compute_topk_logits(row.last[supervised], OutputHead(lm_head_VH), fmt)
         yield FeatureRow(row.row_id, row.token_ids, row.loss_mask, row.aux, row.last, topk_logits)

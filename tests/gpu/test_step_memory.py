@@ -30,6 +30,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training import matmul
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.optimiser import adamw
@@ -135,7 +136,7 @@ def measured_and_predicted(shape: Shape, num_ranks: int = 1, *, accumulating: bo
         with device_scope(GPU):
             embed, head = (torch.zeros(shape.vocab, shape.hidden, device=GPU, dtype=shape.dtype) for _ in range(2))
             objective = TrainingTimeTest(
-                drafter, embed, head, TrainSpec(ttt_length=shape.steps, unrolled_fraction=shape.unrolled,
+                drafter, embed, OutputHead(head), TrainSpec(ttt_length=shape.steps, unrolled_fraction=shape.unrolled,
                                                 single_step_ratio=0.0, grad_checkpoint=shape.recompute),
                 max_positions=max(shape.lengths), dtype=shape.dtype, max_kept_bytes=shape.kept_bytes)
         optimizer = adamw(list(drafter.parameters()), num_ranks, lr=1e-3)

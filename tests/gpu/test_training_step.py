@@ -19,6 +19,7 @@ from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.shard_format import TopKLogits
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training import attention, losses
 from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
 from eyrie_workers.training.loop import Trainer
@@ -52,7 +53,8 @@ def eagle3(**settings: Any) -> TrainingTimeTest:
     drafter.to(GPU)
     lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
     with device_scope(GPU):
-        return TrainingTimeTest(drafter, embedding().to(GPU), lm_head.to(GPU), SPEC, max_positions=128, **settings)
+        return TrainingTimeTest(drafter, embedding().to(GPU), OutputHead(lm_head.to(GPU)), SPEC, max_positions=128,
+                                **settings)
 
 
 def test_a_step_with_its_update_waits_once(gpu: PretendedGpu) -> None:
@@ -95,10 +97,10 @@ def test_the_targets_logits_are_few_products_there_summed_in_float32(gpu: Preten
         return multiply(a, b, dtype)
 
     monkeypatch.setattr(losses, "matmul_as", counted)
-    head = TargetHead.of(matrix.to(GPU), DraftVocabulary(torch.arange(0, 5000, 3), 5000))
+    head = TargetHead.of(OutputHead(matrix.to(GPU)), DraftVocabulary(torch.arange(0, 5000, 3), 5000))
     found = compute_target_table(last.to(GPU), head)
     assert shapes == [5000]
-    exact = compute_target_table(last, TargetHead.of(matrix.float(), head.vocabulary))
+    exact = compute_target_table(last, TargetHead.of(OutputHead(matrix.float()), head.vocabulary))
     assert len(shapes) == 6  # a CPU reads 1024 columns at a time
     # Products of bfloat16 are exact in float32; rounded to bfloat16, logits near 16 would differ by up to 2^-5.
     torch.testing.assert_close(found.probabilities_RD.cpu(), exact.probabilities_RD, rtol=1e-4, atol=1e-7)

@@ -43,7 +43,8 @@ def seen(**known: Any) -> ObservedJob:
 
 
 def manifest(stage: str = "capture") -> Manifest:
-    report = CaptureReport(rows=1, tokens=1, supervised_tokens=1, bytes=1, bytes_per_token=1.0, shards=1,
+    report = CaptureReport(source="reference", rows=1, tokens=1, supervised_tokens=1, bytes=1,
+                           bytes_per_token=1.0, shards=1,
                            layers=LayerChoice(aux_layers=(1,), reason="r"), hidden_size=1, codec="float32", seconds=1.0,
                            tokens_per_s=1.0)
     return Manifest.model_validate({"stage": stage, "job_id": "j", "spec_digest": "sha256:" + "0" * 64,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.v1alpha1.capture import StateSource, StateSourceName
 
 FAMILIES = ("llama", "qwen2", "qwen3", "olmo2", "olmo3")
 """Values of `model_type`."""
@@ -27,13 +28,54 @@ def check_config(data: Mapping[str, Any]) -> None:
     if data.get("quantization_config") is not None:
         raise UnsupportedTarget("quantization_config is set: quantised weights cannot be read here",
                                 "give the unquantised model")
-    for field in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
-        value = data.get(field)
-        if not isinstance(value, int) or value < 1:
-            raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer",
-                                    "save the model again")
+    check_sizes(data, "intermediate_size")
     _check_rope(data, family)
     layer_types(data)
+
+
+def check_sizes(data: Mapping[str, Any], *others: str) -> None:
+    """Raises UnsupportedTarget naming a size that is not a positive integer."""
+    for field in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", *others):
+        value = data.get(field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer",
+                                    "save the model again")
+
+
+def computed_by_reference(data: Mapping[str, Any]) -> bool:
+    """Whether the reference forward pass computes the model of a config."""
+    try:
+        check_config(data)
+    except UnsupportedTarget:
+        return False
+    return True
+
+
+def choose_source(data: Mapping[str, Any], wanted: StateSource) -> StateSourceName:
+    """Which source computes a target's hidden states: the reference where it can, unless another is named.
+
+    Raises UnsupportedTarget when the named one cannot.
+    """
+    if wanted == "transformers":
+        return wanted
+    if computed_by_reference(data):
+        return "reference"
+    if wanted == "reference":
+        check_config(data)
+    return "transformers"
+
+
+def language_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config: that of `text_config`, where a checkpoint has several models."""
+    inner = data.get("text_config")
+    return {**data, **inner} if isinstance(inner, Mapping) else data
+
+
+def logit_transform(text: Mapping[str, Any]) -> tuple[float, float | None]:
+    """Factor and bound of the logits (`eyrie_workers.targets.output_head`), under the names that configs use."""
+    scale = float(text.get("logit_scale") or 1.0) / float(text.get("logits_scaling") or 1.0)
+    soft_cap = text.get("final_logit_softcapping")
+    return scale, float(soft_cap) if soft_cap else None
 
 
 def _check_rope(data: Mapping[str, Any], family: str) -> None:

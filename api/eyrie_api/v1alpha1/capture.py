@@ -7,9 +7,17 @@ from pydantic import Field, model_validator
 from eyrie_api.v1alpha1.codecs import Codec, FinalState
 from eyrie_api.v1alpha1.model import Frozen
 
+StateSourceName = Literal["reference", "transformers"]
+"""What computes the states: Eyrie's own forward pass, or the model class of transformers."""
+
+StateSource = Literal["auto", StateSourceName]
+
 
 class CaptureSpec(Frozen):
     """Which hidden states are recorded, and how."""
+
+    source: StateSource = "auto"
+    """What computes the states. `auto`: the reference forward pass for architectures it knows, else transformers."""
 
     aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1, max_length=16)
     """`hidden_states` indices, ascending. Default: low, middle, high; moved onto full-attention layers on hybrids."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from eyrie_api.v1alpha1.capture import StateSourceName
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.model import Frozen, Interval, Probability
@@ -123,9 +124,8 @@ class LayerChoice(Frozen):
 class CaptureReport(Frozen):
     """What was recorded."""
 
-    engine: str = "reference"
-    """Whose hidden states these are: always those of Eyrie's reference implementation of the target, whatever the
-    job's engine is."""
+    source: StateSourceName
+    """What computed the states, whatever the job's engine is."""
 
     rows: int
     tokens: int

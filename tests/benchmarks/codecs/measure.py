@@ -50,6 +50,7 @@ from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.codecs.report import CodecReport, SeedResult, WayResult
 from tests.benchmarks.transcode import transcode
@@ -225,7 +226,8 @@ def _teacher_kl(trial: CodecTrial, fmt: StoreFormat, source: FeatureStore, last_
     head = trial.target.lm_head_weight
     wanted = (last_MH @ head[ids].T).log_softmax(-1)
     if fmt.final_state == "topk":
-        given = rebuild_distribution(compute_topk_logits(last_MH, head, fmt), ids.numel()).clamp_min(1e-30).log()
+        stored = compute_topk_logits(last_MH, OutputHead(head), fmt)
+        given = rebuild_distribution(stored, ids.numel()).clamp_min(1e-30).log()
     else:
         back = torch.empty_like(last_MH)
         codec = final_codec(fmt.codec)

@@ -119,7 +119,8 @@ def report_of(spec: StageSpec) -> StageReport:
         return RegenerateReport(rows_read=1, rows_answered=1, rows_held_out=1, rows_quarantined=0, prompt_tokens=1,
                                 answer_tokens=1, finish_reasons={}, sources={}, seconds=1.0, tokens_per_s=1.0)
     if isinstance(spec, CaptureStage):
-        return CaptureReport(rows=1, tokens=1, supervised_tokens=1, bytes=1, bytes_per_token=1.0, shards=1,
+        return CaptureReport(source="reference", rows=1, tokens=1, supervised_tokens=1, bytes=1,
+                             bytes_per_token=1.0, shards=1,
                              layers=LayerChoice(aux_layers=(1,), reason="rehearsal"), hidden_size=1, codec="float32",
                              seconds=1.0, tokens_per_s=1.0)
     if isinstance(spec, TrainStage):

@@ -64,7 +64,7 @@ class ToyObjective(DistillationObjective):
     def __init__(self, drafter: ToyDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                  dtype: torch.dtype) -> None:
         vocab_size = drafter.lm_head.out_features
-        super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), embeddings.lm_head, spec, steps=1,
+        super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), embeddings.output_head, spec, steps=1,
                          dtype=dtype)
         self._drafter = drafter
 

@@ -61,7 +61,7 @@ def both(directory: Path, target_dir: Path, codec: Codec, num: int = 14, *, opin
     writer.finish()
     (directory / "stream").mkdir()
     write_plan(directory / "stream", layout, ((name, ids.tolist(), prompt) for name, ids, prompt in rows),
-               batch_tokens=100, buffer_bytes=buffer_bytes)
+               source="reference", batch_tokens=100, buffer_bytes=buffer_bytes)
     spec = TargetSpec(model=str(target_dir))
     return open_features(str(directory / "store"), spec), open_features(str(directory / "stream"), spec)
 

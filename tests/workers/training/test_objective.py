@@ -14,6 +14,7 @@ from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest, loss_in_pa
 from eyrie_workers.drafters.eagle3.unroll import shared_projections
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.losses import Normalisation, TargetHead, compute_target_table, shares, step_weights
 from eyrie_workers.training.objective import StepContext
@@ -34,7 +35,8 @@ def lm_head(seed: int = 5) -> torch.Tensor:
 
 
 def objective(drafter: Eagle3Drafter, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> TrainingTimeTest:
-    return TrainingTimeTest(drafter, embedding(), lm_head(), settings(ttt_length=steps), max_positions=64, dtype=dtype)
+    return TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()), settings(ttt_length=steps), max_positions=64,
+                            dtype=dtype)
 
 
 def settings(**changed: Any) -> TrainSpec:
@@ -208,7 +210,7 @@ def test_the_teacher_is_renormalised_over_the_draft_vocabulary() -> None:
     ids, last = torch.tensor([1, 4, 9]), torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
     member = torch.zeros(VOCAB, dtype=torch.bool)
     member[ids] = True
-    teacher = compute_target_table(last, TargetHead.of(lm_head(), DraftVocabulary(ids, VOCAB)))
+    teacher = compute_target_table(last, TargetHead.of(OutputHead(lm_head()), DraftVocabulary(ids, VOCAB)))
     full = (last @ lm_head().T).softmax(-1)
     torch.testing.assert_close(teacher.probabilities_RD, full[:, ids] / full[:, ids].sum(-1, keepdim=True))
     assert teacher.inside_R.tolist() == member[full.argmax(-1)].tolist()
@@ -217,8 +219,8 @@ def test_the_teacher_is_renormalised_over_the_draft_vocabulary() -> None:
 
 def test_training_unrolls_a_drawn_share_and_the_draw_is_a_function_of_seed_and_step() -> None:
     drafter, documents = random_drafter(), random_documents((40, 40, 40))
-    learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(unrolled_fraction=0.3, single_step_ratio=0.5),
-                               max_positions=64)
+    learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()),
+                               settings(unrolled_fraction=0.3, single_step_ratio=0.5), max_positions=64)
     judged = learner(documents)
     late = [learner(documents, StepContext(step=step, num_steps=10, seed=0)) for step in (5, 5, 6)]
     assert torch.equal(late[0].loss, late[1].loss)
@@ -259,8 +261,8 @@ def test_shares_of_two_processes_are_those_of_one(normalisation: Normalisation) 
 @pytest.mark.parametrize("loss", ["tv", "lk", "lk_hybrid"])
 def test_every_loss_trains(loss: Loss) -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
-    learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(loss=loss, normalisation="sequence"),
-                               max_positions=64)
+    learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()),
+                               settings(loss=loss, normalisation="sequence"), max_positions=64)
     optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=3e-3), []
     for _ in range(15):
         outcome = learner(documents)
@@ -276,7 +278,7 @@ def test_roots_unrolled_in_parts_give_the_gradients_of_all_at_once(name: str) ->
     drafter = random_drafter(**VARIANTS[name]).double()
     documents, found = random_documents((90, 30, 50), num_aux=drafter.config.num_aux), []
     for kept in (1, 1 << 40):  # one byte: the fewest roots at a time, 32
-        learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(), max_positions=128,
+        learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()), settings(), max_positions=128,
                                    max_kept_bytes=kept, dtype=torch.float64)
         drafter.zero_grad()
         outcome = learner(documents, StepContext(0, 1, 0))
@@ -302,7 +304,7 @@ def test_recomputation_changes_no_gradient() -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
     found = []
     for recompute in (False, True):
-        learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(grad_checkpoint=recompute),
+        learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()), settings(grad_checkpoint=recompute),
                                    max_positions=64)
         drafter.zero_grad()
         learner(documents).loss.backward()

@@ -149,7 +149,7 @@ class BlockDiffusion(DistillationObjective):
                  dtype: torch.dtype) -> None:
         decoder, size = drafter.config.decoder, drafter.config.block_size
         whole = DraftVocabulary(torch.arange(decoder.vocab_size), decoder.vocab_size)
-        super().__init__(whole, embeddings.lm_head, spec, steps=size - 1, dtype=dtype)
+        super().__init__(whole, embeddings.output_head, spec, steps=size - 1, dtype=dtype)
         self._drafter, self._recompute, self._fraction = drafter, spec.grad_checkpoint, spec.unrolled_fraction
         self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
         self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)

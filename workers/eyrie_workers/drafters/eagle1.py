@@ -194,7 +194,8 @@ class FeatureRegression(DistillationObjective):
     def __init__(self, drafter: Eagle1Drafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         vocab_size = drafter.config.vocab_size
-        super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), embeddings.lm_head, spec, dtype=dtype)
+        whole = DraftVocabulary(torch.arange(vocab_size), vocab_size)
+        super().__init__(whole, embeddings.output_head, spec, dtype=dtype)
         self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
         self._head_VH = embeddings.lm_head_as(dtype)
         self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions + self.steps)

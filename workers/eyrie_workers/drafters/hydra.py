@@ -107,7 +107,7 @@ class HydraObjective(DistillationObjective):
 
     def __init__(self, drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec,
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(drafter.vocabulary, embeddings.lm_head, spec, steps=drafter.config.num_heads, dtype=dtype)
+        super().__init__(drafter.vocabulary, embeddings.output_head, spec, steps=drafter.config.num_heads, dtype=dtype)
         self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
 
     @property

@@ -1,11 +1,12 @@
 """Initial parameters of new drafters, and the target's tensors they are initialised from.
 
-The three tensors are read one by one from the target's files, so that the other weights of a 70B target never enter
-memory.
+They are found by their names in any checkpoint of transformers, and read one by one, so that the other weights of a 70B
+target never enter memory.
 
     V vocabulary, H hidden
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,13 +14,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from eyrie_api.decisions.target_config import language_model, logit_transform
 from eyrie_api.errors import ArtifactCorrupt, UnsupportedTarget
+from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import special_token_ids, weight_files
+from eyrie_workers.targets.output_head import OutputHead
 
 _INITIAL_STD = 0.02
 
-_EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_ROLES = {"embed": re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings)\.weight$"),
+          "head": re.compile(r"(^|\.)(lm_head|embed_out)\.weight$"),
+          "norm": re.compile(r"(^|\.)(norm|norm_f|final_layernorm|final_norm|ln_f)\.weight$")}
+"""Names under which checkpoints of transformers store the three tensors, behind any prefix."""
+
+_OTHER_PARTS = re.compile(r"(^|\.)(layers|h|blocks|vision\w*|visual|audio\w*|mtp)\.")
+
+_ZERO_CENTRED_NORMS = ("gemma2", "gemma3", "qwen3_next", "qwen3_5")
+"""`model_type` of models whose final norm multiplies by 1 + weight (modeling files of transformers 5.19)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,15 @@ class TargetEmbeddings:
     special: tuple[int, ...] = ()
     """Ids of the tokenizer's special tokens, ascending."""
 
+    soft_cap: float | None = None
+    """Bound of the target's logits (`targets.output_head`). Their scale is part of `lm_head`."""
+
     _converted: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def output_head(self) -> OutputHead:
+        """What turns the target's final states into logits."""
+        return OutputHead(self.lm_head, self.soft_cap)
 
     def lm_head_as(self, dtype: torch.dtype) -> Tensor:
         """lm_head in a dtype: itself, or one copy for all who ask for that dtype."""
@@ -51,21 +71,37 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     On a CPU all are float32. On a GPU the matrices keep the checkpoint's dtype: a product of bfloat16 sums in float32
     there, and a float32 copy would be twice the memory and an eighth of the rate.
     """
-    names = {_EMBED, _NORM} if tie_word_embeddings else {_EMBED, _NORM, _HEAD}
+    config = read_json(path / "config.json")
+    scale, soft_cap = logit_transform(language_model(config))
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as handle:
-                for name in names & set(handle.keys()):
+                for name in list(handle.keys()):
+                    role = _role(name)
+                    if role is None or (role == "head" and tie_word_embeddings):
+                        continue
                     tensor = handle.get_tensor(name)
-                    keeps_dtype = device.type != "cpu" and name != _NORM
-                    tensors[name] = (tensor if keeps_dtype else tensor.float()).to(device)
+                    keeps_dtype = device.type != "cpu" and role != "norm"
+                    tensors[role] = (tensor if keeps_dtype else tensor.float()).to(device)
         except (OSError, SafetensorError) as error:
             raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
-    if _EMBED not in tensors or _NORM not in tensors:
-        raise UnsupportedTarget(f"{path} has no {_EMBED} or no {_NORM}", "use a Llama or Qwen target")
-    return TargetEmbeddings(tensors[_EMBED], tensors.get(_HEAD, tensors[_EMBED]), tensors[_NORM],
-                            tuple(sorted(special_token_ids(path))))
+    if "embed" not in tensors:
+        raise UnsupportedTarget(f"{path} has no tensor named like an embedding of tokens (embed_tokens.weight)",
+                                "save the model again with save_pretrained")
+    embed = tensors["embed"]
+    norm = tensors.get("norm", embed.new_ones(embed.shape[1], dtype=torch.float32))
+    if str(language_model(config).get("model_type", "")).startswith(_ZERO_CENTRED_NORMS):
+        norm = norm + 1.0
+    return TargetEmbeddings(embed, OutputHead.of(tensors.get("head", embed), scale).weight_VH, norm,
+                            tuple(sorted(special_token_ids(path))), soft_cap)
+
+
+def _role(name: str) -> str | None:
+    """What a tensor of a checkpoint is, by its name: embed, head or norm of the language model."""
+    if _OTHER_PARTS.search(name):
+        return None
+    return next((role for role, pattern in _ROLES.items() if pattern.search(name)), None)
 
 
 @torch.no_grad()

@@ -57,6 +57,7 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training.matmul import linear
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
@@ -92,9 +93,9 @@ class MedusaDrafter(nn.Module):
 class MedusaObjective(DistillationObjective):
     """All heads at every root, from the target's state there."""
 
-    def __init__(self, drafter: MedusaDrafter, lm_head_VH: Tensor, spec: TrainSpec,
+    def __init__(self, drafter: MedusaDrafter, output: OutputHead, spec: TrainSpec,
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(drafter.vocabulary, lm_head_VH, spec, steps=drafter.config.num_heads, dtype=dtype)
+        super().__init__(drafter.vocabulary, output, spec, steps=drafter.config.num_heads, dtype=dtype)
         self._drafter = drafter
 
     @property
@@ -196,7 +197,7 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
 
 def _objective(drafter: MedusaDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                dtype: torch.dtype) -> Objective:
-    return MedusaObjective(drafter, embeddings.lm_head, spec, dtype)
+    return MedusaObjective(drafter, embeddings.output_head, spec, dtype)
 
 
 def save(directory: Path, drafter: MedusaDrafter, dtype: str = "float32", card: Card | None = None) -> None:

@@ -126,7 +126,8 @@ class Distillation(DistillationObjective):
     def __init__(self, drafter: StandaloneDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         vocab_size = drafter.config.vocab_size
-        super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), embeddings.lm_head, spec, dtype=dtype)
+        whole = DraftVocabulary(torch.arange(vocab_size), vocab_size)
+        super().__init__(whole, embeddings.output_head, spec, dtype=dtype)
         self._drafter, self._recompute = drafter, spec.grad_checkpoint
         self._target_hidden = embeddings.lm_head.shape[1]
         self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions)

@@ -7,8 +7,8 @@ Capture then writes only a plan, about five bytes per token:
 
 `StreamedFeatures` has the interface of `features.store.FeatureStore` and returns the same numbers: states go through
 the format's codec and back, unsupervised positions have no final state, and top-k logits are computed where the format
-stores them. On the CPU the target's products do not depend on the other rows of a pass (`targets.linear`), so the
-numbers equal those of a store for any batching.
+stores them. On the CPU the reference's products do not depend on the other rows of a pass (`targets.linear`), so its
+numbers equal those of a store for any batching; another source rounds differently in another batch.
 
 States never leave the target's device: a batch has its tokens and loss mask on the CPU, where training plans, and its
 states where they were computed, which is the trainer's own GPU or another (EYRIE_TARGET_DEVICE, `targets.device`).
@@ -35,13 +35,14 @@ from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, write_model
 from eyrie_api.errors import ArtifactCorrupt
+from eyrie_api.v1alpha1.capture import StateSourceName
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_workers.features.blocks import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow
 from eyrie_workers.features.storage_backend import StorageBackend
 from eyrie_workers.features.target_pass import compute_pass, plan_passes
-from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.state_source import StateSource
 
 STREAM = "stream.json"
 TOKENS = "tokens.bin"
@@ -52,6 +53,7 @@ class StreamPlan(Frozen):
 
     format_version: Literal[1] = 1
     layout: StoreFormat
+    source: StateSourceName = "reference"
     row_ids: tuple[str, ...] = Field(min_length=1)
     lengths: tuple[int, ...]
     """Tokens of each row."""
@@ -69,7 +71,7 @@ class StreamPlan(Frozen):
 
 
 def write_plan(directory: Path, fmt: StoreFormat, rows: Iterable[tuple[str, Sequence[int], int]], *,
-               batch_tokens: int, buffer_bytes: int) -> StreamPlan:
+               source: StateSourceName, batch_tokens: int, buffer_bytes: int) -> StreamPlan:
     """Write a plan of rows (id, token ids, number of prompt tokens)."""
     row_ids, lengths, prompts, ids = [], [], [], array("i")
     for row_id, tokens, num_prompt in rows:
@@ -79,7 +81,7 @@ def write_plan(directory: Path, fmt: StoreFormat, rows: Iterable[tuple[str, Sequ
         ids.extend(tokens)
     data = ids.tobytes()
     write_atomically(directory / TOKENS, data)
-    plan = StreamPlan(layout=fmt, row_ids=tuple(row_ids), lengths=tuple(lengths), prompts=tuple(prompts),
+    plan = StreamPlan(layout=fmt, source=source, row_ids=tuple(row_ids), lengths=tuple(lengths), prompts=tuple(prompts),
                       tokens_digest=digest_bytes(data), batch_tokens=batch_tokens, buffer_bytes=buffer_bytes)
     write_model(directory / STREAM, plan)
     return plan
@@ -112,7 +114,7 @@ def plan_is_whole(backend: StorageBackend) -> bool:
 class StreamedFeatures:
     """The rows of a plan; their states are computed when they are read."""
 
-    def __init__(self, plan: StreamPlan, tokens: bytes, target: Callable[[], TargetModel]) -> None:
+    def __init__(self, plan: StreamPlan, tokens: bytes, target: Callable[[], StateSource]) -> None:
         """`target` loads the target; it is called once, at the first read."""
         self.plan, self.format = plan, plan.layout
         self.digest = digest_model(plan.model_copy(update={"batch_tokens": 1, "buffer_bytes": 1}))
@@ -127,8 +129,8 @@ class StreamedFeatures:
 
         self._ids = torch.frombuffer(bytearray(tokens), dtype=torch.int32).to(torch.int64)
         self._starts = [0, *accumulate(plan.lengths)]
-        self._load: Callable[[], TargetModel] | None = target
-        self._target: TargetModel | None = None
+        self._load: Callable[[], StateSource] | None = target
+        self._target: StateSource | None = None
         self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
 
@@ -224,7 +226,7 @@ class StreamedFeatures:
         return sum(self.lengths[row] for row in rows) * states * self.format.hidden_size \
             * (dtype or self.format.dtype).itemsize
 
-    def _loaded_target(self) -> TargetModel:
+    def _loaded_target(self) -> StateSource:
         with self._lock:  # an evaluation may read while the prefetch thread does
             if self._target is None:
                 assert self._load is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 from eyrie_workers.features.blocks import encode_states
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, TopKLogits, supervised_positions
 from eyrie_workers.features.topk_logits import compute_topk_logits_of_rows
-from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.state_source import StateSource
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TargetPass:
         return encode_states(fmt, self.aux, self.last, self.supervised, self.topk_logits)
 
 
-def compute_pass(target: TargetModel, rows: Sequence[TokenRow], fmt: StoreFormat) -> TargetPass:
+def compute_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat) -> TargetPass:
     """One teacher-forced pass over rows."""
     aux_MAH, last_MH = target.packed_states([row.token_ids for row in rows], fmt.aux_layers)
     by_row = [supervised_positions(row.loss_mask) for row in rows]
@@ -52,7 +52,7 @@ def compute_pass(target: TargetModel, rows: Sequence[TokenRow], fmt: StoreFormat
     topk_logits = None
     if fmt.final_state == "topk":
         parts = last_MH.index_select(0, supervised).split([int(one.sum()) for one in by_row])
-        topk_logits = compute_topk_logits_of_rows(parts, target.lm_head_weight, fmt)
+        topk_logits = compute_topk_logits_of_rows(parts, target.output_head, fmt)
     return TargetPass(aux_MAH, last_MH, is_supervised, supervised, topk_logits)
 
 

@@ -26,21 +26,23 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
+from eyrie_workers.targets.output_head import OutputHead
 
 _MAX_LOGITS = 1 << 26
 """Elements of a [M, V] product computed at a time: 256 MiB."""
 
 
 @torch.no_grad()
-def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -> TopKLogits:
+def compute_topk_logits(last_MH: Tensor, output: OutputHead, fmt: StoreFormat) -> TopKLogits:
     """Top-k logits of positions, from their final states and on their device."""
-    return compute_topk_logits_of_rows([last_MH], lm_head_VH, fmt)
+    return compute_topk_logits_of_rows([last_MH], output, fmt)
 
 
 @torch.no_grad()
-def compute_topk_logits_of_rows(last: Sequence[Tensor], lm_head_VH: Tensor, fmt: StoreFormat) -> TopKLogits:
+def compute_topk_logits_of_rows(last: Sequence[Tensor], output: OutputHead, fmt: StoreFormat) -> TopKLogits:
     """`compute_topk_logits` of several rows' positions, end to end; each row is a product of its own, so that its
     numbers do not depend on the other rows."""
+    lm_head_VH = output.weight_VH
     ids_D = torch.tensor(fmt.draft_ids, device="cpu").to(lm_head_VH.device, non_blocking=True)
     vocab_size = lm_head_VH.shape[0]
     draft_id_V = torch.full((vocab_size,), -1, device=ids_D.device)
@@ -48,7 +50,7 @@ def compute_topk_logits_of_rows(last: Sequence[Tensor], lm_head_VH: Tensor, fmt:
     parts: list[tuple[Tensor, ...]] = []
     for chunk in chain.from_iterable(row_MH.to(lm_head_VH.dtype).split(max(1, _MAX_LOGITS // vocab_size))
                                      for row_MH in last):
-        logits_MV = (chunk @ lm_head_VH.T).float()
+        logits_MV = output.capped((chunk @ lm_head_VH.T).float())
         logits_MD = logits_MV.index_select(1, ids_D)
         top_MK, ids_MK = logits_MD.topk(fmt.top_k, dim=-1)
         # float64: 1 - sum with a sum near 1 loses a tail of 1e-6 to float32 rounding.

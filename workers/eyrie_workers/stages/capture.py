@@ -8,7 +8,8 @@ of a shard share a forward pass, and how states are stored (`v1alpha1.codecs`: t
 bytes do not depend on interruptions. A run over a finished store with damage notes writes the damaged shards again and
 no others.
 
-Before anything is stored, the states of a few rows are compared with those of `transformers` (`targets.agreement`).
+`capture.source` names what computes the states (`targets.state_source`). Before anything is stored, those of a few rows
+are compared with what `transformers` returns (`targets.agreement`, `targets.transformers_target`).
 
 With `capture.feed: stream` no states are computed here: the output is a plan (`features.streaming`), and training
 computes the states.
@@ -37,8 +38,9 @@ from pathlib import Path
 
 import torch
 
+from eyrie_api.decisions.target_config import choose_source
 from eyrie_api.errors import ArtifactMissing, Conflict, DiskTooSmall, NoUsableData
-from eyrie_api.v1alpha1.capture import CaptureSpec
+from eyrie_api.v1alpha1.capture import CaptureSpec, StateSourceName
 from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
@@ -60,11 +62,12 @@ from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
 from eyrie_workers.stages.rank_program import run_ranks
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
-from eyrie_workers.targets.config import TargetConfig, read_config
+from eyrie_workers.targets.config import TargetConfig, read_config, read_json
 from eyrie_workers.targets.device import default_device
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
-from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.state_source import StateSource, open_source
+from eyrie_workers.targets.transformers_target import load_transformers_target
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 
 # Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
@@ -186,6 +189,7 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     if plan.rows_cut or plan.rows_dropped:
         stage.event("RowsCut", f"{plan.rows_cut} rows are cut at capture.max_length {spec.capture.max_length}, "
                     f"{plan.rows_dropped} left out because their prompt alone reaches it", warning=True)
+    source = choose_source(read_json(path / "config.json"), spec.capture.source)
     choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
     if spec.capture.probe_layers and dist.is_main:
@@ -201,23 +205,24 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
                          fused_layers=choice.aux_layers)
     _report_codec(spec.capture, fmt, stage)
     if streams:
-        work = _write_stream_plan(spec, stage, plan, fmt) if dist.is_main else _Work()
+        work = _write_stream_plan(spec, stage, plan, fmt, source) if dist.is_main else _Work()
     else:
-        work = _write_store(spec, stage, plan, fmt, dist)
+        work = _write_store(spec, stage, plan, fmt, source, dist)
     tokens = sum(plan.lengths)
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
         bytes=work.size_bytes, bytes_per_token=work.size_bytes / tokens, shards=work.shards,
         layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=fmt.hidden_size,
-        codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
+        source=source, codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
         checked={str(one.layer): one.error for one in work.checked}, repaired_shards=tuple(work.repaired),
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
         tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), work.files)
 
 
-def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, dist: DistContext) -> _Work:
+def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
+                 dist: DistContext) -> _Work:
     checked: tuple[LayerAgreement, ...] = ()
     if dist.is_main:
         # Opening the store deletes the hidden files of a killed run: before another process writes its own.
@@ -225,9 +230,9 @@ def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Store
         for name, why in writer.damaged.items():
             stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
         stage.pause_point()
-        target, checked = _load_checked(spec, stage, plan, fmt, fresh=not writer.shards)
+        target, checked = _load_checked(spec, stage, plan, fmt, source, fresh=not writer.shards)
     else:
-        target = load_target(resolve(spec.target), spec.target.dtype)
+        target = open_source(source, spec.target)
     dist.broadcast(None)
     if not dist.is_main:
         writer = FeatureWriter(stage.out_dir, fmt, alone=False)
@@ -243,15 +248,16 @@ def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Store
     return work
 
 
-def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
+def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat,
+                       source: StateSourceName) -> _Work:
     """With `feed: stream`: the plan from which training computes the states."""
     work = _Work()
     if spec.capture.check_rows:
-        work.checked = _load_checked(spec, stage, plan, fmt, fresh=True)[1]
+        work.checked = _load_checked(spec, stage, plan, fmt, source, fresh=True)[1]
     rows = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     write_plan(stage.out_dir, fmt, ((of.row_id, (row.prompt_ids + row.answer_ids)[:of.num_tokens],
                                         of.num_prompt_tokens) for of, row in rows),
-               batch_tokens=spec.capture.batch_tokens, buffer_bytes=spec.capture.stream_buffer_bytes)
+               source=source, batch_tokens=spec.capture.batch_tokens, buffer_bytes=spec.capture.stream_buffer_bytes)
     work.files = [stage.out_dir / STREAM, stage.out_dir / TOKENS]
     work.size_bytes = sum(path.stat().st_size for path in work.files)
     stage.event("StreamPlanned", f"no states are stored: training computes those of {len(plan.rows)} rows as it goes")
@@ -280,15 +286,22 @@ def _report_codec(spec: CaptureSpec, fmt: StoreFormat, stage: Stage) -> None:
                                    f"{spec.final_state} does not fit capture.max_bytes {spec.max_bytes}", warning=True)
 
 
-def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, *,
-                  fresh: bool) -> tuple[TargetModel, tuple[LayerAgreement, ...]]:
+def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName, *,
+                  fresh: bool) -> tuple[StateSource, tuple[LayerAgreement, ...]]:
     """The target, and the comparison of its states with `transformers`, which is made once per store."""
     path = resolve(spec.target)
     if not (fresh and spec.capture.check_rows):
-        return load_target(path, spec.target.dtype), ()
+        return open_source(source, spec.target), ()
     kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
                for (of, row), _ in zip(kept, range(spec.capture.check_rows), strict=False)]
+    if source == "transformers":
+        own = load_transformers_target(path, spec.target.dtype)
+        for tokens in samples:
+            own.verify(tokens)
+        stage.event("LayersAgree", f"states and logits of {len(samples)} rows, as captured through transformers, are "
+                                   "those that its model returns")
+        return own, ()
     # The reference is freed before our target is loaded: the device need not hold both.
     theirs = reference_states(path, spec.target.dtype, samples, fmt.aux_layers, default_device())
     stage.pause_point()
@@ -301,7 +314,7 @@ def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Stor
     return target, found
 
 
-def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: TargetModel, writer: FeatureWriter,
+def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: StateSource, writer: FeatureWriter,
                  share: tuple[int, int] = (0, 1)) -> _Work:
     """Capture the shards of a share that are missing or damaged.
 
@@ -342,7 +355,7 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ta
     return work
 
 
-def _capture_pass(target: TargetModel, rows: Sequence[TokenRow], fmt: StoreFormat, background: BackgroundWriter,
+def _capture_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat, background: BackgroundWriter,
                   clock: PhaseClock, work: _Work, stage: Stage) -> None:
     """One forward pass, whose states are passed to the writer threads."""
     begin = clock.mark()

@@ -16,8 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eyrie_api.decisions.target_config import check_config, layer_types, olmo3_ropes, rope_type
+from eyrie_api.decisions.target_config import (
+    FULL,
+    check_config,
+    check_sizes,
+    computed_by_reference,
+    language_model,
+    layer_types,
+    logit_transform,
+    olmo3_ropes,
+    rope_type,
+)
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
+
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """Shape and details of one target. Sizes are counts of numbers, heads or tokens."""
+    """Shape and details of one target. Sizes are counts of numbers, heads or tokens.
+
+    Norms, biases and windows describe the reference forward pass alone: `describe_config` leaves them out for
+    architectures that it does not compute.
+    """
 
     family: str
     hidden_size: int
@@ -100,7 +116,7 @@ class TargetConfig:
 
     mlp_bias: bool
     layer_types: tuple[str, ...]
-    """`full_attention` or `sliding_attention` per layer."""
+    """`full_attention`, `sliding_attention` or, outside the reference, another name per layer."""
 
     sliding_window: int | None
     """Tokens a sliding layer sees, itself included; None when no layer slides."""
@@ -111,6 +127,12 @@ class TargetConfig:
 
     full_rope: RopeConfig | None = None
     """Rope of the full-attention layers, where it differs."""
+
+    logit_scale: float = 1.0
+    """Factor on the products of final states and output matrix (`targets.output_head`)."""
+
+    logit_soft_cap: float | None = None
+    """Bound of the logits; None: none."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -127,10 +149,60 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> TargetConfig:
-    """The config of the model in `directory`; `generation_config.json` adds end tokens when it is there."""
-    data = read_json(directory / "config.json")
+    """The config of the model in `directory`, of any architecture; `generation_config.json` adds end tokens when it is
+    there. Raises UnsupportedTarget when a size is missing."""
+    return describe_config(*_read_files(directory))
+
+
+def read_reference_config(directory: Path) -> TargetConfig:
+    """`read_config` for the reference forward pass. Raises UnsupportedTarget for what it cannot compute."""
+    return parse_config(*_read_files(directory))
+
+
+def _read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     generation = directory / "generation_config.json"
-    return parse_config(data, read_json(generation) if generation.exists() else {})
+    return read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
+
+
+def describe_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:
+    """Reduce a `config.json` object to what capture and drafters need, whoever computes the target.
+
+    A drafter takes shapes and rope from it. Where the target's attention has no heads of queries and keys (MLA), or a
+    rope that drafters do not have, the drafter gets heads that fill the hidden size, or an unscaled rope: it need not
+    have the target's, only the same in training and serving.
+    """
+    if computed_by_reference(data):
+        return parse_config(data, generation)
+    text = language_model(data)
+    check_sizes(text)
+    hidden, num_heads, num_layers = (
+        int(text[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    head_dim, num_kv_heads = int(text.get("head_dim") or hidden // num_heads), text.get("num_key_value_heads")
+    if text.get("kv_lora_rank"):
+        head_dim = next(size for size in (128, 64, 32, hidden) if hidden % size == 0)
+        num_heads = num_kv_heads = hidden // head_dim
+    scale, soft_cap = logit_transform(text)
+    types = text.get("layer_types")
+    return TargetConfig(
+        family=str(text.get("model_type", "")), hidden_size=hidden, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=int(num_kv_heads or num_heads), head_dim=head_dim,
+        intermediate_size=int(text.get("intermediate_size") or 4 * hidden), vocab_size=int(text["vocab_size"]),
+        rms_eps=float(next((text[name] for name in _EPSILONS if text.get(name)), 1e-6)), rope=_known_rope(text),
+        max_position_embeddings=int(text.get("max_position_embeddings") or 2048),
+        tie_word_embeddings=bool(text.get("tie_word_embeddings", False)), qk_norm=False, attention_bias=False,
+        output_bias=False, mlp_bias=False,
+        layer_types=tuple(map(str, types)) if isinstance(types, list) and len(types) == num_layers
+        else (FULL,) * num_layers,
+        sliding_window=None, eos_token_ids=_eos(text, generation or {}), logit_scale=scale, logit_soft_cap=soft_cap)
+
+
+def _known_rope(text: Mapping[str, Any]) -> RopeConfig:
+    """The rope of full-attention layers, unscaled where its scaling is not one of `RopeConfig`."""
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaling = scaling.get(FULL) or scaling
+    if rope_type(scaling) in ("default", "linear", "llama3"):
+        return _rope(text, scaling)
+    return RopeConfig(theta=float(scaling.get("rope_theta") or text.get("rope_theta") or RopeConfig.theta))
 
 
 def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:

@@ -22,14 +22,15 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_file
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
-from eyrie_workers.targets.config import read_config, read_json
+from eyrie_workers.targets.config import read_json, read_reference_config
 from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.model import TargetModel
 
 QUICKSTART = "quickstart"
 _QUICKSTART_DIR = Path(__file__).resolve().parents[1] / "quickstart" / "target"
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""By the names of `target.dtype`."""
 
 
 def resolve(spec: TargetSpec) -> Path:
@@ -84,8 +85,8 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     Raises TargetNotFound without a config, UnsupportedTarget for what cannot be computed, ArtifactCorrupt for weights
     that are missing, truncated or of the wrong shape, MemoryTooSmall before any weight is read.
     """
-    config, device = read_config(path), device or default_device()
-    tensors = CheckpointTensors(path, _DTYPES[dtype], device)
+    config, device = read_reference_config(path), device or default_device()
+    tensors = CheckpointTensors(path, DTYPES[dtype], device)
     require_memory(str(device), tensors.num_bytes, free_bytes(device), dtype)
     try:
         return TargetModel(config, tensors, path)

@@ -33,6 +33,7 @@ from eyrie_api.decisions.target_config import FULL
 from eyrie_workers.targets.causal_attention import CausalAttention
 from eyrie_workers.targets.config import RopeConfig, TargetConfig
 from eyrie_workers.targets.linear import Linear, rms_normalise
+from eyrie_workers.targets.output_head import OutputHead
 
 
 class Attend(Protocol):
@@ -171,6 +172,11 @@ class TargetModel:
     def logits(self, last: Tensor) -> Tensor:
         """[..., H] states after the final norm -> [..., V], in the model's dtype."""
         return self._head(last.reshape(-1, last.shape[-1])).view(*last.shape[:-1], -1)
+
+    @property
+    def output_head(self) -> OutputHead:
+        """See `state_source.StateSource`."""
+        return OutputHead.of(self.lm_head_weight, self.config.logit_scale, self.config.logit_soft_cap)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:

@@ -25,7 +25,7 @@ from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.device import target_device
-from eyrie_workers.targets.loading import load_target, resolve
+from eyrie_workers.targets.state_source import open_source
 from eyrie_workers.training.distributed import SINGLE_PROCESS, BatchShard, DistContext, shard_batch
 from eyrie_workers.training.packing import Schedule, StepPlan
 
@@ -67,7 +67,7 @@ def open_features(where: str, target: TargetSpec) -> Features:
     if found is None:
         return FeatureStore(place)
     device = target_device()
-    return StreamedFeatures(*found, lambda: load_target(resolve(target), target.dtype, device))
+    return StreamedFeatures(*found, lambda: open_source(found[0].source, target, device))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Target distributions of the loss, and the weight of each prediction in it.
 
-The drafter is trained on `softmax(last @ lm_head.T)`, renormalised over the draft vocabulary: the best distribution it
-can represent (EAGLE-3, arXiv:2503.01840 section 3.1). Where the target's most probable token is outside that
-vocabulary, no draft token can match it; such positions are left out of the loss.
+The drafter is trained on the softmax of the target's logits (`targets.output_head`), renormalised over the draft
+vocabulary: the best distribution it can represent (EAGLE-3, arXiv:2503.01840 section 3.1). Where the target's most
+probable token is outside that vocabulary, no draft token can match it; such positions are left out of the loss.
 
 A step's loss is a mean over its supervised predictions, for each unrolled step separately, and the steps are weighted
 by `decay ** s`. Dividing by all positions of a batch, prompts and padding included, would make the effective learning
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training.matmul import matmul_as, pad_rows
 
 Normalisation = Literal["token", "sequence"]
@@ -72,29 +73,29 @@ class DenseTable:
 
 @dataclass(frozen=True)
 class TargetHead:
-    """The target's output matrix, and which of its rows the drafter predicts.
+    """The target's output head, and which of its rows the drafter predicts.
 
-    lm_head_VH  [V, H]
+    output      of the target; its matrix is [V, H]
     ids_D       [D] int64 target ids of the draft vocabulary, ascending, on the matrix's device.
     member_V    [V] bool membership, on the matrix's device.
     vocabulary  the same on the CPU: the host does not wait for a GPU to know them.
     """
 
-    lm_head_VH: Tensor
+    output: OutputHead
     ids_D: Tensor
     member_V: Tensor
     vocabulary: DraftVocabulary
 
     @staticmethod
-    def of(lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> "TargetHead":
+    def of(output: OutputHead, vocabulary: DraftVocabulary) -> "TargetHead":
         """On the device of the matrix, in its dtype."""
-        device = lm_head_VH.device
-        return TargetHead(lm_head_VH, vocabulary.ids.to(device), vocabulary.t2d.to(device),
+        device = output.weight_VH.device
+        return TargetHead(output, vocabulary.ids.to(device), vocabulary.t2d.to(device),
                           DraftVocabulary(vocabulary.ids.cpu(), vocabulary.vocab_size))
 
     def draft_ids_before(self, size: int) -> list[int]:
         """How many draft ids lie before each block of `size` columns, and before the end."""
-        starts = torch.arange(0, self.lm_head_VH.shape[0] + size, size, device=self.vocabulary.ids.device)
+        starts = torch.arange(0, self.output.weight_VH.shape[0] + size, size, device=self.vocabulary.ids.device)
         counts: list[int] = torch.searchsorted(self.vocabulary.ids, starts).tolist()
         return counts
 
@@ -115,11 +116,11 @@ def compute_target_table(last_RH: Tensor, head: TargetHead, weigh: bool = True) 
     first_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
     total_R = torch.full((num_rows,), -torch.inf, device=device)
     # Products in the output matrix's dtype; maximum, log-sum-exp and softmax in float32.
-    rows = pad_rows(last_RH, head.lm_head_VH.dtype)
+    rows = pad_rows(last_RH, head.output.weight_VH.dtype)
     size = max(1024, _MAX_LOGITS[device.type] // max(1, num_rows) // 1024 * 1024)
     ends = head.draft_ids_before(size)
-    for number, block_VH in enumerate(head.lm_head_VH.split(size)):
-        logits_RV = matmul_as(rows, block_VH.T, torch.float32)[:num_rows]
+    for number, block_VH in enumerate(head.output.weight_VH.split(size)):
+        logits_RV = head.output.capped(matmul_as(rows, block_VH.T, torch.float32)[:num_rows])
         block_most_R, block_first_R = logits_RV.max(-1)
         # Strictly greater: of equal logits in two blocks the earlier block's token is kept.
         first_R = torch.where(block_most_R > most_R, block_first_R + number * size, first_R)

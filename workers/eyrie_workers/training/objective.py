@@ -25,6 +25,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.topk_logits import topk_rows
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training.losses import (
     Normalisation,
     TargetHead,
@@ -187,14 +188,14 @@ class DistillationObjective(ABC):
     A subclass defines `drafter`, `flops` and `predict`; and `plan`, if it does not train every root at every step.
     """
 
-    def __init__(self, vocabulary: DraftVocabulary, lm_head_VH: Tensor, spec: TrainSpec, *, steps: int | None = None,
+    def __init__(self, vocabulary: DraftVocabulary, output: OutputHead, spec: TrainSpec, *, steps: int | None = None,
                  dtype: torch.dtype = torch.float32) -> None:
-        """`steps`: most tokens predicted ahead of a root; default: the spec's ttt_length."""
+        """`output`: of the target. `steps`: most tokens predicted ahead of a root; default: the spec's ttt_length."""
         self.dtype = dtype
         self.steps = spec.ttt_length if steps is None else steps
         self.vocabulary = vocabulary
-        self.device = lm_head_VH.device
-        self._head = TargetHead.of(lm_head_VH, vocabulary)
+        self.device = output.weight_VH.device
+        self._head = TargetHead.of(output, vocabulary)
         self._step_decay = spec.step_decay
         self._normalisation: Normalisation = spec.normalisation
         self._loss: Loss = spec.loss

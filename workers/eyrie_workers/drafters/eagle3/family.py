@@ -48,7 +48,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
 
 def _objective(drafter: Eagle3Drafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                dtype: torch.dtype) -> Objective:
-    return TrainingTimeTest(drafter, embeddings.embed, embeddings.lm_head, spec, max_positions=max_positions,
+    return TrainingTimeTest(drafter, embeddings.embed, embeddings.output_head, spec, max_positions=max_positions,
                             dtype=dtype)
 
 

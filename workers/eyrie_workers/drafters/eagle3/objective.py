@@ -21,6 +21,7 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_projections, unroll
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.device import device_scope
+from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.activation_budget import activation_budget
 from eyrie_workers.training.matmul import round_up_rows
@@ -47,11 +48,11 @@ class TrainingTimeTest(DistillationObjective):
     start, 4.32 after 30 % of the arithmetic on the first step only, 4.73 with a third of the roots unrolled.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, lm_head_VH: Tensor, spec: TrainSpec, *,
+    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, output: OutputHead, spec: TrainSpec, *,
                  max_positions: int, dtype: torch.dtype = torch.float32,
                  max_kept_bytes: int | None = None) -> None:
         """`max_kept_bytes`: most activations kept at a time; None: the device's budget."""
-        super().__init__(drafter.vocabulary, lm_head_VH, spec, dtype=dtype)
+        super().__init__(drafter.vocabulary, output, spec, dtype=dtype)
         config = drafter.config
         self._drafter, self._embed_VH = drafter, embed_VH
         self._unrolled_fraction, self._single_step_ratio = spec.unrolled_fraction, spec.single_step_ratio
