@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-wheel test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ test: setup  ## every test of the fast tier
 # CI runs the demo in this form. It needs no `setup`: building and installing happen in an environment of its own.
 test-wheel:  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`
 	@PYTHON="$(PYTHON)" .ci/wheel
+
+test-architectures: setup  ## tiny targets of thirty architectures, captured through transformers and trained on
+	@EYRIE_TEST_ARCHITECTURES=1 $(BIN)/pytest -n 2 tests/architectures
 
 # Servers start one after the other; the drafter they serve is trained first and kept. pyproject's limit of 300 s per test
 # is for the fast tier: here a fixture trains for minutes.

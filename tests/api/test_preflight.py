@@ -19,6 +19,7 @@ from eyrie_api.errors import (
 )
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import check, plan
+from eyrie_api.submission.target_facts import target_facts
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.targets import JobTarget, resolve_dtype
 from tests.api.samples import job_spec, target_directory
@@ -201,7 +202,32 @@ def test_a_target_sglang_cannot_draft_for_is_refused_when_sglang_is_to_serve_it(
                                                                                 tmp_path: Path) -> None:
     mixtral = target_directory(tmp_path / "mixtral", architectures=["MixtralForCausalLM"])
     refused(settings, UnsupportedTarget, "SGLang", target={"model": str(mixtral)}, engine="sglang")
-    refused(settings, UnsupportedTarget, "not supported", target={"model": str(mixtral)})
+    refused(settings, UnsupportedTarget, "embedded engine does not compute", target={"model": str(mixtral)})
+
+
+def test_a_target_the_embedded_engine_does_not_compute_is_accepted_for_sglang_where_that_captures_its_layers(
+        settings: Settings, tmp_path: Path) -> None:
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+               "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    job = {"target": {"model": str(target_directory(tmp_path / "target", **mixture))}, "engine": "sglang"}
+    assert check(job_spec(**job), settings).plan is not None
+    with pytest.raises(UnsupportedTarget) as caught:
+        check(job_spec(**job | {"engine": "embedded"}), settings)
+    assert caught.value.hint.startswith("set engine to 'sglang', or use a target of LlamaForCausalLM")
+    refused(settings, InvalidInput, "probe_layers", **job, capture={"probe_layers": True})
+    refused(settings, UnsupportedTarget, "'qwen3_moe' is not supported", **job, capture={"source": "reference"})
+    job["target"] = {"model": str(target_directory(tmp_path / "fp8", **mixture, quantization_config={"bits": 8}))}
+    refused(settings, UnsupportedTarget, "quantised", **job)
+
+
+def test_a_mixture_of_experts_is_counted_whole_for_memory_and_by_its_active_experts_for_time(tmp_path: Path) -> None:
+    # Qwen3-235B-A22B, whose name has both numbers.
+    path = target_directory(tmp_path / "t", hidden_size=4096, num_hidden_layers=94, num_attention_heads=64,
+                            head_dim=128, num_key_value_heads=4, vocab_size=151_936, intermediate_size=12_288, num_experts=128,
+                            num_experts_per_tok=8, moe_intermediate_size=1536)
+    facts = target_facts(path)
+    assert facts.parameters == pytest.approx(235e9, rel=0.01)
+    assert facts.active_parameters == pytest.approx(22e9, rel=0.02)
 
 
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])

@@ -53,6 +53,19 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The MLPs of a mixture of experts."""
+
+    number: int
+    """Per layer."""
+
+    active: int
+    """Of them, computed for a token."""
+
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
 class TargetFacts(DecoderSizes):
     """The values of a target's `config.json` that a plan depends on."""
 
@@ -64,11 +77,24 @@ class TargetFacts(DecoderSizes):
     dtype: str | None = None
     """Of the stored weights; None: the config does not say."""
 
+    experts: Experts | None = None
+    """None: dense."""
+
     @property
     def parameters(self) -> int:
-        """Weights of a dense pre-norm decoder: embeddings, attention, gated MLP, norms."""
+        """Weights of a pre-norm decoder: embeddings, attention, gated MLPs, norms. Shared experts, dense layers of a
+        mixture, and routers are left out."""
+        return self._parameters(self.experts.number if self.experts else 1)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of them, those that compute one token."""
+        return self._parameters(self.experts.active if self.experts else 1)
+
+    def _parameters(self, num_mlps: int) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layer = (self.attention_parameters(self.hidden_size) + self.mlp_parameters(self.intermediate_size)
+        width = self.experts.intermediate_size if self.experts else self.intermediate_size
+        layer = (self.attention_parameters(self.hidden_size) + num_mlps * self.mlp_parameters(width)
                  + 2 * self.hidden_size)
         return embeddings + self.num_layers * layer + self.hidden_size
 
@@ -198,7 +224,7 @@ class _Work:
 
     @property
     def flops_per_token(self) -> float:
-        return 2.0 * self.target.parameters
+        return 2.0 * self.target.active_parameters
 
 
 def _num_stored(spec: JobSpec, candidates: Sequence[Candidate]) -> int:

@@ -25,12 +25,16 @@ def check_config(data: Mapping[str, Any]) -> None:
         raise UnsupportedTarget(f"model_type {family!r} is not supported", f"use a target of {', '.join(FAMILIES)}")
     if data.get("hidden_act", "silu") != "silu":
         raise UnsupportedTarget(f"hidden_act {data['hidden_act']!r} is not supported", "only silu is computed")
-    if data.get("quantization_config") is not None:
-        raise UnsupportedTarget("quantization_config is set: quantised weights cannot be read here",
-                                "give the unquantised model")
+    _check_unquantised(data)
     check_sizes(data, "intermediate_size")
     _check_rope(data, family)
     layer_types(data)
+
+
+def _check_unquantised(data: Mapping[str, Any]) -> None:
+    if data.get("quantization_config") is not None:
+        raise UnsupportedTarget("quantization_config is set: quantised weights cannot be read here",
+                                "give the unquantised model")
 
 
 def check_sizes(data: Mapping[str, Any], *others: str) -> None:
@@ -56,6 +60,7 @@ def choose_source(data: Mapping[str, Any], wanted: StateSource) -> StateSourceNa
 
     Raises UnsupportedTarget when the named one cannot.
     """
+    _check_unquantised(data)
     if wanted == "transformers":
         return wanted
     if computed_by_reference(data):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eyrie_api.decisions.capture_support import sglang_layer_ids
+from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG, sglang_layer_ids
 from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.plan import (
@@ -22,7 +22,7 @@ from eyrie_api.decisions.plan import (
     require_gpu_memory,
 )
 from eyrie_api.decisions.sweep import Candidate, expand, families_of
-from eyrie_api.decisions.target_config import check_config
+from eyrie_api.decisions.target_config import check_config, choose_source, computed_by_reference
 from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, VocabularyTooLarge
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_file
@@ -193,26 +193,36 @@ def _check_target(spec: JobSpec, candidates: Sequence[Candidate], device: Device
     named = config.get("architectures")
     architectures = [str(one) for one in named] if isinstance(named, list) else []
     check_engine(spec, families, architectures, device)
-    if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+    known = bool(set(architectures) & set(SUPPORTED_ARCHITECTURES))
+    if not architectures or (not known and spec.engine.kind == "embedded"):
         raise UnsupportedTarget(
             f"target.model {spec.target.model!r}: config.json names architecture "
-            f"{', '.join(architectures) or '(none)'}, which is not supported",
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+            f"{', '.join(architectures) or '(none)'}, which the embedded engine does not compute",
+            f"{_other_engine(architectures)}use a target of {', '.join(SUPPORTED_ARCHITECTURES)}")
     facts = target_facts(directory)
-    check_config(config)
+    if spec.engine.kind == "embedded":
+        check_config(config)
+    source = choose_source(config, spec.capture.source)
+    if source != "reference" and spec.capture.probe_layers:
+        raise InvalidInput(f"capture.probe_layers with a target that is captured through {source}: layers are probed "
+                           "in the reference forward pass alone", "set capture.probe_layers to false")
     if config.get("auto_map"):
         raise UnsupportedTarget(
             f"target.model {spec.target.model!r}: config.json names Python code (auto_map), which is not executed",
             f"remove auto_map if the model computes what {architectures[0]} of transformers does")
     # A Hub snapshot may be incomplete: the first stage downloads the rest.
     if not _is_hub_id(spec.target.model) or weights_are_here(directory):
-        check_weights(directory, config, facts)
+        check_weights(directory, config, facts, known=computed_by_reference(config))
         check_tokenizer(directory, config, facts.vocab_size)
     check_heads(spec.engine.tp_size, facts)
     # For every serving engine: a checkpoint's config.json names its layers as SGLang does, so such names must exist.
     for _, layers in _layer_choices(spec, candidates):
         sglang_layer_ids(architectures[0], facts.num_layers, layers)
     return facts
+
+
+def _other_engine(architectures: Sequence[str]) -> str:
+    return "set engine to 'sglang', or " if set(architectures) & set(SUPPORTED_BY_SGLANG) else ""
 
 
 def _check_layers(spec: JobSpec, candidates: Sequence[Candidate]) -> None:

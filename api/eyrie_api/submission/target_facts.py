@@ -15,13 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.decisions.plan import DataFacts, TargetFacts
+from eyrie_api.decisions.plan import DataFacts, Experts, TargetFacts
+from eyrie_api.decisions.target_config import language_model
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, trained_here
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SAMPLE_BYTES = 1 << 18
 # Bytes of JSON per token, keys and quotes included, for English chats. A low value, so that plans overestimate tokens.
 _BYTES_PER_TOKEN = 4.0
@@ -117,7 +119,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def target_facts(directory: Path) -> TargetFacts:
     """The sizes in a target's config. Raises UnsupportedTarget naming the one that is missing or invalid."""
-    config = read_config(directory)
+    config = language_model(read_config(directory))
 
     def figure(name: str, default: int | None = None) -> int:
         value = config.get(name, default)
@@ -128,7 +130,11 @@ def target_facts(directory: Path) -> TargetFacts:
         return value
 
     heads, hidden = figure("num_attention_heads"), figure("hidden_size")
+    experts = next((name for name in _EXPERTS if config.get(name)), None)
     return TargetFacts(
+        experts=None if experts is None else Experts(
+            number=figure(experts), active=figure("num_experts_per_tok", 1), intermediate_size=figure(
+                "moe_intermediate_size", figure("intermediate_size", 4 * hidden))),
         hidden_size=hidden, num_layers=figure("num_hidden_layers"), vocab_size=figure("vocab_size"),
         intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
         num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),

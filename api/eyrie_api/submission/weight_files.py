@@ -38,23 +38,29 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts) -> None:
-    """Check that the directory holds the weights of `config`. Raises UnsupportedTarget, naming file or tensor."""
+def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts, *, known: bool) -> None:
+    """Check that the directory holds the weights of `config`. Raises UnsupportedTarget, naming file or tensor.
+
+    known   whether the tensors of this architecture are known here; of the others, dtypes alone are checked
+    """
     if (directory / "adapter_config.json").is_file():
         raise UnsupportedTarget(
             f"target directory {directory} holds an adapter (adapter_config.json), which is not applied: drafters "
             "would be trained for the model without it",
             "merge it into the weights (peft: merge_and_unload, then save_pretrained) and give the merged model")
     stored = _stored_tensors(directory)
-    wanted = expected_tensors(config, facts)
+    wanted = expected_tensors(config, facts) if known else {}
+    for name, tensor in stored.items():
+        if tensor.dtype not in _FLOATS and (name in wanted or (not known and name.endswith(".weight"))):
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}: quantised weights "
+                                    "cannot be read here", "give the unquantised model")
+    if not known:
+        return
     for name, shape in wanted.items():
         found = stored.get(name)
         if found is None:
             raise UnsupportedTarget(f"the weights in {directory} have no tensor {name!r}, which config.json implies",
                                     _SAVE)
-        if found.dtype not in _FLOATS:
-            raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {found.dtype}: quantised weights "
-                                    "cannot be read here", "give the unquantised model")
         if found.shape != shape:
             raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(found.shape)}, config.json "
                                     f"implies {list(shape)}", "give the config.json that was saved with these weights")

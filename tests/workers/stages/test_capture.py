@@ -105,6 +105,22 @@ def test_captured_states_equal_hugging_face_hidden_states(tmp_path: Path, family
         torch.testing.assert_close(logits, reference.logits[0][taught], atol=1e-4, rtol=1e-4)
 
 
+def test_a_damaged_shard_captured_through_transformers_is_written_again_with_the_same_bytes(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target", "gemma2")  # an architecture that the reference does not compute
+    write_rows(tmp_path / "rows", target, 30)
+    write_spec(tmp_path / "out", target, tmp_path / "rows", shard_size_bytes=2**16, batch_tokens=128, check_rows=1)
+    assert run(tmp_path / "out") == 0
+    report = read_manifest(tmp_path / "out").report
+    assert isinstance(report, CaptureReport)
+    assert (report.source, report.shards > 2) == ("transformers", True)
+    before = artifact(tmp_path / "out")
+    (tmp_path / "out" / shard_name(1)).unlink()
+    for name in ("manifest.json", "index.json"):
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+    assert run(tmp_path / "out") == 0
+    assert artifact(tmp_path / "out") == before
+
+
 def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     rows = write_rows(tmp_path / "rows", target, 30)
