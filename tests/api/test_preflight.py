@@ -223,8 +223,8 @@ def test_a_target_the_embedded_engine_does_not_compute_is_accepted_for_sglang_wh
 def test_a_mixture_of_experts_is_counted_whole_for_memory_and_by_its_active_experts_for_time(tmp_path: Path) -> None:
     # Qwen3-235B-A22B, whose name has both numbers.
     path = target_directory(tmp_path / "t", hidden_size=4096, num_hidden_layers=94, num_attention_heads=64,
-                            head_dim=128, num_key_value_heads=4, vocab_size=151_936, intermediate_size=12_288, num_experts=128,
-                            num_experts_per_tok=8, moe_intermediate_size=1536)
+                            head_dim=128, num_key_value_heads=4, vocab_size=151_936, intermediate_size=12_288,
+                            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536)
     facts = target_facts(path)
     assert facts.parameters == pytest.approx(235e9, rel=0.01)
     assert facts.active_parameters == pytest.approx(22e9, rel=0.02)

@@ -37,7 +37,7 @@ def test_submission_accepts_what_transformers_saves_and_expects_what_the_forward
         family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     path = tiny_target(tmp_path, family, **settings)
     config, facts = read_object(path), target_facts(path)
-    check_weights(path, config, facts)
+    check_weights(path, config, facts, known=True)
     check_tokenizer(path, config, facts.vocab_size)
     recorder = Recorder(path)
     TargetModel(read_config(path), recorder)
