@@ -129,12 +129,13 @@ def _unplaced(task: Any, _stage: StageName | None) -> Any:
     return task
 
 
-def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings: int | None = 1, *,
-           together: bool = True) -> Any:
+def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings: int | None = 1,
+           benchmarks: int | None = 1, *, together: bool = True) -> Any:
     """The whole job as a kfp pipeline.
 
     place       applies a placement to a task, given its stage (None for the small tasks between stages)
     trainings   how many candidates are trained in parallel; None for no limit
+    benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
     together    whether there is a task that trains all candidates; it is placed like a training
     """
 
@@ -155,7 +156,7 @@ def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings:
             # After the sweep task it only reads a manifest, which needs no GPU.
             trained = placed(train(**job, store=ready.output, candidate=candidate), None if together else "train")
         checkpoints = placed(list_checkpoints(**job, trained=dsl.Collected(trained.output)))
-        with dsl.ParallelFor(checkpoints.output, parallelism=1) as checkpoint:
+        with dsl.ParallelFor(checkpoints.output, parallelism=benchmarks) as checkpoint:
             measured = placed(benchmark(**job, checkpoint=checkpoint), "benchmark")
         best = placed(select(**code, benchmarked=dsl.Collected(measured.output)))
         tuned = placed(tune(**job, checkpoint=best.output), "tune")

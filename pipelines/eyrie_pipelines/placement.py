@@ -95,13 +95,15 @@ def _compiled(profile_text: str, requested_text: str, together: bool) -> str:
                                   sync_s=profile.sync_s, python=profile.python)
         return place(task, small(given), profile).set_env_variable(TRAINJOB_VARIABLE, request.model_dump_json())
 
+    # On CPUs, pods of one node would disturb each other's measurements.
+    benchmarks = None if resolve_stage_placement(profile, requested, "benchmark").num_gpus else 1
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "pipeline.yaml"
         # In a thread, because kfp walks the whole call stack at every setting of a task (`inspect.stack`): below a web
         # server's or a test runner's stack it takes seconds, from an empty one a tenth of a second.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(lambda: compiler.Compiler().compile(
-                define(placed, trainings=None, together=together), str(path))).result()
+                define(placed, trainings=None, benchmarks=benchmarks, together=together), str(path))).result()
         documents = list(yaml.load_all(path.read_text(), _LOADER))
     for executor in documents[0]["deploymentSpec"]["executors"].values():
         command = executor["container"]["command"]

@@ -118,6 +118,16 @@ def test_candidates_trained_together_take_one_pods_gpus_and_those_trained_apart_
     assert "sweep" in loop["dependentTasks"]
 
 
+def test_checkpoints_are_measured_in_parallel_where_each_pod_has_gpus_of_its_own() -> None:
+    def limit(pipeline: dict[str, Any]) -> object:
+        tasks = pipeline["pipeline_spec"]["root"]["dag"]["tasks"]
+        loop = next(task for task in tasks.values() if "list-checkpoints" in task.get("dependentTasks", ()))
+        return loop.get("iteratorPolicy", {}).get("parallelismLimit")
+
+    assert limit(compiled()) is None
+    assert limit(compiled(wanted=JobPlacement(stages={"benchmark": PlacementRequest(num_gpus=0)}))) == 1
+
+
 def test_a_stage_of_its_own_kind_and_a_jobs_wishes_are_laid_over() -> None:
     wanted = JobPlacement(every=PlacementRequest(queue="team-b"), stages={"train": PlacementRequest(num_gpus=8)})
     pipeline = compiled(wanted=wanted, per_stage={"prove": Placement(image="sglang:1", num_gpus=1)})
