@@ -1,7 +1,8 @@
 """Interleaved variants over the real engine, and the report of differing outputs."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt
+from eyrie_workers.engines.decoding_engine import EngineRun
 from eyrie_workers.engines.embedded import EmbeddedEngine
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.losslessness import explain
@@ -32,6 +34,7 @@ from eyrie_workers.measurement.benchmark.session import (
 from eyrie_workers.measurement.benchmark.transformers_baseline import compare
 from eyrie_workers.measurement.benchmark.variants import Bench, unit_seed
 from eyrie_workers.measurement.variant import Variant, drafted
+from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
@@ -193,6 +196,36 @@ def test_a_second_turn_follows_the_undrafted_answer_and_is_measured_once(session
     assert is_measured(session, [unit], VARIANTS, again)
     assert [found for _, found in measure_units(session, [unit], VARIANTS, again, Progress(stage))] == [answered, entry]
     assert len(again.entries) == 2
+
+
+class OneServer(EmbeddedEngine):
+    """Keeps one variant ready at a time, like servers of which one fits the memory, and notes who answered."""
+
+    num_resident = 1  # type: ignore[assignment]
+
+    def generate(self, variant: str, requests: Sequence[Request], concurrency: int, *,
+                 truncate: bool = False) -> EngineRun:
+        self.__dict__.setdefault("answered", []).append((variant, requests[0].id))
+        return super().generate(variant, requests, concurrency, truncate=truncate)
+
+
+def test_where_servers_replace_each_other_a_variant_answers_many_prompts_and_then_the_later_turns(
+        session: Session, tmp_path: Path) -> None:
+    spec = stage_specs(tmp_path)[0]
+    engine = OneServer(session.target, "float32")
+    engine.start(uses_of(spec, {one.title: setting_of(one) for one in VARIANTS[:2]}))
+    alone = dataclasses.replace(session, bench=dataclasses.replace(session.bench, engine=engine))
+    units = [dataclasses.replace(unit, prompt=dataclasses.replace(unit.prompt, further=("and why?",)))
+             for unit in units_of(alone)[:2]] + units_of(alone)[2:4]
+    measured = measure_units(alone, units, VARIANTS[:2], JsonlLedger(tmp_path / "cells.jsonl", Entry, "d"),
+                             Progress(Stage(tmp_path)))
+    switches = [variant for variant, _ in groupby(engine.__dict__["answered"], key=lambda one: one[0])]
+    assert switches == [BASELINE, CHAIN.title, BASELINE]  # the part with the second turns begins where the first ended
+    together = measure_units(session, units, VARIANTS[:2], JsonlLedger(tmp_path / "together.jsonl", Entry, "d"),
+                             Progress(Stage(tmp_path)))
+    assert [entry.key for _, entry in measured] == [entry.key for _, entry in together]
+    assert [{name: sample.token_ids for name, sample in entry.samples.items()} for _, entry in measured] == [
+        {name: sample.token_ids for name, sample in entry.samples.items()} for _, entry in together]
 
 
 def test_prompts_of_uneven_suites_are_all_asked() -> None:

@@ -28,14 +28,15 @@ from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.managed_engine import SglangEngine
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine.environment import cpu_count, environment
 from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
 from eyrie_workers.measurement.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, UnitKey, first_difference
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Sample, UnitKey, first_difference
 from eyrie_workers.measurement.benchmark.transformers_baseline import TransformersBaseline
-from eyrie_workers.measurement.benchmark.variants import Bench, Unit, unit_seed
+from eyrie_workers.measurement.benchmark.variants import Bench, Unit, entry_of, unit_seed
 from eyrie_workers.measurement.variant import Variant
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
@@ -47,6 +48,10 @@ LEDGER = "cells.jsonl"
 REPORT = "report.json"
 
 Suites = dict[str, list[Prompt]]
+
+_UNITS_PER_START = 16
+"""Units that a variant answers before another replaces its server, whose start takes half a minute to minutes. A killed
+stage repeats at most so many."""
 
 _SHORTEST_ANSWER = 16
 """Tokens that must fit behind a prompt; a shorter answer would measure mostly prefill."""
@@ -266,6 +271,9 @@ def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Va
     for first in units:
         if first.key in known:
             progress.resumed(known[first.key])
+    resident = session.bench.engine.num_resident
+    if resident is not None and resident < len(variants):
+        _measure_in_turn(session, units, variants, ledger, progress, known)
     measured = []
     for first in units:
         unit: Unit | None = first
@@ -278,6 +286,31 @@ def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Va
             measured.append((unit, entry))
             unit = session.next_turn(unit, entry.samples[BASELINE].token_ids)
     return measured
+
+
+def _measure_in_turn(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: JsonlLedger[Entry],
+                     progress: Progress, known: dict[UnitKey, Entry]) -> None:
+    """Measure all units and their later turns, where making one variant ready replaces another: each variant answers
+    `_UNITS_PER_START` units before the next, in an order that is mirrored from part to part, so that a drift of the
+    machine cancels and every second part begins with the variant that is ready. Adds the entries to `known`."""
+    wave: list[Unit] = list(units)
+    number = 0
+    while wave:
+        missing = [unit for unit in wave if unit.key not in known]
+        for start in range(0, len(missing), _UNITS_PER_START):
+            part = missing[start:start + _UNITS_PER_START]
+            samples: dict[UnitKey, dict[str, Sample]] = {unit.key: {} for unit in part}
+            for variant in interleaved(variants, number):
+                for unit in part:
+                    progress.stage.pause_point()
+                    samples[unit.key][variant.title] = session.bench.time(unit, variant)
+            for unit in part:
+                known[unit.key] = entry_of(unit, samples[unit.key])
+                ledger.append(known[unit.key])
+                progress.measured(known[unit.key])
+            number += 1
+        later = (session.next_turn(unit, known[unit.key].samples[BASELINE].token_ids) for unit in wave)
+        wave = [unit for unit in later if unit is not None]
 
 
 def is_measured(session: Session, units: Sequence[Unit], variants: Sequence[Variant],

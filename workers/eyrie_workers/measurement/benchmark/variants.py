@@ -53,6 +53,12 @@ def make_request(unit: Unit, *, seed: int, max_new_tokens: int, stop_ids: Sequen
         sampling=SamplingSpec(temperature=unit.temperature), seed=unit_seed(unit, seed), stop_ids=tuple(stop_ids))
 
 
+def entry_of(unit: Unit, samples: dict[str, Sample]) -> Entry:
+    """The entry of a unit with the samples of all variants."""
+    return Entry(suite=unit.prompt.suite, prompt_id=unit.prompt.id, temperature=unit.temperature, repeat=unit.repeat,
+                 samples=samples)
+
+
 @dataclass
 class Bench:
     """An engine, whose variants have the names that `Variant.title` gives, and what all its measurements share."""
@@ -65,8 +71,8 @@ class Bench:
     def warm_up(self, units: Sequence[Unit], variants: Sequence[Variant], between: Callable[[], None]) -> None:
         """Answer the beginning of some prompts in every variant without timing: kernels are selected, memory is
         mapped."""
-        for unit in units:
-            for variant in variants:
+        for variant in variants:  # one after the other: where servers replace each other, each is started once
+            for unit in units:
                 between()
                 request = make_request(unit, seed=self.seed, stop_ids=self.stop_ids,
                                        max_new_tokens=min(self.max_new_tokens, _WARMUP_TOKENS))
@@ -77,11 +83,11 @@ class Bench:
         samples = {}
         for variant in interleaved(variants, unit.turn):
             between()
-            samples[variant.title] = self._time(unit, variant)
-        return Entry(suite=unit.prompt.suite, prompt_id=unit.prompt.id, temperature=unit.temperature,
-                     repeat=unit.repeat, samples=samples)
+            samples[variant.title] = self.time(unit, variant)
+        return entry_of(unit, samples)
 
-    def _time(self, unit: Unit, variant: Variant) -> Sample:
+    def time(self, unit: Unit, variant: Variant) -> Sample:
+        """Answer one unit in one variant."""
         request = make_request(unit, seed=self.seed, max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids)
         run = self.engine.generate(variant.title, [request], 1)
         (answer,) = run.answers
