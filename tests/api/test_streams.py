@@ -225,6 +225,11 @@ def test_a_measured_drafter_is_promoted_rolled_back_and_switched_off_and_on(serv
     assert server.client.off("default").desired == "off"
     assert server.client.on("default").desired == "on"
     assert [one.name for one in server.client.endpoints().items] == ["default"]
+    lookup = benchmark_report("rival-ngram", {"chat": (9.0,)}).model_copy(update={"rival": True, "family": "ngram"})
+    server.control.results.record(Measured(measured.id, "ngram", "quickstart", False, lookup), "")
+    assert server.client.promote("default", job_id=measured.id).candidate_revision is None  # the best drafter serves
+    use = server.client.promote("default", job_id=measured.id, checkpoint="rival-ngram").revisions[-1].use
+    assert (use.setting.method, use.drafter_dir) == ("ngram", None)
     with pytest.raises(NotFound, match="no measured checkpoint 'x'"):
         server.client.promote("default", job_id=measured.id, checkpoint="x")
 

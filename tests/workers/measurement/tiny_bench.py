@@ -7,6 +7,7 @@ import torch
 
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
@@ -15,16 +16,21 @@ from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target
+from tests.workers.drafters.heads import scrambled
 
 
-def random_drafter(path: Path, target: Path, seed: int = 0, layers: tuple[int, ...] | None = None) -> Path:
+def random_drafter(path: Path, target: Path, seed: int = 0, layers: tuple[int, ...] | None = None,
+                   family: Family = "eagle3") -> Path:
     """An untrained drafter with the target's output matrix: it proposes, and is mostly refused."""
     config = read_config(target)
-    family = family_named("eagle3")
+    implementation = family_named(family)
     vocabulary = DraftVocabulary(ids=torch.arange(config.vocab_size), vocab_size=config.vocab_size)
     ends = read_target_embeddings(target, config.tie_word_embeddings)
-    drafter = family.create(DrafterSpec(), config, ends, layers or (1, 2, config.num_layers), vocabulary, seed)
-    family.save(path, drafter, "float32", None)
+    spec = DrafterSpec(family=family, max_draft_tokens=3 if family == "medusa" else None)
+    drafter = implementation.create(spec, config, ends, layers or (1, 2, config.num_layers), vocabulary, seed)
+    if family == "medusa":  # its blocks begin as zeros, which a check of checkpoints refuses
+        scrambled(drafter)
+    implementation.save(path, drafter, "float32", None)
     return path
 
 

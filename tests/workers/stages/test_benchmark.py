@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport
 from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage
@@ -128,6 +129,19 @@ def test_a_rival_of_another_target_is_dropped_with_the_reason_and_the_stage_succ
     assert report.dropped is not None
     assert "states of 48, the target's are 32" in report.dropped
     assert "RivalDropped" in (directory / "events.jsonl").read_text()
+
+
+def test_a_rival_that_the_engine_does_not_run_is_dropped_with_the_reason(tmp_path: Path) -> None:
+    spec = stage_specs(tmp_path)[0]
+    head = random_drafter(tmp_path / "published", Path(spec.target.model), family="medusa")
+    directory = prepare(tmp_path, spec.model_copy(update={
+        "engine": EngineSpec(kind="sglang"), "drafter_dir": str(tmp_path / "stage" / "drafter"),
+        "rival": RivalSpec(path=str(head)), "checkpoint": "rival-published",
+        "benchmark": spec.benchmark.model_copy(update={"temperatures": (0.0,)})}))
+    assert run_here(directory) == 0
+    report = read_manifest(directory).report
+    assert isinstance(report, BenchmarkReport)
+    assert "is of a family that SGLang cannot serve" in (report.dropped or "")
 
 
 def test_terminated_and_killed_it_keeps_every_finished_answer(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ from eyrie_workers.measurement.benchmark.session import (
 from eyrie_workers.measurement.variant import drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve
+from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 BLOCKS = "blocks.jsonl"
 
@@ -65,7 +66,7 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     try:
         family = _adopt(spec, spec.rival) if spec.rival.method == "drafter" else spec.rival.method
         result = _measure(spec, stage)
-    except (CheckpointInvalid, ArtifactMissing, ArtifactCorrupt, EngineFailed) as error:
+    except (CheckpointInvalid, ArtifactMissing, ArtifactCorrupt, EngineFailed, Unlaunchable) as error:
         stage.event("RivalDropped", f"{spec.checkpoint}: {error.message}; {error.hint}", warning=True)
         return _write_report(BenchmarkReport(
             checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=(), rival=True,
