@@ -139,6 +139,13 @@ class Unauthorized(EyrieError):
     reason = "Unauthorized"
 
 
+class UnsupportedMediaType(EyrieError):
+    """A body that is not JSON."""
+
+    http_status = 415
+    reason = "UnsupportedMediaType"
+
+
 class Forbidden(EyrieError):
     """The caller lacks permission, or the Host header is not accepted."""
 

@@ -11,7 +11,6 @@ helm/eyrie/values.schema.json, and a test compares them (`tests.helm.values_tabl
 """
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import tempfile
@@ -23,6 +22,7 @@ from pydantic import Field, ValidationError
 
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import InvalidInput
+from eyrie_api.request_origin import is_loopback_host
 from eyrie_api.v1alpha1.model import Frozen
 
 PREFIX = "EYRIE_"
@@ -168,13 +168,3 @@ class Settings(Frozen):
                 with contextlib.suppress(FileExistsError):
                     os.link(file.name, path)
         return path.read_text().strip()
-
-
-def is_loopback_host(host: str) -> bool:
-    """Whether `host` is a loopback address or `localhost`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

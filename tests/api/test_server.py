@@ -197,6 +197,19 @@ def test_a_web_page_cannot_reach_a_loopback_server_by_a_name_of_its_own(server: 
     problem(httpx.get(server.url + JOBS, headers={"Host": "evil.example"}), 403, "Forbidden")
     for host in ("localhost:1", "127.0.0.1", "[::1]:8642"):
         assert httpx.get(server.url + JOBS, headers={"Host": host}).status_code == 200
+    problem(httpx.get(server.url + JOBS, headers={"Host": "["}), 403, "Forbidden")
+
+
+def test_a_web_page_of_another_origin_changes_nothing(server: Running) -> None:
+    cancel = f"{server.url}{JOBS}/job-x/cancel"
+    for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+                    {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://127.0.0.1:3000"}):
+        problem(httpx.post(cancel, headers=headers), 403, "Forbidden")
+    problem(httpx.get(server.url + JOBS, headers={"Origin": "https://evil.example"}), 403, "Forbidden")
+    same = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
+    problem(httpx.post(cancel, headers=same), 404, "NotFound")
+    followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert httpx.get(server.url + JOBS, headers=followed).status_code == 200
 
 
 def test_a_plan_comes_with_its_assumptions(server: Running, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.settings import Settings, is_loopback_host
+from eyrie_api.request_origin import is_loopback_host
+from eyrie_api.settings import Settings
 
 
 def test_the_environment_is_read_and_the_rest_has_defaults(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ import pytest
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import PortInUse
-from eyrie_operator.embedded.gateway import bind, create_gateway
+from eyrie_operator.embedded.gateway import bind, create_gateway, is_forwarded
 from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
 from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, TrafficRecorder
 from eyrie_pipelines.processes import is_alive
+
+JSON = {"content-type": "application/json"}
 
 
 class Engine(ThreadingHTTPServer):
@@ -100,7 +102,7 @@ def lead_to(directory: Path, engine: Engine, revision: int, *others: Share, reco
 
 
 def ask(url: str, path: str = "/v1/chat/completions", body: str = "{}") -> httpx.Response:
-    return httpx.post(url + path, content=body, timeout=30)
+    return httpx.post(url + path, content=body, headers=JSON, timeout=30)
 
 
 def counted(url: str) -> dict[str, dict[str, int]]:
@@ -183,12 +185,26 @@ def test_requests_reach_the_routed_engine_whole_and_answers_come_back_whole(
     directory, url = gateway
     lead_to(directory, engines[0], 1)
     answer = httpx.post(f"{url}/v1/chat/completions?x=1%202", content=b'{"a": 1}',
-                        headers={"authorization": "Bearer k"})
+                        headers={"authorization": "Bearer k", **JSON})
     assert answer.json() == {"engine": "blue", "path": "/v1/chat/completions?x=1%202", "got": '{"a": 1}',
                              "key": "Bearer k"}
     assert answer.headers["x-eyrie-revision"] == "1"
     assert httpx.get(f"{url}/metrics").json()["path"] == "/metrics"
     assert httpx.post(f"{url}/v1/teapot").status_code == 418
+
+
+def test_web_pages_and_paths_that_administer_an_engine_do_not_get_through(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    lead_to(directory, engines[0], 1)
+    chat = f"{url}/v1/chat/completions"
+    for refused in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"}):
+        assert httpx.post(chat, content="{}", headers={**JSON, **refused}).status_code == 403
+    assert httpx.post(chat, content="{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    for path in ("/flush_cache", "/v1/%2e%2e/flush_cache"):
+        assert httpx.post(url + path, json={}).status_code == 404
+    assert not is_forwarded("/v1/../flush_cache")
+    assert counted(url).get("1") is None, "a refused request is no engine's failure"
 
 
 def test_a_switch_sends_new_requests_to_the_new_engine_and_lets_the_old_one_finish_its_stream(
@@ -262,7 +278,7 @@ def test_a_request_held_for_too_long_gets_a_503_with_retry_after(tmp_path: Path)
 
     async def once() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            return await client.post("/v1/chat/completions", content="{}")
+            return await client.post("/v1/chat/completions", json={})
 
     answer = asyncio.run(once())
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replacing_engine")

@@ -21,7 +21,8 @@ import httpx
 import jwt
 
 from eyrie_api.errors import InvalidInput, Transient, Unauthorized
-from eyrie_api.settings import Settings, is_loopback_host
+from eyrie_api.request_origin import is_loopback_host
+from eyrie_api.settings import Settings
 
 log = logging.getLogger(__name__)
 

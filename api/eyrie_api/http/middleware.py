@@ -4,9 +4,8 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
 
 - The authenticated caller and the project become the request's `Scope` (`scope["state"]["access"]`), which filters the
   rows that routes see. A bind that other machines can reach requires a token on everything but the two probes.
-- Without a token (loopback) the Host header must name this machine: otherwise a web page could reach the API of the
-  user who opens it, through a DNS name that resolves to 127.0.0.1 (DNS rebinding). For the same reason a body must be
-  declared as JSON: browsers send other content types across origins without a preflight request.
+- Without a token (loopback) requests of web pages are refused (`eyrie_api.request_origin`): by Host, Origin and
+  Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
 - A body over the limit is refused by its Content-Length, or at the byte that exceeds the limit.
 - A refused change is written to the audit log here; a change that was made, in its own transaction.
@@ -18,9 +17,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from anyio import to_thread
+from starlette.datastructures import Headers
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
@@ -29,10 +29,11 @@ from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.database.audit import Audit
-from eyrie_api.errors import EyrieError, Forbidden, NotFound, TooLarge, Unauthorized
+from eyrie_api.errors import EyrieError, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
-from eyrie_api.http.problems import UnsupportedMediaType, refuse
-from eyrie_api.settings import Settings, is_loopback_host
+from eyrie_api.http.problems import refuse
+from eyrie_api.request_origin import check_host, check_json, check_origin
+from eyrie_api.settings import Settings
 
 PROBES = ("/healthz", "/readyz")
 MUTATING = ("POST", "PUT", "PATCH", "DELETE")
@@ -90,14 +91,13 @@ class AccessMiddleware:
             await self._audit_refusal(request, access, status, request_id)
 
     async def _caller(self, request: Request) -> Principal:
-        """The authenticated caller. Raises Unauthorized, or Forbidden for a Host header that names another host."""
+        """The authenticated caller. Raises Unauthorized, or Forbidden for a request of a web page."""
         if request["path"] in PROBES:
             return ANONYMOUS
         if not self._authenticator.requires_token:
-            host = urlsplit("//" + _header(request, b"host")).hostname or ""
-            if not is_loopback_host(host):
-                raise Forbidden(f"Host {host!r} is not this machine, and no token is set",
-                                "use 127.0.0.1 or localhost, or start the server with EYRIE_TOKEN")
+            headers = Headers(scope=request)
+            check_host(headers)
+            check_origin(request["method"], headers)
         scheme, _, given = _header(request, b"authorization").partition(" ")
         token = given.strip() if scheme.lower() == "bearer" else ""
         cached = self._authenticator.cached(token)
@@ -138,12 +138,7 @@ class AccessMiddleware:
         content_length = _header(request, b"content-length")
         if content_length.isdigit() and int(content_length) > self._settings.max_body_bytes:
             raise self._too_large(f"{content_length} bytes")
-        if request["method"] in ("POST", "PUT", "PATCH") and content_length != "0":
-            kind = _header(request, b"content-type").partition(";")[0].strip().lower()
-            has_body = bool(content_length) or bool(_header(request, b"transfer-encoding"))
-            if has_body and kind != "application/json" and not kind.endswith("+json"):
-                raise UnsupportedMediaType(f"content-type {kind or 'is missing'!r}",
-                                           "send the body as Content-Type: application/json")
+        check_json(request["method"], Headers(scope=request))
 
     def _too_large(self, size: str) -> TooLarge:
         return TooLarge(f"the body has {size}, more than the {self._settings.max_body_bytes} allowed",

@@ -45,13 +45,6 @@ class MethodNotAllowed(EyrieError):
     reason = "MethodNotAllowed"
 
 
-class UnsupportedMediaType(EyrieError):
-    """A body that is not JSON."""
-
-    http_status = 415
-    reason = "UnsupportedMediaType"
-
-
 def title_of(reason: str) -> str:
     """`TargetNotFound` -> `Target not found`."""
     return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda found: " " + found[1].lower(), reason)

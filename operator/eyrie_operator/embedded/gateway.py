@@ -15,6 +15,10 @@ and counted; `GET /-/eyrie/counters` returns the counts.
 While one engine is replaced by another that does not fit next to it (`RouteRecord.on_hold`), requests wait for the new
 one, at most `HOLD_S` each and `_MOST_HELD` at once. Others get the 503, whose Retry-After tells clients to try again.
 
+Requests of web pages with another origin are refused, and bodies that are not JSON (`eyrie_api.request_origin`). Only
+the paths of inference, health and metrics are forwarded (`is_forwarded`): engines have others that change weights or
+stop the server.
+
 The gateway writes `D/gateway.json` (pid, start time, port) once it listens, and exits on SIGTERM.
 """
 
@@ -37,8 +41,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as PathRoute
 
 from eyrie_api.artifacts import write_model
-from eyrie_api.errors import EyrieError, PortInUse
+from eyrie_api.errors import EyrieError, NotFound, PortInUse
 from eyrie_api.program_exit import report_error
+from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
 from eyrie_operator.endpoints.traffic_recording import CHAT_PATH, TRAFFIC_FILE, TrafficRecorder
@@ -51,6 +56,10 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 # of the body themselves.
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
                          "transfer-encoding", "upgrade", "host", "content-length"})
+
+_FORWARDED = frozenset({"/generate", "/health", "/health_generate", "/metrics", "/get_model_info", "/model_info",
+                        "/tokenize", "/detokenize"})
+"""Paths of the engines besides /v1/: the embedded engine has /health and /metrics, SGLang all of them."""
 
 _SWITCH_S = 0.1
 """Pause before the one retry: the control plane may be writing the new route. Also between two looks at a route on
@@ -72,8 +81,14 @@ class GatewayRecord(Frozen):
     port: int
 
 
-def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOLD_S) -> Starlette:
-    """The proxy as an ASGI app."""
+def is_forwarded(path: str) -> bool:
+    """Whether requests for the decoded `path` reach an engine."""
+    return (path.startswith("/v1/") and ".." not in path.split("/")) or path in _FORWARDED
+
+
+def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOLD_S, *,
+                   is_loopback: bool = False) -> Starlette:
+    """The proxy as an ASGI app. `is_loopback`: it listens on loopback only, so that Host must name this machine."""
     num_held = 0
     # No read timeout: long generations are normal, and clients have their own timeouts.
     # trust_env off: requests to this machine must not go through a configured HTTP proxy.
@@ -94,7 +109,23 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                 num_held -= 1
         return True
 
+    def check(request: Request) -> None:
+        """Raises Forbidden, UnsupportedMediaType or NotFound."""
+        if is_loopback:
+            check_host(request.headers)
+        check_origin(request.method, request.headers)
+        check_json(request.method, request.headers)
+        path: str = request.scope["path"]
+        if not is_forwarded(path):
+            raise NotFound(f"{path[:100]} is not forwarded to engines",
+                           "the gateway serves /v1/..., " + ", ".join(sorted(_FORWARDED)))
+
     async def forward(request: Request) -> Response:
+        try:
+            check(request)
+        except EyrieError as error:
+            return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error",
+                                           "code": error.reason}}, status_code=error.http_status)
         try:
             body = await request.body()
         except ClientDisconnect:
@@ -202,7 +233,8 @@ def main() -> int:
     # Race: written after `listen`, so that a reader of this file can connect; early requests wait in the backlog.
     write_model(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,
                                                         port=listening.getsockname()[1]))
-    app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE))
+    app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE),
+                         is_loopback=is_loopback_host(arguments.host))
     print(f"{datetime.now(UTC).isoformat()} listening on {listening.getsockname()}", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     uvicorn.Server(config).run(sockets=[listening])

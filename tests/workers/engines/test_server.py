@@ -151,12 +151,16 @@ def test_an_invalid_request_gets_an_openai_error_with_a_hint(
 
 
 def test_invalid_json_large_bodies_and_unknown_paths_are_rejected(http: httpx.Client) -> None:
-    assert http.post(CHAT, content=b"{nonsense").status_code == 400
-    assert http.post(CHAT, content=b"[1]").json()["error"]["code"] == "invalid_json"
-    assert http.post(CHAT, content=b"[" * 100_000).status_code == 400
-    large = http.post(CHAT, content=b'{"messages": "' + b"x" * (5 * 2**20) + b'"}')
+    json = {"content-type": "application/json"}
+    assert http.post(CHAT, content=b"{nonsense", headers=json).status_code == 400
+    assert http.post(CHAT, content=b"[1]", headers=json).json()["error"]["code"] == "invalid_json"
+    assert http.post(CHAT, content=b"[" * 100_000, headers=json).status_code == 400
+    large = http.post(CHAT, content=b'{"messages": "' + b"x" * (5 * 2**20) + b'"}', headers=json)
     assert large.status_code == 413
     assert http.get("/v1/nowhere").json()["error"]["hint"]
+    for refused, status in (({"origin": "https://evil.example"}, 403), ({"sec-fetch-site": "cross-site"}, 403),
+                            ({"host": "evil.example"}, 403), ({"content-type": "text/plain"}, 415)):
+        assert http.post(CHAT, content=b"{}", headers={**json, **refused}).status_code == status
 
 
 def test_a_client_that_disconnects_frees_its_slot(http: httpx.Client) -> None:

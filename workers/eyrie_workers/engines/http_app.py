@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from eyrie_api.artifacts import code_version
 from eyrie_api.errors import EyrieError
+from eyrie_api.request_origin import check_host, check_json, check_origin
 from eyrie_workers.engines.engine_thread import EngineCrashed, EngineThread, LoadedEngine
 from eyrie_workers.engines.metrics import EngineMetrics
 from eyrie_workers.engines.openai_api import (
@@ -139,9 +140,18 @@ class ActiveRequest:
             self._service.metrics.ended(outcome)
 
 
-def create_app(service: Service) -> FastAPI:
-    """The HTTP application around one engine."""
-    app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None)
+def create_app(service: Service, *, is_loopback: bool = False) -> FastAPI:
+    """The HTTP application around one engine. `is_loopback`: it listens on loopback only, so that Host must name this
+    machine."""
+
+    async def refuse_web_pages(request: Request) -> None:
+        if is_loopback:
+            check_host(request.headers)
+        check_origin(request.method, request.headers)
+        check_json(request.method, request.headers)
+
+    app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None,
+                  dependencies=[Depends(refuse_web_pages)])
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

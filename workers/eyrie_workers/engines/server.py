@@ -29,6 +29,7 @@ import uvicorn
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
 from eyrie_api.program_exit import report_error
+from eyrie_api.request_origin import is_loopback_host
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Method
@@ -110,7 +111,7 @@ def serve(options: ServerOptions, listening: socket.socket) -> int:
     """Run until SIGTERM or until the engine thread fails. Returns the exit code; raises the engine thread's error."""
     metrics = EngineMetrics()
     engine = EngineThread(lambda: load(options), metrics, max_waiting=options.max_waiting)
-    app = create_app(Service(engine, metrics, options.model))
+    app = create_app(Service(engine, metrics, options.model), is_loopback=is_loopback_host(options.host))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
                                            timeout_graceful_shutdown=_DRAIN_S))
     host, port = listening.getsockname()[:2]
