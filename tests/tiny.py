@@ -17,7 +17,7 @@ TEXT = [
 
 def tiny_target(path: Path, family: str = "llama", seed: int = 0, *, num_layers: int = 4, hidden_size: int = 32,
                 vocab_size: int = 320, tie_word_embeddings: bool = False, **overrides: Any) -> Path:
-    """Write a random Hugging Face model directory of `family` (llama, qwen2, qwen3, olmo2, olmo3); return its path."""
+    """Write a random Hugging Face model directory of `family` (a `model_type` of transformers); return its path."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast

@@ -9,13 +9,21 @@ from typing import Any
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.capture import StateSource, StateSourceName
 
-FAMILIES = ("llama", "qwen2", "qwen3", "olmo2", "olmo3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "smollm3", "granite")
 """Values of `model_type`."""
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
-_ROPE_TYPES = ("default", "linear", "llama3")
+UNSCALED_OR_LINEAR = ("default", "linear", "llama3")
+"""Rope types whose rotations have length 1, which drafters may have as well."""
+
+_ROPE_TYPES = (*UNSCALED_OR_LINEAR, "yarn")
+_WITHOUT_ATTENTION_BIAS = ("mistral", "qwen2", "phi3")
+_WITH_MLP_BIAS = ("llama", "smollm3", "granite")
+_ONE_TYPE_OF_LAYER = ("mistral", "phi3")
+_TIED_BY_DEFAULT = ("smollm3",)
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def check_config(data: Mapping[str, Any]) -> None:
@@ -28,7 +36,15 @@ def check_config(data: Mapping[str, Any]) -> None:
     _check_unquantised(data)
     check_sizes(data, "intermediate_size")
     _check_rope(data, family)
+    rotary_size(data)
     layer_types(data)
+    unrotated_layers(data)
+    if family == "granite":
+        for field in _MULTIPLIERS:
+            value = data.get(field, 1.0)
+            if not isinstance(value, int | float) or value <= 0:
+                raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive number",
+                                        "save the model again")
 
 
 def _check_unquantised(data: Mapping[str, Any]) -> None:
@@ -88,11 +104,12 @@ def _check_rope(data: Mapping[str, Any], family: str) -> None:
     if not isinstance(scaling, Mapping):
         raise UnsupportedTarget(f"config.json: rope parameters are {scaling!r}, not an object", "correct config.json")
     if family != "olmo3":
-        _check_rope_type(data, scaling, _ROPE_TYPES)
+        # transformers takes any scaling of Phi-3 for longrope, whose factors depend on the length of the text.
+        _check_rope_type(scaling, ("default",) if family == "phi3" else _ROPE_TYPES)
         return
     sliding, full = olmo3_ropes(scaling)
-    _check_rope_type(data, sliding, ("default",))
-    _check_rope_type(data, full, (*_ROPE_TYPES, "yarn"))
+    _check_rope_type(sliding, ("default",))
+    _check_rope_type(full, _ROPE_TYPES)
 
 
 def olmo3_ropes(scaling: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -101,12 +118,67 @@ def olmo3_ropes(scaling: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[
     return scaling.get(SLIDING) or {}, scaling.get(FULL) or (scaling if "factor" in scaling else {})
 
 
-def _check_rope_type(data: Mapping[str, Any], scaling: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_rope_type(scaling: Mapping[str, Any], known: Sequence[str]) -> None:
     kind = rope_type(scaling)
     if kind not in known:
         raise UnsupportedTarget(f"rope type {kind!r} is not supported", f"only {', '.join(known)} are computed")
-    if float(scaling.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
+    if kind != "yarn":
+        return
+    factor = scaling.get("factor")
+    if not isinstance(factor, int | float) or factor <= 0:
+        raise UnsupportedTarget(f"config.json: the factor of rope type 'yarn' is {factor!r}, not a positive number",
+                                "correct config.json")
+    if scaling.get("attention_factor") is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        raise UnsupportedTarget("rope type 'yarn' with mscale and mscale_all_dim is not supported",
+                                "only the attention factor of the paper, or an explicit one, is computed")
+    if not scaling.get("truncate", True):
+        raise UnsupportedTarget("rope type 'yarn' without truncate is not supported",
+                                "only ranges rounded outwards are computed")
+
+
+def rotary_size(data: Mapping[str, Any]) -> int | None:
+    """Elements of each head that are rotated, from its first; None: all. Raises UnsupportedTarget."""
+    scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    factor = float(scaling.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0)) or 1.0)
+    if factor == 1.0:
+        return None
+    if data.get("model_type") != "phi3":
         raise UnsupportedTarget("partial_rotary_factor is not 1", "only rotation of whole heads is computed")
+    size = int(int(data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"]) * factor)
+    if not 0 < factor < 1 or size < 2 or size % 2:
+        raise UnsupportedTarget(f"partial_rotary_factor is {factor}, which rotates {size} elements of a head",
+                                "only an even number of them, from 2 to the size of a head, is computed")
+    return size
+
+
+def unrotated_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without rotary positions, counted from 0 (SmolLM3). Raises UnsupportedTarget."""
+    if data.get("model_type") != "smollm3":
+        return ()
+    num_layers, rotated = int(data["num_hidden_layers"]), data.get("no_rope_layers")
+    if rotated is None:
+        interval = data.get("no_rope_layer_interval", 4)
+        if not isinstance(interval, int) or interval < 1:
+            raise UnsupportedTarget(f"no_rope_layer_interval is {interval!r}, not a positive integer",
+                                    "correct config.json")
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(rotated, list) or len(rotated) < num_layers:
+        raise UnsupportedTarget(f"no_rope_layers is {rotated!r}, not a list of {num_layers} entries",
+                                "correct config.json")
+    # The name says the opposite of the values: 1 is a layer with rotary positions.
+    return tuple(i for i, has_rope in enumerate(rotated[:num_layers]) if not has_rope)
+
+
+def biases(data: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether q, k and v, the attention output, and the MLP of a supported model have biases."""
+    family = data.get("model_type")
+    attention = bool(data.get("attention_bias", False)) and family not in _WITHOUT_ATTENTION_BIAS
+    return (attention or family == "qwen2", attention, bool(data.get("mlp_bias", False)) and family in _WITH_MLP_BIAS)
+
+
+def has_tied_embeddings(data: Mapping[str, Any]) -> bool:
+    """Whether the output matrix is the embedding. Configs may omit the default of their class."""
+    return bool(data.get("tie_word_embeddings", data.get("model_type") in _TIED_BY_DEFAULT))
 
 
 def rope_type(scaling: Mapping[str, Any]) -> Any:
@@ -116,12 +188,23 @@ def rope_type(scaling: Mapping[str, Any]) -> Any:
 
 def layer_types(data: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
     """FULL or SLIDING per layer, and the window of the sliding ones in tokens. Raises UnsupportedTarget."""
-    num_layers, window = int(data["num_hidden_layers"]), data.get("sliding_window")
-    slides = bool(data.get("use_sliding_window", window is not None and data.get("model_type") == "llama"))
+    num_layers, family = int(data["num_hidden_layers"]), data.get("model_type")
+    # Mistral's class has a window by default; a config without one gives null.
+    window = data.get("sliding_window", 4096 if family == "mistral" else None)
+    slides = bool(data.get("use_sliding_window", False))
     listed = data.get("layer_types")
     types = tuple(str(kind) for kind in listed) if listed else None
-    if types is None and data.get("model_type") == "olmo3":
+    if family in _ONE_TYPE_OF_LAYER:
+        same = (FULL if window is None else SLIDING,) * num_layers
+        if types is not None and types != same:
+            raise UnsupportedTarget(f"layer_types is given, which the class of {family} ignores",
+                                    "remove layer_types, or give the model_type of the class that reads it")
+        types = same
+    if types is None and family == "olmo3":
         types = tuple(SLIDING if (i + 1) % 4 else FULL for i in range(num_layers))
+    if types is None and family == "smollm3":
+        sliding = unrotated_layers(data) if slides and window else ()
+        types = tuple(SLIDING if i in sliding else FULL for i in range(num_layers))
     if types is None:
         first_sliding = int(data.get("max_window_layers", num_layers)) if slides and window else num_layers
         types = tuple(SLIDING if i >= first_sliding else FULL for i in range(num_layers))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.decisions.plan import DataFacts, Experts, TargetFacts
-from eyrie_api.decisions.target_config import language_model
+from eyrie_api.decisions.target_config import has_tied_embeddings, language_model
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, trained_here
@@ -138,7 +138,7 @@ def target_facts(directory: Path) -> TargetFacts:
         hidden_size=hidden, num_layers=figure("num_hidden_layers"), vocab_size=figure("vocab_size"),
         intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
         num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), source="the target's config.json",
+        tie_word_embeddings=has_tied_embeddings(config), source="the target's config.json",
         dtype=stored_dtype(config))
 
 

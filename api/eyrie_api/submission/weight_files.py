@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.decisions.target_config import biases
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.submission.file_reading import GIT_LFS, LFS_HINT, read_object
 
@@ -64,9 +65,8 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
         if found.shape != shape:
             raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(found.shape)}, config.json "
                                     f"implies {list(shape)}", "give the config.json that was saved with these weights")
-    tied = config.get("tie_word_embeddings", False)
     others = [name for name in stored if name not in wanted and not _NOT_WEIGHTS.search(name)
-              and not (tied and name == "lm_head.weight")]
+              and not (facts.tie_word_embeddings and name == "lm_head.weight")]
     if others:
         raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "
                                 f"describes, the first is {min(others)!r}: they would be ignored",
@@ -75,26 +75,30 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
 
 def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a supported model."""
-    family, biased = config.get("model_type"), bool(config.get("attention_bias", False))
+    family, (attention_bias, output_bias, mlp_bias) = config.get("model_type"), biases(config)
     hidden, inner = facts.hidden_size, facts.intermediate_size
     queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     post_norm = family in ("olmo2", "olmo3")
     layer: dict[str, tuple[int, ...]] = {
+        "self_attn.qkv_proj.weight": (queries + 2 * keys, hidden), "mlp.gate_up_proj.weight": (2 * inner, hidden),
+    } if family == "phi3" else {
         "self_attn.q_proj.weight": (queries, hidden), "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden), "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner), "post_attention_layernorm.weight": (hidden,),
+        "self_attn.v_proj.weight": (keys, hidden), "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden)}
+    layer |= {
+        "self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, inner),
+        "post_attention_layernorm.weight": (hidden,),
         "post_feedforward_layernorm.weight" if post_norm else "input_layernorm.weight": (hidden,)}
     if post_norm:
         layer |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
     elif family == "qwen3":
         layer |= {f"self_attn.{name}_norm.weight": (facts.head_dim,) for name in "qk"}
-    if biased or family == "qwen2":
+    if attention_bias:
         layer |= {"self_attn.q_proj.bias": (queries,), "self_attn.k_proj.bias": (keys,),
                   "self_attn.v_proj.bias": (keys,)}
-    if biased and family != "qwen2":
+    if output_bias:
         layer["self_attn.o_proj.bias"] = (hidden,)
-    if family == "llama" and config.get("mlp_bias"):
+    if mlp_bias:
         layer |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
     whole: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (facts.vocab_size, hidden),
                                          "model.norm.weight": (hidden,)}

@@ -13,7 +13,8 @@ from pydantic import ConfigDict, Field
 from eyrie_api.v1alpha1.model import Frozen
 
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
-    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "GraniteForCausalLM")
 
 QUICKSTART = "quickstart"
 """The model, conversations and suites shipped with Eyrie; `quickstart:<suite>` names one suite."""

@@ -32,7 +32,9 @@ class Recorder(CheckpointTensors):
 
 @pytest.mark.parametrize(("family", "settings"), [
     ("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}), ("qwen2", {}),
-    ("qwen3", {"attention_bias": True}), ("olmo2", {}), ("olmo3", {"sliding_window": 16})])
+    ("qwen3", {"attention_bias": True}), ("olmo2", {}), ("olmo3", {"sliding_window": 16}),
+    ("mistral", {"attention_bias": True}), ("phi3", {}), ("smollm3", {"tie_word_embeddings": True}),
+    ("granite", {"attention_bias": True, "mlp_bias": True})])
 def test_submission_accepts_what_transformers_saves_and_expects_what_the_forward_pass_reads(
         family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     path = tiny_target(tmp_path, family, **settings)

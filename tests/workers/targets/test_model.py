@@ -22,6 +22,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2 sliding": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 16},
+    "llama yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+    "qwen3 yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 16.0,
+                                       "attention_factor": 1.3, "original_max_position_embeddings": 64}},
+    "mistral": {"sliding_window": None},
+    "mistral sliding": {"sliding_window": 7, "head_dim": 16},
+    "phi3": {},
+    "phi3 partial": {"sliding_window": 7, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    "smollm3": {"tie_word_embeddings": True},
+    "smollm3 listed": {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 7,
+                       "attention_bias": True, "mlp_bias": True},
+    "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.21, "residual_multiplier": 0.22,
+                "logits_scaling": 7.0, "attention_bias": True, "mlp_bias": True},
     "olmo2": {},
     "olmo3": {"sliding_window": 7},
     "olmo3 yarn": {"sliding_window": 7, "rope_parameters": {
@@ -54,7 +67,7 @@ def test_logits_and_every_hidden_state_equal_hugging_face(variant: str, tmp_path
         torch.testing.assert_close(target.logits(last), theirs.logits[0], rtol=2e-5, atol=5e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo3", "granite"])
 def test_bfloat16_states_stay_close_to_float32(family: str, tmp_path: Path) -> None:
     path = tiny_target(tmp_path / "target", family)
     tokens = [torch.arange(5, 60)]

@@ -21,7 +21,7 @@ TEXTS = [torch.arange(3, 3 + length) for length in (40, 9, 37, 1)]
 
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An architecture that the reference does not compute, whose logits are scaled."""
+    """A target whose logits are scaled."""
     return tiny_target(tmp_path_factory.mktemp("granite"), "granite", logits_scaling=8.0)
 
 

@@ -75,7 +75,7 @@ from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.upload import upload
-from eyrie_workers.targets.config import TargetConfig, parse_config
+from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
@@ -326,7 +326,7 @@ def read_dflash_config(name: str, found: Mapping[str, Any]) -> DFlashConfig:
         return CheckpointInvalid(f"drafter {name}: {fault}", hint)
 
     try:
-        decoder = parse_config(found)
+        decoder = parse_drafter_config(found)
     except UnsupportedTarget as error:
         raise refuse(error.message, error.hint) from error
     own = found.get("dflash_config")

@@ -75,7 +75,7 @@ from eyrie_workers.drafters.layers.proposer import (
 from eyrie_workers.drafters.validation.validator import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
-from eyrie_workers.targets.config import TargetConfig, parse_config
+from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
@@ -342,7 +342,7 @@ def load(directory: Path) -> Eagle1Drafter:
     """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
     found = read_config(directory)
     try:
-        config = parse_config(found)
+        config = parse_drafter_config(found)
     except UnsupportedTarget as error:
         raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
     expected = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
@@ -379,7 +379,7 @@ def import_original(directory: Path, config: Mapping[str, Any], tensors: Mapping
                                 "`eyrie check-drafter`")
     found.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
     try:
-        parsed = replace(parse_config(config), tie_word_embeddings=False)
+        parsed = replace(parse_drafter_config(config), tie_word_embeddings=False)
     except UnsupportedTarget as error:
         raise CheckpointInvalid(f"EAGLE-1/2 drafter: {error.message}", error.hint) from error
     with torch.device("meta"):

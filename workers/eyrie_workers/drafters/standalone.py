@@ -76,7 +76,7 @@ from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.speculation.upload import upload
-from eyrie_workers.targets.config import TargetConfig, parse_config
+from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import Attend, TargetModel
 from eyrie_workers.targets.rotary import Rotary
@@ -276,7 +276,7 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetCon
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
     try:
-        config = parse_config(read_config(directory))
+        config = parse_drafter_config(read_config(directory))
     except UnsupportedTarget as error:
         raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
     if config.family != "llama" or config.tie_word_embeddings or config.sliding_window is not None:

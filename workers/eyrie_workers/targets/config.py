@@ -1,10 +1,12 @@
 """The fields of a Hugging Face `config.json` that the forward pass needs.
 
 The families share one block (attention with rotary positions, gated MLP) and differ in details that are data, not
-code: Llama (rope scaling of Llama 3), Qwen2 (bias on q, k, v), Qwen3 (RMS norm on each head of q and k), Olmo 2 and 3
-(norms after attention and MLP instead of before them, and over all heads of q and of k together; in Olmo 3 three layers
-of four have sliding-window attention, and only the rope of the fourth is scaled). A config that the forward pass would
-compute wrongly is refused before weights are read (`eyrie_api.decisions.target_config`).
+code: Llama (rope scaling of Llama 3), Mistral (a window), Qwen2 (bias on q, k, v), Qwen3 (RMS norm on each head of q
+and k), Olmo 2 and 3 (norms after attention and MLP instead of before them, and over all heads of q and of k together;
+in Olmo 3 three layers of four have sliding-window attention, and only the rope of the fourth is scaled), Phi-3 (q, k,
+v and gate, up stored as one tensor each; rotation of a part of each head), SmolLM3 (layers without rope), Granite
+(multipliers). A config that the forward pass would compute wrongly is refused before weights are read
+(`eyrie_api.decisions.target_config`).
 
 Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
 """
@@ -18,14 +20,19 @@ from typing import Any, Literal
 
 from eyrie_api.decisions.target_config import (
     FULL,
+    UNSCALED_OR_LINEAR,
+    biases,
     check_config,
     check_sizes,
     computed_by_reference,
+    has_tied_embeddings,
     language_model,
     layer_types,
     logit_transform,
     olmo3_ropes,
     rope_type,
+    rotary_size,
+    unrotated_layers,
 )
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 
@@ -101,7 +108,7 @@ class TargetConfig:
     vocab_size: int
     rms_eps: float
     rope: RopeConfig
-    """Rope of every layer except those of `full_rope`. A drafter uses this one."""
+    """Rope of every layer except those of `full_rope`. A drafter uses this one (`drafter_rope`)."""
 
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -133,6 +140,30 @@ class TargetConfig:
 
     logit_soft_cap: float | None = None
     """Bound of the logits; None: none."""
+
+    rotary_size: int | None = None
+    """Elements of each head that are rotated, from its first; None: all."""
+
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers without rotary positions, counted from 0."""
+
+    fused_projections: bool = False
+    """q, k, v are stored as one tensor, and gate, up as another."""
+
+    attention_scale: float | None = None
+    """Factor on the products of queries and keys; None: 1 / sqrt(head_dim)."""
+
+    embedding_scale: float = 1.0
+    """Factor on the embeddings that the first layer reads; those that drafters read are not scaled."""
+
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and MLP before they are added."""
+
+    @property
+    def drafter_rope(self) -> RopeConfig:
+        """Rope of a drafter's layers: the target's. Instead of YaRN's the unscaled one: engines spell its attention
+        factor differently, and a drafter's rope need only be the same in training and serving."""
+        return self.rope if self.rope.kind in UNSCALED_OR_LINEAR else RopeConfig(theta=self.rope.theta)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -189,7 +220,7 @@ def describe_config(data: Mapping[str, Any], generation: Mapping[str, Any] | Non
         intermediate_size=int(text.get("intermediate_size") or 4 * hidden), vocab_size=int(text["vocab_size"]),
         rms_eps=float(next((text[name] for name in _EPSILONS if text.get(name)), 1e-6)), rope=_known_rope(text),
         max_position_embeddings=int(text.get("max_position_embeddings") or 2048),
-        tie_word_embeddings=bool(text.get("tie_word_embeddings", False)), qk_norm=False, attention_bias=False,
+        tie_word_embeddings=has_tied_embeddings(text), qk_norm=False, attention_bias=False,
         output_bias=False, mlp_bias=False,
         layer_types=tuple(map(str, types)) if isinstance(types, list) and len(types) == num_layers
         else (FULL,) * num_layers,
@@ -200,7 +231,7 @@ def _known_rope(text: Mapping[str, Any]) -> RopeConfig:
     """The rope of full-attention layers, unscaled where its scaling is not one of `RopeConfig`."""
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     scaling = scaling.get(FULL) or scaling
-    if rope_type(scaling) in ("default", "linear", "llama3"):
+    if rope_type(scaling) in UNSCALED_OR_LINEAR:
         return _rope(text, scaling)
     return RopeConfig(theta=float(scaling.get("rope_theta") or text.get("rope_theta") or RopeConfig.theta))
 
@@ -211,9 +242,9 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
     family = str(data["model_type"])
     hidden, num_heads = int(data["hidden_size"]), int(data["num_attention_heads"])
     types, window = layer_types(data)
-    biased = bool(data.get("attention_bias", False))
-    post_norm = family in ("olmo2", "olmo3")
+    attention_bias, output_bias, mlp_bias = biases(data)
     rope, full_rope = _ropes(data)
+    scales: Mapping[str, Any] = data if family == "granite" else {}
     return TargetConfig(
         family=family, hidden_size=hidden, num_layers=len(types), num_heads=num_heads,
         num_kv_heads=int(data.get("num_key_value_heads") or num_heads),
@@ -221,19 +252,31 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         intermediate_size=int(data["intermediate_size"]), vocab_size=int(data["vocab_size"]),
         rms_eps=float(data.get("rms_norm_eps", 1e-6)), rope=rope,
         max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
-        tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3", attention_bias=biased or family == "qwen2",
-        output_bias=biased and family != "qwen2", mlp_bias=family == "llama" and bool(data.get("mlp_bias", False)),
-        layer_types=types, sliding_window=window,
-        eos_token_ids=_eos(data, generation or {}), post_norm=post_norm, full_rope=full_rope,
+        tie_word_embeddings=has_tied_embeddings(data), qk_norm=family == "qwen3", attention_bias=attention_bias,
+        output_bias=output_bias, mlp_bias=mlp_bias, layer_types=types, sliding_window=window,
+        eos_token_ids=_eos(data, generation or {}), post_norm=family in ("olmo2", "olmo3"), full_rope=full_rope,
+        rotary_size=rotary_size(data), unrotated_layers=unrotated_layers(data), fused_projections=family == "phi3",
+        attention_scale=float(scales.get("attention_multiplier", 1.0)) if scales else None,
+        embedding_scale=float(scales.get("embedding_multiplier", 1.0)),
+        residual_scale=float(scales.get("residual_multiplier", 1.0)), logit_scale=logit_transform(scales)[0],
     )
+
+
+def parse_drafter_config(data: Mapping[str, Any]) -> TargetConfig:
+    """`parse_config` for the layers of a drafter. Raises UnsupportedTarget also for a rope that drafters lack here."""
+    config = parse_config(data)
+    if config.rope.kind not in UNSCALED_OR_LINEAR:
+        raise UnsupportedTarget(f"rope type {config.rope.kind!r} of a drafter is not supported",
+                                f"only {', '.join(UNSCALED_OR_LINEAR)} are computed")
+    return config
 
 
 def _ropes(data: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
     """The rope of all layers, and that of the full-attention layers where they differ (Olmo 3)."""
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    if data.get("model_type") != "olmo3":
-        return _rope(data, scaling), None
+    family = data.get("model_type")
+    if family != "olmo3":
+        return _rope(data, scaling, theta=2_000_000.0 if family == "smollm3" else 10_000.0), None
     sliding, full = olmo3_ropes(scaling)
     rope = _rope(data, sliding if "rope_theta" in sliding else {"rope_theta": full.get("rope_theta")} | dict(sliding),
                  theta=500_000.0)
@@ -251,7 +294,8 @@ def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], theta: float = 10
         theta=float(scaling.get("rope_theta") or data.get("rope_theta") or theta), kind=kind,
         factor=factor, low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position=int(scaling.get("original_max_position_embeddings", 8192)),
+        original_max_position=int(scaling.get("original_max_position_embeddings") or (
+            data.get("max_position_embeddings", 8192) if kind in ("llama3", "yarn") else 8192)),
         beta_fast=float(scaling.get("beta_fast") or 32.0), beta_slow=float(scaling.get("beta_slow") or 1.0),
         attention_factor=float(attention_factor) if kind == "yarn" else 1.0,
     )

@@ -14,12 +14,16 @@ Optimised for few tokens, where launching operations costs more than arithmetic:
 
 Olmo normalises after attention and MLP, so nothing can be folded or fused there; its rope may differ by layer type.
 
-Logits and every hidden state equal Hugging Face's for Llama, Qwen2, Qwen3, Olmo 2 and Olmo 3 (tests/workers/targets).
+Elements of a head that are not rotated are multiplied by 1, and a scale of the attention scores is a factor of the
+rotations of queries and keys, so that no family has an operation of its own in attention.
+
+Logits and every hidden state equal Hugging Face's for each of `target_config.FAMILIES` (tests/workers/targets).
 """
 
 # M tokens of all texts, T tokens of one, H hidden, V vocabulary, A aux layers, Q query heads, G key-value heads,
 # E head dimension
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +68,7 @@ class _Layer:
 
 
 class TargetModel:
-    """A frozen Llama, Qwen or Olmo. Immutable: state is in the caller's cache."""
+    """A frozen target of one of `target_config.FAMILIES`. Immutable: state is in the caller's cache."""
 
     def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None, *,
                  head: bool = True) -> None:
@@ -86,17 +90,16 @@ class TargetModel:
         self._head = Linear(self.lm_head_weight if head else self.lm_head_weight[:1])
         self._eps = torch.tensor(config.rms_eps, dtype=self.dtype, device=self.device)
         self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
-        ropes = [config.full_rope if config.full_rope is not None and kind == FULL else config.rope
-                 for kind in config.layer_types]
-        self._ropes = tuple(dict.fromkeys(ropes))
-        self._rope_of_layer = [self._ropes.index(rope) for rope in ropes]
-        self._frequencies = [torch.tensor(rope.inverse_frequencies(config.head_dim), dtype=torch.float64,
-                                          device=self.device) for rope in self._ropes]
+        ropes = [_rope_of(config, index) for index in range(config.num_layers)]
+        distinct = tuple(dict.fromkeys(ropes))
+        self._rope_of_layer = [distinct.index(rope) for rope in ropes]
+        self._ropes = [_lengths_and_frequencies(config, rope).to(self.device) for rope in distinct]
 
-    def _rotations(self, positions: Tensor, rope: RopeConfig, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-        """exp(i * position * frequency): [M] -> [M, 1, E / 2] complex, for float32 or float64 heads."""
+    def _rotations(self, positions: Tensor, rope: Tensor, dtype: torch.dtype) -> Tensor:
+        """length * exp(i * position * frequency): [M] -> [M, 1, E / 2] complex, for float32 or float64 heads."""
+        lengths, frequencies = rope
         angles = positions.to(torch.float64)[:, None, None] * frequencies
-        rotation = torch.polar(torch.full_like(angles, rope.attention_factor), angles)
+        rotation = torch.polar(lengths.expand_as(angles), angles)
         return rotation if dtype == torch.float64 else rotation.to(torch.complex64)
 
     @torch.inference_mode()
@@ -113,10 +116,11 @@ class TargetModel:
         num_tokens = token_ids.shape[0]
         # bfloat16 has no complex numbers: such heads are rotated in float32, as Hugging Face does.
         wide = torch.float64 if attend.dtype == torch.float64 else torch.float32
-        rotations = [self._rotations(positions, rope, frequencies, wide)
-                     for rope, frequencies in zip(self._ropes, self._frequencies, strict=True)]
+        rotations = [self._rotations(positions, rope, wide) for rope in self._ropes]
         head_eps = self._eps.to(wide)
         x = F.embedding(token_ids, self.embed_weight)
+        if config.embedding_scale != 1.0:
+            x = x * config.embedding_scale
         kept = {0: x} if 0 in aux_layers else {}
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(x if config.post_norm else self._norm(x, layer.input_norm)).to(wide)
@@ -133,9 +137,9 @@ class TargetModel:
             torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations[self._rope_of_layer[index]])
             attended = attend(index, heads.to(attend.dtype))
             if layer.attention_norm is None:
-                x = layer.output.add(attended, x)
+                x = self._add(x, layer.output, attended)
                 gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-                x = layer.down.add(F.silu(gate).mul_(up), x)
+                x = self._add(x, layer.down, F.silu(gate).mul_(up))
             else:
                 x = x + self._norm(layer.output(attended), layer.attention_norm)
                 gate, up = layer.gate_up(x).chunk(2, dim=-1)
@@ -171,12 +175,19 @@ class TargetModel:
 
     def logits(self, last: Tensor) -> Tensor:
         """[..., H] states after the final norm -> [..., V], in the model's dtype."""
-        return self._head(last.reshape(-1, last.shape[-1])).view(*last.shape[:-1], -1)
+        logits = self._head(last.reshape(-1, last.shape[-1])).view(*last.shape[:-1], -1)
+        return logits if self.config.logit_scale == 1.0 else logits.mul_(self.config.logit_scale)
 
     @property
     def output_head(self) -> OutputHead:
         """See `state_source.StateSource`."""
         return OutputHead.of(self.lm_head_weight, self.config.logit_scale, self.config.logit_soft_cap)
+
+    def _add(self, x: Tensor, linear: Linear, inputs: Tensor) -> Tensor:
+        """x plus the product of `inputs`, scaled where the target scales it."""
+        if self.config.residual_scale == 1.0:
+            return linear.add(inputs, x)
+        return torch.add(x, linear(inputs), alpha=self.config.residual_scale)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -184,10 +195,36 @@ class TargetModel:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
 
 
-def pairs_together(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of q or k so that elements i and i + head_dim / 2 of each head become adjacent."""
-    half = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
-    return half.transpose(1, 2).reshape(rows.shape)
+def _rope_of(config: TargetConfig, layer: int) -> RopeConfig | None:
+    if layer in config.unrotated_layers:
+        return None
+    if config.full_rope is not None and config.layer_types[layer] == FULL:
+        return config.full_rope
+    return config.rope
+
+
+def _lengths_and_frequencies(config: TargetConfig, rope: RopeConfig | None) -> Tensor:
+    """Of the rotations of queries and keys, [2, E / 2] float64; elements that are not rotated have frequency 0."""
+    scale = config.attention_scale or config.head_dim ** -0.5
+    # Attention divides scores by sqrt(E). Each factor is the square root: it multiplies both queries and keys.
+    rope_of_heads = torch.zeros(2, config.head_dim // 2, dtype=torch.float64, device="cpu")
+    rope_of_heads[0] = math.sqrt(scale * math.sqrt(config.head_dim)) if config.attention_scale else 1.0
+    if rope is not None:
+        size = config.rotary_size or config.head_dim
+        rope_of_heads[0, :size // 2] *= rope.attention_factor
+        rope_of_heads[1, :size // 2] = torch.tensor(rope.inverse_frequencies(size), dtype=torch.float64, device="cpu")
+    return rope_of_heads
+
+
+def pairs_together(rows: Tensor, head_dim: int, rotary_size: int | None = None) -> Tensor:
+    """Reorder the rows of q or k so that elements i and i + head_dim / 2 of each head become adjacent.
+
+    rotary_size  where only the first elements of each head are rotated, their number, in the place of head_dim
+    """
+    heads = rows.view(-1, head_dim, *rows.shape[1:])
+    size = rotary_size or head_dim
+    pairs = heads[:, :size].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([pairs, heads[:, size:]], dim=1).view(rows.shape)
 
 
 def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _Layer:
@@ -195,11 +232,19 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
         return weights[f"model.layers.{index}.{name}"]
 
     def paired(name: str) -> Tensor:
-        return pairs_together(get(name), config.head_dim)
+        return together(get(name))
+
+    def together(rows: Tensor) -> Tensor:
+        return pairs_together(rows, config.head_dim, config.rotary_size)
 
     attention, mlp = "self_attn.{}_proj.{}", "mlp.{}_proj.{}"
-    qkv = torch.cat([paired(attention.format("q", "weight")), paired(attention.format("k", "weight")),
-                     get(attention.format("v", "weight"))])
+    if config.fused_projections:
+        q, k, v = get(attention.format("qkv", "weight")).split(
+            [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)])
+    else:
+        q, k, v = (get(attention.format(name, "weight")) for name in "qkv")
+    qkv = torch.cat([together(q), together(k), v])
+    del q, k, v
     qkv_bias = torch.cat([paired(attention.format("q", "bias")), paired(attention.format("k", "bias")),
                           get(attention.format("v", "bias"))]) if config.attention_bias else None
     fold = qkv.dtype == torch.float32 and not config.post_norm
@@ -214,7 +259,8 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     # In place: the concatenations are this layer's own.
     qkv_linear = Linear(qkv.mul_(input_norm) if fold and input_norm is not None else qkv, qkv_bias)
     del qkv  # where the weight is packed this was a copy, freed before the MLP is read
-    gate_up = torch.cat([get(mlp.format("gate", "weight")), get(mlp.format("up", "weight"))])
+    gate_up = torch.cat([get(mlp.format(name, "weight"))
+                         for name in (("gate_up",) if config.fused_projections else ("gate", "up"))])
     gate_up_bias = torch.cat([get(mlp.format("gate", "bias")), get(mlp.format("up", "bias"))]) \
         if config.mlp_bias else None
     gate_up_linear = Linear(gate_up.mul_(mlp_norm) if fold else gate_up, gate_up_bias)

@@ -36,7 +36,7 @@ from eyrie_workers.drafters.eagle3.directory_format import (
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.validation import validate_files
 from eyrie_workers.drafters.validation.validator import DrafterFiles
-from eyrie_workers.targets.config import parse_config as parse_decoder
+from eyrie_workers.targets.config import parse_drafter_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 
 
@@ -122,7 +122,7 @@ def parse_config(found: Mapping[str, Any]) -> Eagle3Config:
             "Eyrie's engine computes drafters of one layer, of their target's hidden size, without bias and with an "
             "output matrix of their own", "serve and measure this one in SGLang")
     try:
-        decoder = parse_decoder(found)
+        decoder = parse_drafter_config(found)
     except UnsupportedTarget as error:
         raise CheckpointInvalid(f"drafter checkpoint: {error.message}", error.hint) from error
     top, inner = found.get(LAYER_IDS), nested(found)[LAYER_IDS]

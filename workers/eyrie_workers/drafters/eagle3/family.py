@@ -38,7 +38,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     drafter = Eagle3Drafter(Eagle3Config(
         hidden_size=target.hidden_size, intermediate_size=spec.intermediate_size or target.intermediate_size,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=target.head_dim, vocab_size=target.vocab_size,
-        draft_vocab_size=vocabulary.size, aux_layers=aux_layers, rms_eps=target.rms_eps, rope=target.rope,
+        draft_vocab_size=vocabulary.size, aux_layers=aux_layers, rms_eps=target.rms_eps, rope=target.drafter_rope,
         max_position_embeddings=spec.max_position_embeddings or target.max_position_embeddings,
         eos_token_ids=target.eos_token_ids, fc_norm=spec.fc_norm, norm_before_fc=spec.norm_before_fc,
         norm_output=spec.norm_output, sliding_window=spec.sliding_window), vocabulary)

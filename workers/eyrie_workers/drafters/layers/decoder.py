@@ -133,7 +133,9 @@ def decoder_config(spec: DrafterSpec, target: TargetConfig, family: str, num_lay
         target, family=family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
         intermediate_size=spec.intermediate_size or target.intermediate_size, tie_word_embeddings=False, qk_norm=False,
         attention_bias=False, output_bias=False, mlp_bias=False, layer_types=(FULL,) * num_layers, sliding_window=None,
-        post_norm=False, full_rope=None,
+        post_norm=False, rope=target.drafter_rope, full_rope=None, logit_scale=1.0, logit_soft_cap=None,
+        rotary_size=None, unrotated_layers=(), fused_projections=False, attention_scale=None, embedding_scale=1.0,
+        residual_scale=1.0,
         max_position_embeddings=spec.max_position_embeddings or target.max_position_embeddings)
     return replace(own, **changes)
 
@@ -157,7 +159,7 @@ def layer_flops(config: TargetConfig, num_rows: int, num_visible: int) -> int:
 
 
 def decoder_json(config: TargetConfig, architecture: str, dtype: str) -> dict[str, Any]:
-    """The `config.json` of these layers, as `targets.config.parse_config` and Hugging Face read it."""
+    """The `config.json` of these layers, as `targets.config.parse_drafter_config` and Hugging Face read it."""
     eos: Sequence[int] = config.eos_token_ids
     written: dict[str, Any] = {
         "architectures": [architecture], "model_type": config.family, "hidden_act": "silu",

@@ -1,4 +1,10 @@
-"""Olmo 3 in the reference engine: windows over most layers, norms behind, two ropes; drafting must change nothing."""
+"""The reference engine on targets that differ from Llama: drafting must change nothing.
+
+Olmo 3 has windows over most layers, norms behind, two ropes; the others are those of `OTHERS`.
+"""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +64,29 @@ def test_greedy_output_equals_hugging_face_generate(target: TargetModel) -> None
             theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24,
                                     min_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert generation.token_ids == theirs[0, prompt.shape[1]:].tolist()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "smollm3": {},
+    "granite": {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 8.0},
+    "qwen2": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                                  "original_max_position_embeddings": 128}},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_tree_changes_no_token_of_other_architectures(family: str, tmp_path: Path) -> None:
+    target = load_target(tiny_target(tmp_path, family, seed=5, num_layers=2, initializer_range=0.15,
+                                     **OTHERS[family]))
+    oracle = OracleDrafter(320, target=target)
+    for temperature in (0.0, 1.0):
+        asked = requests(temperature)[:2]
+        plain = [one.token_ids for one in Engine(target).generate(asked)]
+        drafted = Engine(target, oracle, max_concurrency=2).generate(asked, TREE)
+        assert [one.token_ids for one in drafted] == plain
+        assert sum(len(one.accepted_histogram) > 2 for one in drafted) > 0
 
 
 def test_the_drafter_reads_full_attention_layers_where_there_are_enough(target: TargetModel) -> None:
