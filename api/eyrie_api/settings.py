@@ -74,6 +74,11 @@ class Settings(Frozen):
     webhooks_allow_private: bool = False
     """Let webhooks go to private and loopback addresses too: for receivers in the same cluster."""
 
+    credential_hosts: str | None = Field(
+        None, pattern=r"^ *[A-Z][A-Z0-9_]*=[^\s,=]+ *(, *[A-Z][A-Z0-9_]*=[^\s,=]+ *)*$")
+    """Variables that jobs of projects may send, each with a host, for example
+    `OPENAI_API_KEY=api.openai.com,TEAM_API_KEY=llm.example`. Administrators' jobs are not restricted."""
+
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """Larger request bodies are refused. A job spec is a few KiB."""
 

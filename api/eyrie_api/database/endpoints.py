@@ -52,6 +52,11 @@ class Endpoints:
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 
+    def project_of(self, name: str) -> str | None:
+        """The project that owns the name; None while it is free. Not filtered by the scope."""
+        with self._database.reading() as session:
+            return endpoint_names.project_of(session, name)
+
     def create(self, name: str, target: TargetSpec, serve: EndpointServeSpec, model: str,
                project: str | None = None) -> Endpoint:
         """Create the endpoint with the target alone as its first candidate, or update an existing one.

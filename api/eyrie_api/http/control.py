@@ -86,7 +86,7 @@ class Control:
         """Whether a job uses only paths and endpoints that its submitter may use. Raises InvalidInput."""
         principal = self.scope.principal
         if principal is not None and ALL_PROJECTS not in principal.roles:
-            spec_policy.check(spec, self.settings.home, self._is_mine)
+            spec_policy.check(spec, self.settings, self._is_mine)
 
     def _is_mine(self, kind: str, name: str) -> bool:
         try:

@@ -10,12 +10,14 @@ Kubernetes NetworkPolicy.
 """
 
 import ipaddress
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from eyrie_api.egress.ssrf_safe_http import is_allowed
 from eyrie_api.errors import InvalidInput
+from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import JobSpec
 
 _SYSTEM = tuple(Path(path) for path in ("/proc", "/sys", "/dev", "/etc", "/run", "/var/run", "/root"))
@@ -26,9 +28,9 @@ IsMine = Callable[[str, str], bool]
 """(`jobs` or `endpoints`, id or name) -> whether that directory under EYRIE_HOME is in a project of the caller."""
 
 
-def check(spec: JobSpec, home: Path, is_mine: IsMine) -> None:
+def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
     """Raises InvalidInput naming the field with a path, variable or URL that is not allowed."""
-    home = home.resolve()
+    home = settings.home.resolve()
     for field, text in _paths(spec):
         path = Path(text).expanduser()
         if path.is_absolute() or path.exists():
@@ -38,9 +40,26 @@ def check(spec: JobSpec, home: Path, is_mine: IsMine) -> None:
         raise InvalidInput(f"regenerate.api_key_env {variable} is not for jobs to send",
                            "keys for endpoints are in variables that end with _API_KEY")
     for field, url in _urls(spec):
-        host = (urlsplit(url).hostname or "").rstrip(".")
+        host = _host(url)
         if host in _METADATA or not _may_be_asked(host):
             raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give the endpoint's address")
+        if variable is not None and (variable, host) not in credential_hosts(settings):
+            raise InvalidInput(f"{field} names {host}, and {variable} may not be sent there",
+                               f"ask an administrator to add {variable}={host} to EYRIE_CREDENTIAL_HOSTS")
+
+
+def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:
+    """The pairs of EYRIE_CREDENTIAL_HOSTS: (variable, host)."""
+    pairs = (one.partition("=") for one in (settings.credential_hosts or "").split(","))
+    return frozenset((variable.strip(), host.strip().lower()) for variable, _, host in pairs)
+
+
+def _host(url: str) -> str:
+    """The host of a URL, in lower case; empty when it cannot be read."""
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:  # an unclosed bracket
+        return ""
 
 
 def _urls(spec: JobSpec) -> Iterator[tuple[str, str]]:
@@ -72,8 +91,15 @@ def _check_path(field: str, path: Path, home: Path, is_mine: IsMine) -> None:
 
 
 def _may_be_asked(host: str) -> bool:
+    """An address in any form that the resolver takes (`2852039166`, `0xa9fea9fe`, `0251.0376.169.254`) is checked as
+    the address that it stands for; other scripts' digits are refused, since clients normalise them."""
+    if not host or not host.isascii():
+        return False
     try:
-        ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return True  # a host name, not an IP address
-    return is_allowed(host, allow_private=True)
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(host))
+        except OSError:
+            return True  # a host name, not an IP address
+    return is_allowed(str(address), allow_private=True)

@@ -218,14 +218,17 @@ class Controller:
 
     def _mirror_endpoints(self, endpoints: Sequence[Endpoint], namespace: str) -> None:
         """Create a mirror for each endpoint that is on and has no object in any watched namespace."""
-        missing = [each for each in endpoints if each.desired == "on" and not self._keys_named(each.name)]
+        missing = [each for each in endpoints if each.desired == "on" and not self._entitled_keys(each.name)
+                   and ("DraftEndpoint", namespace, each.name) not in self._objects]
         if not missing:
             return
         # Race: events may lag, most of all after the start. Listing avoids a mirror for an endpoint that was applied.
-        existing = {each["metadata"]["name"] for watched in self._namespaces or (None,)
+        existing = {(each["metadata"]["name"], each["metadata"]["namespace"]) for watched in self._namespaces or (None,)
                     for each in self._cluster.list_all(API_VERSION, "DraftEndpoint", watched)}
         for endpoint in missing:
-            if endpoint.name not in existing:
+            project = self._endpoints.project_of(endpoint.name)
+            if not any(name == endpoint.name and (where == namespace or self._project_at(where) == project)
+                       for name, where in existing):
                 self._apply_mirror(endpoint, namespace)
 
     def _apply_mirror(self, endpoint: Endpoint, namespace: str) -> None:
@@ -239,8 +242,8 @@ class Controller:
         raw = self._objects.get(key)
         if raw is None:
             return now
-        resource = read_endpoint(raw)
-        first = min(self._keys_named(name), key=self._age, default=key)
+        resource = read_endpoint(raw, self._mirror_namespace)
+        first = min(self._entitled_keys(name), key=self._age, default=None)
         if resource.keep_outside or first != key:
             return None
         return Owner(uid=resource.identity.uid, name=name)
@@ -287,17 +290,16 @@ class Controller:
         if raw is None:
             return
         if key[0] == "DrafterJob":
-            resource = read_job(raw)
+            resource = read_job(raw, self._mirror_namespace)
             job = self._find_job(resource)
             if job is not None:
                 self._key_of[job.id] = key
             self._execute(key, resource, reconcile_job(resource, job, self._memory(resource, job), self._clock()))
         else:
-            endpoint = read_endpoint(raw)
+            endpoint = read_endpoint(raw, self._mirror_namespace)
             row = self._find_endpoint(endpoint)
             shown = _model_name(endpoint.spec.target.model) if endpoint.spec is not None else ""
-            first = min(self._keys_named(key[2]), key=self._age, default=key)  # it may have been deleted meanwhile
-            taken_by = None if first == key else f"{first[1]}/{first[2]}"
+            taken_by = self._name_taken_by(key)
             serve = None if row is None else self._endpoints.serving(row.name).serve
             self._execute(key, endpoint, reconcile_endpoint(
                 endpoint, row, shown, self._clock(), taken_by, serve, self._endpoint_objects(endpoint.identity)))
@@ -321,6 +323,23 @@ class Controller:
             return None
         mine = resource.mirrored if applied_uid(job) is None else applied_uid(job) == uid
         return job if mine else None
+
+    def _entitled_keys(self, name: str) -> tuple[Key, ...]:
+        """The DraftEndpoints of that name that may change the row: objects in namespaces of the project that owns the
+        name, and the row's mirror. While the name is free, all."""
+        project = self._endpoints.project_of(name)
+        return tuple(key for key in self._keys_named(name) if project is None or self._project_at(key[1]) == project
+                     or ((raw := self._objects.get(key)) is not None
+                         and read_endpoint(raw, self._mirror_namespace).mirrored))
+
+    def _name_taken_by(self, key: Key) -> str | None:
+        """Who has the name of this DraftEndpoint; None when it is this object. Other projects' namespaces are not
+        disclosed."""
+        keys = self._entitled_keys(key[2])
+        first = min(keys, key=self._age, default=None)
+        if first == key or (first is None and key not in self._objects):  # it may have been deleted meanwhile
+            return None
+        return f"{first[1]}/{first[2]}" if first is not None and key in keys else "another project"
 
     def _age(self, key: Key) -> tuple[str, str]:
         """Sort key: creation time, then namespace."""
@@ -426,8 +445,9 @@ class Controller:
         project = self._project_of(resource.identity)
         try:
             spec = endpoint_names.with_project_endpoint(action.spec, project)
-            if project != DEFAULT_PROJECT:  # the same checks as for a REST caller with access to this project only
-                spec_policy.check(spec, self._settings.home, self._belongs_to(project))
+            # The same checks as for a REST caller with access to this project only, in namespaces without a project
+            # too: who may create objects there is not an administrator of the installation.
+            spec_policy.check(spec, self._settings, self._belongs_to(project))
             accepted = preflight.check(spec, self._settings).spec
             self._job_of[action.key] = self._jobs.submit(accepted, claimed, project).id
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
@@ -442,7 +462,10 @@ class Controller:
         return ()
 
     def _project_of(self, identity: Identity) -> str:
-        return self._projects.get(identity.namespace, DEFAULT_PROJECT)
+        return self._project_at(identity.namespace)
+
+    def _project_at(self, namespace: str) -> str:
+        return self._projects.get(namespace, DEFAULT_PROJECT)
 
     def _belongs_to(self, project: str) -> spec_policy.IsMine:
         """Whether objects of this project may reference a path under EYRIE_HOME: what the project's viewers may

@@ -114,10 +114,11 @@ class EndpointResource:
     status: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_job(raw: Mapping[str, Any]) -> JobResource:
-    """A DrafterJob object."""
+def read_job(raw: Mapping[str, Any], mirror_namespace: str | None) -> JobResource:
+    """A DrafterJob object. Only objects in `mirror_namespace` are mirrors: anyone who may create an object in another
+    namespace can write a mirror's label and annotation."""
     metadata = raw["metadata"]
-    annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
+    annotations = metadata.get("annotations") or {}
     spec, refusal = _read_spec(DrafterJobSpec, raw.get("spec"))
     suspended = annotations.get(SUSPENDED_ANNOTATION, "")
     status = raw.get("status") or {}
@@ -128,16 +129,16 @@ def read_job(raw: Mapping[str, Any]) -> JobResource:
         keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep", job_id=job_id,
         suspended_attempt=int(suspended) if suspended.isdigit() else None,
         # A mirror is named after its job: a copy applied under another name is a new job.
-        mirrored=labels.get(ORIGIN_LABEL) == MIRRORED and job_id is not None and metadata["name"] == job_id,
+        mirrored=_is_mirror(metadata, mirror_namespace) and job_id is not None and metadata["name"] == job_id,
         status=status)
 
 
-def read_endpoint(raw: Mapping[str, Any]) -> EndpointResource:
-    """A DraftEndpoint object."""
+def read_endpoint(raw: Mapping[str, Any], mirror_namespace: str | None) -> EndpointResource:
+    """A DraftEndpoint object; mirrors as in `read_job`."""
     metadata = raw["metadata"]
     spec, refusal = _read_spec(DraftEndpointSpec, raw.get("spec"))
     annotations, status = metadata.get("annotations") or {}, raw.get("status") or {}
-    mirrored = (metadata.get("labels") or {}).get(ORIGIN_LABEL) == MIRRORED
+    mirrored = _is_mirror(metadata, mirror_namespace)
     if mirrored:
         edited = spec is not None and annotations.get(SHOWN_ANNOTATION) != _digest_of(spec)
     else:
@@ -146,6 +147,11 @@ def read_endpoint(raw: Mapping[str, Any]) -> EndpointResource:
         identity=_identity("DraftEndpoint", metadata), spec=spec, refusal=refusal,
         deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
         keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep", mirrored=mirrored, edited=edited, status=status)
+
+
+def _is_mirror(metadata: Mapping[str, Any], mirror_namespace: str | None) -> bool:
+    labels = metadata.get("labels") or {}
+    return labels.get(ORIGIN_LABEL) == MIRRORED and metadata["namespace"] == mirror_namespace
 
 
 def _identity(kind: Literal["DrafterJob", "DraftEndpoint"], metadata: Mapping[str, Any]) -> Identity:

@@ -5,7 +5,7 @@ drafter, the adaptive map and the key file. It is complete when the Deployment i
 pod.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from eyrie_api.v1alpha1.status import Revision
@@ -53,7 +53,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
     directory = None if drafter is None else DRAFTER_DIR if stored is not None else drafter.facts.directory
     if isinstance(deployment.engine, EmbeddedEngine):
         use = revision.use.model_copy(update={"drafter_dir": directory})
-        return EngineLine(command=tuple(deployment.engine.argv(use, deployment.port)), ready_path="/health",
+        return EngineLine(command=literal(deployment.engine.argv(use, deployment.port)), ready_path="/health",
                           drafter=drafter, fetch=stored)
     shared = deployment.engine.plan
     plan = replace(
@@ -63,8 +63,15 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         context_length=revision.use.context_length or shared.context_length, metrics=True,
         key_file=None if deployment.api_key is None else f"{KEY_DIR}/{deployment.api_key.key}")
     line = (*deployment.python, "-m", MODULE, *launch_arguments(plan))
-    return EngineLine(command=(*line, *_nodes(deployment)), ready_path="/ready", environment=launch_environment(plan),
+    environment = dict(zip(names := launch_environment(plan), literal(names.values()), strict=True))
+    return EngineLine(command=(*literal(line), *_nodes(deployment)), ready_path="/ready", environment=environment,
                       adaptive=adaptive_config(plan), drafter=drafter, fetch=stored)
+
+
+def literal(arguments: Iterable[str]) -> tuple[str, ...]:
+    """Arguments of which the kubelet expands nothing. It replaces `$(NAME)` in commands and variables by the value of a
+    variable of the container, secrets included, and `$$` by `$`; a target's name may hold either."""
+    return tuple(one.replace("$", "$$") for one in arguments)
 
 
 def _nodes(deployment: EndpointDeployment) -> tuple[str, ...]:

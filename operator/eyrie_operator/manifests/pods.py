@@ -17,7 +17,7 @@ from typing import Any
 
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_operator.manifests.deployment import EndpointDeployment
-from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, EngineLine
+from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, EngineLine, literal
 from eyrie_operator.manifests.names import WORKER, Manifest, digest
 
 CREDENTIALS_DIR = "/var/run/secrets/eyrie/artifacts"
@@ -107,7 +107,7 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
         "name": "fetch-drafter", "image": deployment.fetch_image or deployment.placement.image,
         "imagePullPolicy": deployment.placement.image_pull_policy,
         "command": [*(deployment.fetch_python or deployment.python), "-m", "eyrie_api.artifacts.fetch",
-                    "--prefix", stored.prefix, "--part", stored.part, "--directory", DRAFTER_DIR],
+                    *literal(("--prefix", stored.prefix, "--part", stored.part, "--directory", DRAFTER_DIR))],
         "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
                 *_secret_variables(deployment.placement)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},

@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.settings import Settings
 from eyrie_api.submission.spec_policy import check
 from tests.api.samples import job_spec
 
 
 def reaches(home: Path, **changes: Any) -> None:
-    check(job_spec(**changes), home, lambda kind, name: (kind, name) in {("jobs", "job-mine"), ("endpoints", "mine")})
+    settings = Settings(home=home, credential_hosts="OPENAI_API_KEY=api.openai.com, TEAM_API_KEY=10.0.0.5")
+    mine = {("jobs", "job-mine"), ("endpoints", "mine")}
+    check(job_spec(**changes), settings, lambda kind, name: (kind, name) in mine)
 
 
 def source(path: object) -> dict[str, Any]:
@@ -47,7 +50,22 @@ def test_no_secret_of_eyrie_or_a_cloud_is_sent_to_an_endpoint_by_a_job(tmp_path:
     for variable in ("EYRIE_TOKEN", "EYRIE_DATABASE_URL", "EYRIE_X_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
         with pytest.raises(InvalidInput, match="api_key_env"):
             reaches(tmp_path, regenerate=regenerate(api_key_env=variable))
-    for url in ("http://169.254.169.254/v1", "http://[fd00:ec2::254]/v1", "http://metadata.google.internal/v1"):
+    for url in ("http://169.254.169.254/v1", "http://[fd00:ec2::254]/v1", "http://metadata.google.internal/v1",
+                "http://2852039166/v1", "http://0xa9fea9fe/v1", "http://0251.0376.0251.0376/v1", "http://169.254.43518/v1",
+                "http://[::ffff:169.254.169.254]/v1", "http://\uff11\uff16\uff19.254.169.254/v1", "http://["):
         with pytest.raises(InvalidInput, match="base_url"):
             reaches(tmp_path, regenerate=regenerate(base_url=url))
-    reaches(tmp_path, regenerate=regenerate(api_key_env="OPENAI_API_KEY"))
+
+
+def test_a_key_of_the_server_goes_to_the_hosts_that_an_administrator_named_for_it(tmp_path: Path) -> None:
+    openai = "https://API.openai.com/v1"
+    reaches(tmp_path, regenerate=regenerate(api_key_env="TEAM_API_KEY"))
+    reaches(tmp_path, regenerate=regenerate(api_key_env="OPENAI_API_KEY", base_url=openai))
+    for url, variable in (("https://evil.example/v1", "OPENAI_API_KEY"), (openai, "TEAM_API_KEY"),
+                          ("https://api.openai.com.evil.example/v1", "OPENAI_API_KEY"), (openai, "OTHER_API_KEY"),
+                          ("https://api.openai.com@evil.example/v1", "OPENAI_API_KEY")):
+        with pytest.raises(InvalidInput, match="base_url"):
+            reaches(tmp_path, regenerate=regenerate(api_key_env=variable, base_url=url))
+    with pytest.raises(InvalidInput, match=r"endpoints\[0\].*EYRIE_CREDENTIAL_HOSTS"):
+        reaches(tmp_path, regenerate=regenerate(api_key_env="OPENAI_API_KEY", base_url=openai,
+                                                endpoints=["https://evil.example/v1"]))

@@ -1,14 +1,20 @@
 """The operator's workers over a database and a double of the API server: an outage of either ends nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
+from eyrie_api.v1alpha1.model import API_VERSION
+from eyrie_api.v1alpha1.resources import FINALIZER
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
+from eyrie_operator.cluster.resources import MIRRORED, ORIGIN_LABEL
 from eyrie_operator.cluster.telemetry import Telemetry
 from tests.operator.cluster.apiserver import ApiServer, serving
 from tests.operator.cluster.test_endpoints import Harness
@@ -33,10 +39,11 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness
         made.database.close()
 
 
-def controller(harness: Harness, clock: Clock, mirror: str | None = None) -> Controller:
+def controller(harness: Harness, clock: Clock, mirror: str | None = None,
+               projects: Mapping[str, str] | None = None) -> Controller:
     telemetry = Telemetry()
     return Controller(harness.settings, harness.database, Cluster(counted=telemetry.count_write), telemetry,
-                      mirror_namespace=mirror, monotonic=clock)
+                      mirror_namespace=mirror, projects=projects, monotonic=clock)
 
 
 def work_off(one: Controller, clock: Clock) -> None:
@@ -92,3 +99,31 @@ def test_while_the_database_is_away_nothing_ends_and_afterwards_it_goes_on(harne
         connection.execute(text("ALTER TABLE elsewhere RENAME TO endpoints"))
     work_off(one, clock)
     assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
+
+
+def draft_endpoint(namespace: str, *, deleting: bool = False, **spec: Any) -> dict[str, Any]:
+    """Of the name `chat`, created before every other."""
+    gone = {"deletionTimestamp": "2020-01-02T00:00:00Z"} if deleting else {}
+    return {"apiVersion": API_VERSION, "kind": "DraftEndpoint",
+            "metadata": {"name": "chat", "namespace": namespace, "uid": f"uid-{namespace}", "generation": 1,
+                         "resourceVersion": "1", "creationTimestamp": "2020-01-01T00:00:00Z",
+                         "finalizers": [FINALIZER], "labels": {ORIGIN_LABEL: MIRRORED}, **gone},
+            "spec": {"target": {"model": "quickstart"}, **spec}}
+
+
+def test_an_object_in_a_namespace_of_another_project_changes_no_endpoint(harness: Harness) -> None:
+    clock = Clock()
+    one = controller(harness, clock, mirror="eyrie", projects={"search": "search", "intruders": "intruders"})
+    served = EndpointServeSpec(endpoint="chat")
+    harness.endpoints.create("chat", TargetSpec(model="quickstart"), served, "q", "search")
+    for raw in (draft_endpoint("intruders", desired="off", serve={"replicas": 77}), draft_endpoint("unmapped",
+                desired="off"), draft_endpoint("intruders", deleting=True)):
+        one.handle_event("DraftEndpoint", "ADDED", raw)
+        while len(one.queue):
+            assert one.process_next()
+    assert harness.chat.desired == "on"
+    assert harness.endpoints.serving("chat").serve == served
+    one.handle_event("DraftEndpoint", "ADDED", draft_endpoint("search", desired="off", serve={"replicas": 2}))
+    while len(one.queue):
+        assert one.process_next()
+    assert harness.chat.desired == "off", "the project's own object, though a stranger's is older"

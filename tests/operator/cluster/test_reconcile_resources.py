@@ -37,6 +37,8 @@ from eyrie_operator.cluster.resources import (
     MIRRORED,
     ORIGIN_LABEL,
     SUSPENDED_ANNOTATION,
+    EndpointResource,
+    JobResource,
     mirror_of,
     mirror_of_endpoint,
     read_endpoint,
@@ -47,8 +49,16 @@ from tests.operator.cluster.objects import NOW, UID, cancelled, conditions, draf
 RELEASED = (RemoveFinalizer(),)
 
 
+def seen_job(raw: dict[str, Any], mirrors: str = "team") -> JobResource:
+    return read_job(raw, mirrors)
+
+
+def seen_endpoint(raw: dict[str, Any], mirrors: str = "team") -> EndpointResource:
+    return read_endpoint(raw, mirrors)
+
+
 def look(raw: dict[str, Any], row: Job | None, history: JobHistory | None = None) -> Actions:
-    return reconcile_job(read_job(raw), row, history or JobHistory(), NOW)
+    return reconcile_job(seen_job(raw), row, history or JobHistory(), NOW)
 
 
 def settled(raw: dict[str, Any], row: Job) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def test_what_the_contract_refuses_is_reported_as_an_end_and_not_submitted() -> 
 
 
 def test_what_was_refused_is_submitted_only_after_the_object_changed() -> None:
-    refused = projected(refuse_job(read_job(drafter_job()), "TargetNotFound", "no such model", NOW, over=True))
+    refused = projected(refuse_job(seen_job(drafter_job()), "TargetNotFound", "no such model", NOW, over=True))
     assert look(drafter_job(status=refused), None) == ()
     assert any(isinstance(one, CreateJob) for one in look(drafter_job(status=refused, generation=2), None))
 
@@ -195,16 +205,26 @@ def test_a_mirror_is_the_job_it_shows_and_goes_with_it() -> None:
     posted = job(labels={})
     raw = mirror_of(posted, "team")
     raw["metadata"] |= {"uid": UID, "generation": 1, "resourceVersion": "1"}
-    assert read_job(raw).mirrored
-    assert read_job(raw).spec is not None
-    assert read_job(raw).spec.job == posted.spec  # type: ignore[union-attr]
+    assert seen_job(raw).mirrored
+    assert seen_job(raw).spec is not None
+    assert seen_job(raw).spec.job == posted.spec  # type: ignore[union-attr]
     assert projected(look(raw, posted))["job_id"] == posted.id
     assert isinstance(look(raw, None)[0], DeleteResource)
 
 
 def test_a_copy_of_a_mirror_under_another_name_is_no_mirror() -> None:
     raw = drafter_job(labels={ORIGIN_LABEL: MIRRORED}, annotations={JOB_ID_ANNOTATION: "job-abc"})
-    assert not read_job(raw).mirrored
+    assert not seen_job(raw).mirrored
+
+
+def test_a_mirror_outside_the_mirror_namespace_is_forged() -> None:
+    posted = job(labels={})
+    raw = mirror_of(posted, "team")
+    raw["metadata"] |= {"uid": UID, "generation": 1, "resourceVersion": "1"}
+    assert not seen_job(raw, "eyrie").mirrored
+    assert not read_job(raw, None).mirrored
+    assert seen_endpoint(mirrored(endpoint(), EndpointServeSpec(endpoint="support"))).mirrored
+    assert not seen_endpoint(mirrored(endpoint(), EndpointServeSpec(endpoint="support")), "eyrie").mirrored
 
 
 def draft_endpoint(**spec: Any) -> dict[str, Any]:
@@ -220,55 +240,55 @@ def endpoint(**changes: Any) -> Endpoint:
 
 def test_an_applied_endpoint_is_made_under_the_objects_own_name() -> None:
     raw = draft_endpoint(serve={"endpoint": "another"})
-    _, create = reconcile_endpoint(read_endpoint({**raw, "metadata": {**raw["metadata"], "finalizers": []}}), None,
+    _, create = reconcile_endpoint(seen_endpoint({**raw, "metadata": {**raw["metadata"], "finalizers": []}}), None,
                                    "quickstart", NOW)
     assert isinstance(create, CreateEndpoint)
     assert (create.name, create.serve.endpoint) == ("support", "support")
 
 
 def test_an_endpoint_is_switched_as_its_object_says_and_off_before_it_is_let_go() -> None:
-    off = reconcile_endpoint(read_endpoint(draft_endpoint(desired="off")), endpoint(), "quickstart", NOW)
+    off = reconcile_endpoint(seen_endpoint(draft_endpoint(desired="off")), endpoint(), "quickstart", NOW)
     assert SetDesired("support", "off") in off
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
-    assert SetDesired("support", "off") in reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW)
-    assert reconcile_endpoint(read_endpoint(deleting), endpoint(desired="off"), "quickstart", NOW) == RELEASED
+    assert SetDesired("support", "off") in reconcile_endpoint(seen_endpoint(deleting), endpoint(), "quickstart", NOW)
+    assert reconcile_endpoint(seen_endpoint(deleting), endpoint(desired="off"), "quickstart", NOW) == RELEASED
 
 
 def test_an_endpoint_of_another_target_is_refused_and_left_alone() -> None:
-    actions = reconcile_endpoint(read_endpoint(draft_endpoint()), endpoint(target="other"), "quickstart", NOW)
+    actions = reconcile_endpoint(seen_endpoint(draft_endpoint()), endpoint(target="other"), "quickstart", NOW)
     assert conditions(actions) == {"Accepted": ("False", "TargetDiffers")}
     assert not any(isinstance(one, SetDesired | CreateEndpoint) for one in actions)
 
 
 def test_of_two_endpoints_of_one_name_the_younger_is_refused_and_switches_nothing() -> None:
-    off = read_endpoint(draft_endpoint(desired="off"))
+    off = seen_endpoint(draft_endpoint(desired="off"))
     actions = reconcile_endpoint(off, endpoint(), "quickstart", NOW, "other/support")
     assert conditions(actions) == {"Accepted": ("False", "NameTaken")}
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
-    assert reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW, "other/support") == RELEASED
+    assert reconcile_endpoint(seen_endpoint(deleting), endpoint(), "quickstart", NOW, "other/support") == RELEASED
 
 
 def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> None:
     row = endpoint(revisions=[{"number": 1, "job_id": None, "checkpoint": None, "tree": None, "drafter_dir": None,
                                "created_at": NOW - timedelta(hours=1), "reason": "bare", "state": "active"}])
     raw = draft_endpoint()
-    actions = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW)
+    actions = reconcile_endpoint(seen_endpoint(raw), row, "quickstart", NOW)
     assert projected(actions)["url"] == "http://127.0.0.1:1/v1"
     assert projected(actions)["revisions"][0]["setting"] == "off"
     later = NOW + timedelta(minutes=5)
-    assert reconcile_endpoint(read_endpoint({**raw, "status": projected(actions)}), row, "quickstart", later) == ()
+    assert reconcile_endpoint(seen_endpoint({**raw, "status": projected(actions)}), row, "quickstart", later) == ()
 
 
 def test_an_edited_object_says_how_its_endpoint_is_served_until_a_promotion_says_otherwise() -> None:
     raw, row = draft_endpoint(serve={"endpoint": "support", "replicas": 3}), endpoint()
     served = EndpointServeSpec(endpoint="support", port=4711)
-    actions = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW, serve=served)
+    actions = reconcile_endpoint(seen_endpoint(raw), row, "quickstart", NOW, serve=served)
     wanted = EndpointServeSpec(endpoint="support", port=4711, replicas=3)
     assert UpdateServing("support", wanted) in actions
     assert projected(actions)["observedGeneration"] == 1
-    seen = read_endpoint({**raw, "status": projected(actions)})
+    seen = seen_endpoint({**raw, "status": projected(actions)})
     assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=wanted) == ()
     promoted = wanted.model_copy(update={"replicas": None})
     assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=promoted) == ()
@@ -284,9 +304,9 @@ def mirrored(row: Endpoint, serve: EndpointServeSpec, **spec: Any) -> dict[str, 
 def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> None:
     serve = EndpointServeSpec(endpoint="support")
     raw, off = mirrored(endpoint(), serve), endpoint(desired="off")
-    first = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
+    first = reconcile_endpoint(seen_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
     assert not any(isinstance(one, SetDesired | UpdateServing | UpdateMirror) for one in first)
-    actions = reconcile_endpoint(read_endpoint(raw), off, "quickstart", NOW, serve=serve)
+    actions = reconcile_endpoint(seen_endpoint(raw), off, "quickstart", NOW, serve=serve)
     assert UpdateMirror("support") in actions
     assert not any(isinstance(one, SetDesired) for one in actions)
 
@@ -294,19 +314,19 @@ def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> N
 def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
     serve = EndpointServeSpec(endpoint="support")
     raw = mirrored(endpoint(), serve, desired="off")
-    actions = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
+    actions = reconcile_endpoint(seen_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
     assert SetDesired("support", "off") in actions
-    done = reconcile_endpoint(read_endpoint(raw), endpoint(desired="off"), "quickstart", NOW, serve=serve)
+    done = reconcile_endpoint(seen_endpoint(raw), endpoint(desired="off"), "quickstart", NOW, serve=serve)
     assert UpdateMirror("support") in done
     with_digest = mirrored(endpoint(desired="off"), serve)
-    later = reconcile_endpoint(read_endpoint(with_digest), endpoint(), "quickstart", NOW, serve=serve)
+    later = reconcile_endpoint(seen_endpoint(with_digest), endpoint(), "quickstart", NOW, serve=serve)
     assert UpdateMirror("support") in later
     assert not any(isinstance(one, SetDesired) for one in later)
 
 
 def test_a_mirror_without_a_row_makes_none() -> None:
     raw = mirrored(endpoint(), EndpointServeSpec(endpoint="support"))
-    actions = reconcile_endpoint(read_endpoint(raw), None, "quickstart", NOW)
+    actions = reconcile_endpoint(seen_endpoint(raw), None, "quickstart", NOW)
     assert conditions(actions) == {"Accepted": ("False", "EndpointUnknown")}
     assert not any(isinstance(one, CreateEndpoint) for one in actions)
 
@@ -315,16 +335,16 @@ def test_an_endpoint_is_let_go_when_its_objects_are_gone() -> None:
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
     off = endpoint(desired="off")
-    waits = reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects(objects=True))
+    waits = reconcile_endpoint(seen_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects(objects=True))
     assert [type(one) for one in waits] == [RequeueAfter]
-    assert reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects()) == RELEASED
+    assert reconcile_endpoint(seen_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects()) == RELEASED
 
 
 def test_an_endpoint_that_is_kept_is_let_go_when_nothing_of_it_would_be_taken_along() -> None:
     kept = draft_endpoint()
     kept["metadata"] |= {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {OUTSIDE_ANNOTATION: "keep"}}
     owned = EndpointObjects(objects=True, owned=True)
-    waits = reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, existing=owned)
+    waits = reconcile_endpoint(seen_endpoint(kept), endpoint(), "quickstart", NOW, existing=owned)
     assert [type(one) for one in waits] == [RequeueAfter]
     disowned = EndpointObjects(objects=True)
-    assert reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, existing=disowned) == RELEASED
+    assert reconcile_endpoint(seen_endpoint(kept), endpoint(), "quickstart", NOW, existing=disowned) == RELEASED

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_operator.manifests.deployment import EndpointDeployment, KeySecret, SglangEngine, Undeployable
+from eyrie_operator.manifests.deployment import (
+    EmbeddedEngine,
+    EndpointDeployment,
+    KeySecret,
+    SglangEngine,
+    Undeployable,
+)
 from eyrie_operator.manifests.endpoint import render_endpoint
 from eyrie_operator.manifests.names import object_name
 from eyrie_workers.engines.sglang.profiles import profile
@@ -346,6 +352,16 @@ def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, pl
             assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
             assert len({each["name"] for each in container["env"]}) == len(container["env"])
     assert {each["apiVersion"] for each in rendered} <= EVERYTHING
+
+
+def test_the_kubelet_expands_nothing_in_a_command_that_a_user_wrote() -> None:
+    named, written = "$(SECRET)/$$(SECRET)", "$$(SECRET)/$$$$(SECRET)"
+    plan = replace(PLAN, target=replace(PLAN.target, model=named))
+    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=SglangEngine(plan))))
+    assert flag(engine(pod), "--model-path") == written
+    ours = EmbeddedEngine(named, lambda use, port: ["python3", "--target", named])
+    [pod] = pods(render_endpoint(endpoint(active=1), embedded(engine=ours)))
+    assert flag(engine(pod), "--target") == written
 
 
 def test_the_embedded_engine_is_started_by_its_own_line() -> None:

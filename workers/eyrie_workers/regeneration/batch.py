@@ -192,7 +192,7 @@ class BatchClient:
             self._failures[prompt.row_id] += 1
             return None if self._failures[prompt.row_id] <= self.endpoint.max_retries else GenerationFailure(
                 prompt.row_id, f"the endpoint answered {status} in {self._failures[prompt.row_id]} batches")
-        return declined(prompt, status, json.dumps(response.get("body")), f"{self.endpoint.base_url}{_CHAT_PATH}")
+        return declined(prompt, status, f"{self.endpoint.base_url}{_CHAT_PATH}")
 
     def _call(self, client: httpx.Client, method: str, path: str, pause: Callable[[], None],
               **arguments: Any) -> httpx.Response:
@@ -207,7 +207,7 @@ class BatchClient:
                 if response.is_success:
                     return response
                 if not is_retryable(response.status_code):
-                    raise fatal(response.status_code, response.text, url)
+                    raise fatal(response.status_code, url)
                 error_text, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
             if attempt >= self.endpoint.max_retries:
                 raise Transient(f"{url} failed {attempt + 1} times: {error_text}",

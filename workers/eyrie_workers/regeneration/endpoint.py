@@ -27,7 +27,6 @@ from eyrie_workers.regeneration.generation_client import (
     GenerationRequest,
 )
 
-_MAX_QUOTED = 300
 _DECLINED = (400, 413, 422)
 _RETRYABLE = (408, 409, 425, 429)
 
@@ -189,18 +188,19 @@ def is_retryable(status: int) -> bool:
     return status in _RETRYABLE or status >= 500
 
 
-def declined(prompt: GenerationRequest, status: int, text: str, url: str) -> GenerationFailure:
+def declined(prompt: GenerationRequest, status: int, url: str) -> GenerationFailure:
     """The GenerationFailure of a status that is not retried. Raises Permanent when every request would get it."""
     if status in _DECLINED:
-        return GenerationFailure(prompt.row_id, f"the endpoint answered {status}: {_quoted(text)}", "declined")
-    raise fatal(status, text, url)
+        return GenerationFailure(prompt.row_id, f"the endpoint answered {status}", "declined")
+    raise fatal(status, url)
 
 
-def fatal(status: int, text: str, url: str) -> Permanent:
-    """The error for a status that every request would get."""
+def fatal(status: int, url: str) -> Permanent:
+    """The error for a status that every request would get. It does not quote the reply: the URL is the submitter's
+    choice, and the reply may be of a server that only this machine can reach."""
     hints = {401: "check regenerate.api_key_env", 403: "check the key's rights",
              404: "check regenerate.base_url (it ends in /v1) and regenerate.served_model"}
-    return Permanent(f"{url} answered {status}: {_quoted(text)}", hints.get(status, "check the endpoint"))
+    return Permanent(f"{url} answered {status}", hints.get(status, "check the endpoint"))
 
 
 def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, draw: float) -> float:
@@ -233,8 +233,3 @@ def _int_list(value: object) -> list[int] | None:
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return value
     return None
-
-
-def _quoted(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= _MAX_QUOTED else flat[:_MAX_QUOTED] + " ..."

@@ -122,7 +122,7 @@ class OnlineClient:
                     if refuses_ids_field(reply.status, text, ids_field):
                         route.reject_ids_field(ids_field)  # applies to every later request
                         continue
-                    return declined(prompt, reply.status, text, url)
+                    return declined(prompt, reply.status, url)
                 error_text, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
             # Jitter against retries in step; need not be reproducible, so the global generator is used.
             delay_s = retry_delay_s(attempt, retry_after, self.first_delay_s, random.random())
