@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -118,6 +118,11 @@ bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an ho
 	@$(BIN)/python -m tests.benchmarks.tuner --target quickstart --prompts 16 --engine $(or $(ENGINE),embedded) \
 		$(if $(filter sglang,$(ENGINE)),--temperatures 0) \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
+
+bench-sglang-capture: setup  ## capture through SGLang against SGLang's prefill of the same tokens
+	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
+	@EYRIE_SGLANG_PROGRAM="$(CURDIR)/tests/sglang/environment/serve" $(BIN)/python -m tests.benchmarks.sglang_capture \
+		--out .eyrie/bench/sglang-capture.json
 
 bench-store: setup  ## the hidden-state store: its reader, from a directory and S3 (with rclone), and capture with a slow disk
 	@$(BIN)/python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json

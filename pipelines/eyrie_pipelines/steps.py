@@ -89,7 +89,7 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads the output of regenerate and stores every feature that any candidate reads."""
     return CaptureStage(job_id=job.id, target=job.spec.resolved_target, capture=job.spec.capture,
-                        rows_dir=str(stage_dir(job_dir, "regenerate")),
+                        engine=job.spec.engine, rows_dir=str(stage_dir(job_dir, "regenerate")),
                         families=families_with_default_layers(job.candidates), init_from=init_from(job.candidates),
                         aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
 

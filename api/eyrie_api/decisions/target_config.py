@@ -77,7 +77,7 @@ def choose_source(data: Mapping[str, Any], wanted: StateSource) -> StateSourceNa
     Raises UnsupportedTarget when the named one cannot.
     """
     _check_unquantised(data)
-    if wanted == "transformers":
+    if wanted in ("transformers", "sglang"):
         return wanted
     if computed_by_reference(data):
         return "reference"

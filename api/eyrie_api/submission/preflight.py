@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG, sglang_layer_ids
+from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG, require_capture, sglang_layer_ids
 from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.plan import (
@@ -203,6 +203,11 @@ def _check_target(spec: JobSpec, candidates: Sequence[Candidate], device: Device
     if spec.engine.kind == "embedded":
         check_config(config)
     source = choose_source(config, spec.capture.source)
+    if source == "sglang":
+        if spec.engine.kind != "sglang":
+            raise InvalidInput(f"capture.source 'sglang' with engine {spec.engine.kind!r}, which starts no such server",
+                               "set engine to 'sglang', or omit capture.source")
+        require_capture(architectures[0])
     if source != "reference" and spec.capture.probe_layers:
         raise InvalidInput(f"capture.probe_layers with a target that is captured through {source}: layers are probed "
                            "in the reference forward pass alone", "set capture.probe_layers to false")

@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from eyrie_api.v1alpha1.codecs import Codec, FinalState
 from eyrie_api.v1alpha1.model import Frozen
 
-StateSourceName = Literal["reference", "transformers"]
-"""What computes the states: Eyrie's own forward pass, or the model class of transformers."""
+StateSourceName = Literal["reference", "transformers", "sglang"]
+"""What computes the states: Eyrie's own forward pass, the model class of transformers, or a server of SGLang."""
 
 StateSource = Literal["auto", StateSourceName]
 
@@ -17,7 +17,8 @@ class CaptureSpec(Frozen):
     """Which hidden states are recorded, and how."""
 
     source: StateSource = "auto"
-    """What computes the states. `auto`: the reference forward pass for architectures it knows, else transformers."""
+    """What computes the states. `auto`: the reference forward pass for architectures it knows, else transformers.
+    `sglang` needs `engine: sglang`, whose `tp_size` it uses."""
 
     aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1, max_length=16)
     """`hidden_states` indices, ascending. Default: low, middle, high; moved onto full-attention layers on hybrids."""
@@ -59,6 +60,13 @@ class CaptureSpec(Frozen):
     check_rows: int = Field(2, ge=0, le=64)
     """Rows whose hidden states are compared with those of `transformers` before anything is stored. Loads the target
     one more time, and frees it before our own is loaded; 0 skips the check."""
+
+    @model_validator(mode="after")
+    def _servers_do_not_stream(self) -> "CaptureSpec":
+        if self.source == "sglang" and self.feed == "stream":
+            raise ValueError("capture.source 'sglang' with capture.feed 'stream': training starts no servers; set feed "
+                             "to 'store', or source to 'transformers'")
+        return self
 
     @model_validator(mode="after")
     def _vocabulary_has_a_use(self) -> "CaptureSpec":

@@ -57,6 +57,9 @@ class CaptureStage(Frozen):
     rows_dir: str
     """Output directory of regenerate."""
 
+    engine: EngineSpec = EngineSpec()
+    """Of the job; `capture.source: sglang` starts such a server."""
+
     families: tuple[Family, ...] = ("eagle3",)
     """What will be trained from the store: each family reads layers of its own."""
 

@@ -71,7 +71,8 @@ def run(out: Path) -> int:
 
 
 def artifact(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in out.iterdir() if path.name not in NOT_THE_ARTIFACT}
+    return {path.name: path.read_bytes() for path in out.iterdir()
+            if path.is_file() and path.name not in NOT_THE_ARTIFACT}
 
 
 def failure(out: Path) -> dict[str, Any]:

@@ -64,6 +64,16 @@ class EngineServer(Protocol):
 
 
 @dataclass(frozen=True)
+class CapturedStates:
+    """Hidden states that SGLang's servers write while they prefill (`engines.sglang.capture_states`)."""
+
+    layer_ids: tuple[int, ...]
+    """SGLang's."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
 class ServerPlan:
     """What the servers of all variants share."""
 
@@ -79,6 +89,8 @@ class ServerPlan:
     tp_size: int = 1
     gpu_groups: tuple[GpuGroup, ...] = ()
     """The GPUs of each server, in the order of the variants; empty: all servers share what the stage sees."""
+
+    captured: CapturedStates | None = None
 
     @property
     def model(self) -> str:
@@ -210,6 +222,8 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
         target=read_target(str(target_dir), read_json_config(target_dir), None), machine=machine,
         served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency,
         tp_size=plan.tp_size)
+    if plan.captured is not None:
+        common = replace(common, captured_layers=plan.captured.layer_ids, capture_dir=plan.captured.directory)
 
     def with_drafting(use: DrafterUse) -> LaunchPlan:
         drafter = None

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, write_model
 from eyrie_api.errors import ArtifactCorrupt
-from eyrie_api.v1alpha1.capture import StateSourceName
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_workers.features.blocks import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -53,7 +52,7 @@ class StreamPlan(Frozen):
 
     format_version: Literal[1] = 1
     layout: StoreFormat
-    source: StateSourceName = "reference"
+    source: Literal["reference", "transformers"] = "reference"
     row_ids: tuple[str, ...] = Field(min_length=1)
     lengths: tuple[int, ...]
     """Tokens of each row."""
@@ -71,7 +70,7 @@ class StreamPlan(Frozen):
 
 
 def write_plan(directory: Path, fmt: StoreFormat, rows: Iterable[tuple[str, Sequence[int], int]], *,
-               source: StateSourceName, batch_tokens: int, buffer_bytes: int) -> StreamPlan:
+               source: Literal["reference", "transformers"], batch_tokens: int, buffer_bytes: int) -> StreamPlan:
     """Write a plan of rows (id, token ids, number of prompt tokens)."""
     row_ids, lengths, prompts, ids = [], [], [], array("i")
     for row_id, tokens, num_prompt in rows:

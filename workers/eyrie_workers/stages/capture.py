@@ -29,6 +29,7 @@ number resumes on another:
 
 # T tokens of a row, A aux layers, H hidden
 
+import contextlib
 import os
 import sys
 import time
@@ -39,7 +40,7 @@ from pathlib import Path
 import torch
 
 from eyrie_api.decisions.target_config import choose_source
-from eyrie_api.errors import ArtifactMissing, Conflict, DiskTooSmall, NoUsableData
+from eyrie_api.errors import ArtifactMissing, Conflict, DiskTooSmall, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.capture import CaptureSpec, StateSourceName
 from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
@@ -47,6 +48,9 @@ from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.drafters.continuation import layers_of_head
 from eyrie_workers.drafters.registry import layers_of
+from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.engines.sglang.capture_states import SglangStates
+from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
@@ -72,6 +76,9 @@ from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, thre
 
 # Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
 _CHECKED_TOKENS = 256
+
+_CONCURRENT_ROWS = 16
+"""Rows that a SGLang server prefills at a time; its KV pool holds as many of the longest."""
 
 _MAX_ZERO_SHARE = {"float32": 0.0, "bfloat16": 0.0, "int8": 0.2, "fp8": 0.2, "int4": 0.4}
 """Share of values stored as 0 above which capture warns. Gaussian states: 1 % in int8, 10 % in int4."""
@@ -190,6 +197,9 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         stage.event("RowsCut", f"{plan.rows_cut} rows are cut at capture.max_length {spec.capture.max_length}, "
                     f"{plan.rows_dropped} left out because their prompt alone reaches it", warning=True)
     source = choose_source(read_json(path / "config.json"), spec.capture.source)
+    if source == "sglang" and dist.size > 1:
+        raise InvalidInput(f"capture.source sglang on {dist.size} processes: one process starts the server",
+                           "set the GPUs of the capture stage to engine.tp_size, and its processes to 1")
     choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
     if spec.capture.probe_layers and dist.is_main:
@@ -223,6 +233,12 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
 
 def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
                  dist: DistContext) -> _Work:
+    with contextlib.ExitStack() as opened:
+        return _write_shards_of(spec, stage, plan, fmt, source, dist, opened)
+
+
+def _write_shards_of(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
+                     dist: DistContext, opened: contextlib.ExitStack) -> _Work:
     checked: tuple[LayerAgreement, ...] = ()
     if dist.is_main:
         # Opening the store deletes the hidden files of a killed run: before another process writes its own.
@@ -230,9 +246,9 @@ def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Store
         for name, why in writer.damaged.items():
             stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
         stage.pause_point()
-        target, checked = _load_checked(spec, stage, plan, fmt, source, fresh=not writer.shards)
+        target, checked = _load_checked(spec, stage, plan, fmt, source, opened, fresh=not writer.shards)
     else:
-        target = open_source(source, spec.target)
+        target = _open(spec, stage, plan, fmt, source, opened)
     dist.broadcast(None)
     if not dist.is_main:
         writer = FeatureWriter(stage.out_dir, fmt, alone=False)
@@ -251,9 +267,11 @@ def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Store
 def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat,
                        source: StateSourceName) -> _Work:
     """With `feed: stream`: the plan from which training computes the states."""
+    assert source != "sglang"  # refused by the contract
     work = _Work()
     if spec.capture.check_rows:
-        work.checked = _load_checked(spec, stage, plan, fmt, source, fresh=True)[1]
+        with contextlib.ExitStack() as opened:
+            work.checked = _load_checked(spec, stage, plan, fmt, source, opened, fresh=True)[1]
     rows = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     write_plan(stage.out_dir, fmt, ((of.row_id, (row.prompt_ids + row.answer_ids)[:of.num_tokens],
                                         of.num_prompt_tokens) for of, row in rows),
@@ -286,12 +304,12 @@ def _report_codec(spec: CaptureSpec, fmt: StoreFormat, stage: Stage) -> None:
                                    f"{spec.final_state} does not fit capture.max_bytes {spec.max_bytes}", warning=True)
 
 
-def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName, *,
-                  fresh: bool) -> tuple[StateSource, tuple[LayerAgreement, ...]]:
+def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
+                  opened: contextlib.ExitStack, *, fresh: bool) -> tuple[StateSource, tuple[LayerAgreement, ...]]:
     """The target, and the comparison of its states with `transformers`, which is made once per store."""
     path = resolve(spec.target)
     if not (fresh and spec.capture.check_rows):
-        return open_source(source, spec.target), ()
+        return _open(spec, stage, plan, fmt, source, opened), ()
     kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
                for (of, row), _ in zip(kept, range(spec.capture.check_rows), strict=False)]
@@ -302,16 +320,26 @@ def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Stor
         stage.event("LayersAgree", f"states and logits of {len(samples)} rows, as captured through transformers, are "
                                    "those that its model returns")
         return own, ()
-    # The reference is freed before our target is loaded: the device need not hold both.
+    # Their model is freed before ours is loaded: the device need not hold both.
     theirs = reference_states(path, spec.target.dtype, samples, fmt.aux_layers, default_device())
     stage.pause_point()
-    target = load_target(path, spec.target.dtype)
-    ours = [aux.cpu() for aux, _ in target.hidden_states(samples, fmt.aux_layers)]
+    target = _open(spec, stage, plan, fmt, source, opened)
+    ours = target.packed_states(samples, fmt.aux_layers)[0].cpu().split([len(tokens) for tokens in samples])
     found = compare(ours, theirs, fmt.aux_layers, spec.target.dtype)
     worst, nearest = max(one.error for one in found), min(one.neighbour for one in found)
     stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
                                f"the distance to an adjacent layer is {nearest:.2g}")
     return target, found
+
+
+def _open(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
+          opened: contextlib.ExitStack) -> StateSource:
+    if source != "sglang":
+        return open_source(source, spec.target)
+    servers = ServerPlan("sglang", spec.target, _CONCURRENT_ROWS, tp_size=spec.engine.tp_size,
+                         gpu_groups=gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.tp_size)[:1])
+    return opened.enter_context(SglangStates(servers, fmt.aux_layers, max(plan.lengths), stage.out_dir / "servers",
+                                             stage.pause_point))
 
 
 def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: StateSource, writer: FeatureWriter,

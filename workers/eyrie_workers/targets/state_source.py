@@ -2,6 +2,7 @@
 
     reference      our forward pass (`targets.model`), for the architectures it computes
     transformers   any decoder-only model of transformers (`targets.transformers_target`)
+    sglang         a managed server of SGLang (`engines.sglang.capture_states`), opened by the capture stage
 
 Which one a job uses is decided by `eyrie_api.decisions.target_config.choose_source`.
 """
@@ -9,12 +10,11 @@ Which one a job uses is decided by `eyrie_api.decisions.target_config.choose_sou
 # M tokens of all texts, A aux layers, H hidden
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.capture import StateSourceName
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.output_head import OutputHead
@@ -40,7 +40,8 @@ class StateSource(Protocol):
         """
 
 
-def open_source(name: StateSourceName, target: TargetSpec, device: torch.device | None = None) -> StateSource:
+def open_source(name: Literal["reference", "transformers"], target: TargetSpec,
+                device: torch.device | None = None) -> StateSource:
     """Load the target with a source; default device: `default_device()`. Raises as `load_target`."""
     if name == "reference":
         return load_target(resolve(target), target.dtype, device)

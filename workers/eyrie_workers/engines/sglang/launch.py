@@ -88,7 +88,10 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
         variables["SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION"] = "1"
     if plan.machine.platform == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
-    if plan.target.architecture in PLUGIN_ARCHITECTURES:  # with and without a drafter: all variants run one model class
+    if plan.capture_dir is not None:
+        variables["EYRIE_CAPTURE_DIR"] = plan.capture_dir
+    # With and without a drafter: all variants run one model class.
+    if plan.target.architecture in PLUGIN_ARCHITECTURES or plan.capture_dir is not None:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PLUGIN_PACKAGE
         if plan.plugin_root is not None:
             variables["PYTHONPATH"] = plan.plugin_root
@@ -104,6 +107,10 @@ def adaptive_config(plan: LaunchPlan) -> str | None:
 def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
     slots = adaptive_slots(plan)
     tree = plan.setting.tree
+    if plan.capture_dir is not None:
+        # EAGLE3 names the convention of the layer ids; no drafter is loaded. A cached prefix would have no states.
+        return ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3",
+                "--return-aux-hidden-state-layer-ids", *map(str, plan.captured_layers), "--disable-radix-cache"]
     if slots is None and tree is None:
         return []
     if slots is None and plan.setting.method == "ngram":

@@ -70,6 +70,10 @@ class LaunchPlan:
     key_file: str | None = None
     """A YAML file with the line `api-key: ...`, mounted from a Secret."""
 
+    captured_layers: tuple[int, ...] = ()
+    """Layers, by SGLang's ids, whose states the server writes to `capture_dir` while it prefills, without a drafter."""
+
+    capture_dir: str | None = None
     plugin_root: str | None = None
     """Directory with the package `eyrie_workers`, if SGLang's interpreter does not have it installed."""
 

@@ -1,0 +1,167 @@
+"""Hidden states as the serving engine computes them: a managed SGLang server whose model package writes them to files.
+
+Training then reads the layers that serving reads, by construction, at the speed of SGLang's prefill and with its tensor
+parallelism. The texts of a pass are one request; each text's states arrive as files (`plugin.capture_export`) in a
+directory in memory, which is read and deleted before the next pass, so that it never holds more than one pass.
+
+A server that ends is started again, and the pass repeated; after `_MOST_RESTARTS` in a row the error is the stage's.
+"""
+
+# M tokens of all texts, T tokens of one, A aux layers, H hidden
+
+import hashlib
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from eyrie_api.decisions.capture_support import sglang_layer_ids
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.drafters.initialisation import read_target_embeddings
+from eyrie_workers.engines.managed_servers import (
+    DRAIN_S,
+    READY_S,
+    CapturedStates,
+    ManagedServer,
+    ServerPlan,
+    start_server,
+    wait_ready,
+)
+from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.targets.config import read_config, read_json
+from eyrie_workers.targets.device import CPU
+from eyrie_workers.targets.loading import resolve
+from eyrie_workers.targets.output_head import OutputHead
+
+_NAME = "capture"
+_REQUEST = "eyrie-states-"  # plugin.capture_export.PREFIX, which cannot be imported outside SGLang's interpreter
+_MOST_RESTARTS = 3
+_ROOM = 8
+"""Tokens that SGLang wants behind a prompt."""
+
+_TIMEOUT_S = 3600.0
+_IN_MEMORY = Path("/dev/shm")
+
+
+class SglangStates:
+    """Implements `targets.state_source.StateSource`; a context manager that stops the server."""
+
+    device = CPU
+
+    def __init__(self, plan: ServerPlan, aux_layers: Sequence[int], longest: int, directory: Path,
+                 pause_point: Callable[[], None]) -> None:
+        """A server that is started with the first pass.
+
+        plan        of a server without a drafter
+        aux_layers  `hidden_states` indices, ascending; the last of them may be the final state
+        longest     tokens of the longest text
+        directory   of the server's log
+
+        Raises InvalidInput for layers that SGLang cannot capture.
+        """
+        target_dir = resolve(plan.target)
+        self._config = read_config(target_dir)
+        architecture = str(read_json(target_dir / "config.json")["architectures"][0])
+        if 0 in aux_layers:
+            raise InvalidInput("layer 0, the embeddings, cannot be captured through SGLang, which captures outputs of "
+                               "layers", "set capture.source to transformers, or name layers from 1")
+        self._inner = tuple(layer for layer in aux_layers if layer < self._config.num_layers)
+        self._files = _memory_directory(directory)
+        ids = sglang_layer_ids(architecture, self._config.num_layers, self._inner)
+        self._plan = replace(plan, captured=CapturedStates(ids, str(self._files)))
+        self._use = {_NAME: DrafterUse(context_length=longest + _ROOM)}
+        self._target_dir, self._directory, self._pause = target_dir, directory, pause_point
+        self._server: ManagedServer | None = None
+        self._passes = 0
+
+    def __enter__(self) -> "SglangStates":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stop()
+        shutil.rmtree(self._files, ignore_errors=True)
+
+    @property
+    def output_head(self) -> OutputHead:
+        """See `StateSource`."""
+        return read_target_embeddings(self._target_dir, self._config.tie_word_embeddings).output_head
+
+    def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `StateSource`. Raises EngineFailed."""
+        for attempt in range(_MOST_RESTARTS + 1):
+            try:
+                states = torch.cat(self._pass([tokens.tolist() for tokens in token_ids_list]))
+                break
+            except EngineFailed:
+                self._stop()
+                self._pause()
+                if attempt == _MOST_RESTARTS:
+                    raise
+        columns = [len(self._inner) if layer == self._config.num_layers else self._inner.index(layer)
+                   for layer in aux_layers]
+        return states[:, columns], states[:, -1]
+
+    def _pass(self, texts: list[list[int]]) -> list[Tensor]:
+        """States [T, A + 1, H] of each text, the final one last."""
+        server = self._running()
+        self._passes += 1
+        names = [f"{_REQUEST}{self._passes}-{index}" for index in range(len(texts))]
+        body = json.dumps({"input_ids": texts, "rid": names,
+                           "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}}).encode()
+        request = urllib.request.Request(f"{server.server.url}/generate", body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            raise EngineFailed(f"SGLang answered {error.code}: {error.read(300).decode(errors='replace')}",
+                               f"read the log in {self._directory}") from error
+        except (urllib.error.URLError, OSError) as error:
+            server.server.check()
+            raise EngineFailed(f"SGLang's server does not answer: {error}",
+                               f"read the log in {self._directory}") from error
+        return [self._states_of(name, len(text)) for name, text in zip(names, texts, strict=True)]
+
+    def _states_of(self, name: str, length: int) -> Tensor:
+        parts = sorted(self._files.glob(f"{name}.*.safetensors"), key=lambda path: int(path.name.split(".")[1]))
+        found: list[Tensor] = []
+        for path in parts:
+            with safe_open(path, framework="pt") as handle:
+                found.append(handle.get_tensor("states"))
+            path.unlink()
+        have = sum(len(part) for part in found)
+        if have != length:
+            raise EngineFailed(f"SGLang wrote the states of {have} of the {length} tokens of a text",
+                               f"free memory in {self._files.parent}, or read the log in {self._directory}")
+        return torch.cat(found)
+
+    def _running(self) -> ManagedServer:
+        if self._server is None:
+            shutil.rmtree(self._files, ignore_errors=True)
+            self._files.mkdir(parents=True)
+            self._server = start_server(self._plan, _NAME, self._use, self._directory,
+                                        gpus=self._plan.gpu_groups[0] if self._plan.gpu_groups else ())
+            wait_ready([self._server], READY_S["sglang"], self._pause)
+        return self._server
+
+    def _stop(self) -> None:
+        if self._server is not None:
+            self._server.server.stop(DRAIN_S["sglang"])
+            self._server = None
+
+
+def _memory_directory(directory: Path) -> Path:
+    """In memory, or in the directory itself where there is no file system in memory. The same at every start with the
+    same directory, so that a start removes what a killed process has left."""
+    if not _IN_MEMORY.is_dir():
+        return directory / "states"
+    return _IN_MEMORY / f"eyrie-states-{hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]}"
