@@ -34,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 
 def requests(temperature: float) -> list[Request]:
     generator = torch.Generator().manual_seed(2)
-    return [Request(f"r{i}", torch.randint(3, 320, (length,), generator=generator).tolist(), 24,
+    return [Request(f"r{i}", torch.randint(3, 320, (length,), generator=generator).tolist(), 14,
                     SamplingSpec(temperature=temperature), seed=100 + i) for i, length in enumerate((5, 23, 1, 60))]
 
 
@@ -61,8 +61,8 @@ def test_greedy_output_equals_hugging_face_generate(target: TargetModel) -> None
     for request, generation in zip(asked, ours, strict=True):
         prompt = torch.tensor([list(request.prompt_ids)])
         with torch.no_grad():
-            theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24,
-                                    min_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+            theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=14,
+                                    min_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert generation.token_ids == theirs[0, prompt.shape[1]:].tolist()
 
 

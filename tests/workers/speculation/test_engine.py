@@ -48,7 +48,7 @@ def texts(generations: list[Generation]) -> list[list[int]]:
 def test_no_drafter_shape_or_batch_changes_a_token(variant: str, sampling: SamplingSpec,
                                                    targets: dict[str, TargetModel]) -> None:
     target = targets[variant]
-    asked = requests(sampling=sampling)
+    asked = requests(num_tokens=14, sampling=sampling)
     plain = Engine(target).generate(asked)
     assert len({tuple(text) for text in texts(plain)}) > 1
     assert texts(Engine(target, max_concurrency=3).generate(asked)) == texts(plain)
@@ -193,13 +193,18 @@ def test_a_text_that_fills_the_context_ends(shape: DraftTreeShape | None, target
     [request] = requests(num_tokens=500)[3:4]
     [generation] = engine.generate([request], shape)
     assert (generation.finish_reason, len(generation.token_ids)) == ("length", 4)
-    whole = Engine(target).generate([Request("x", [7, 8, 9], 10_000)])[0]
-    assert len(whole.token_ids) == target.config.max_position_embeddings - 3  # the cache grew to the whole context
+
+
+def test_a_text_grows_the_cache_to_the_targets_whole_context(targets: dict[str, TargetModel]) -> None:
+    longest = targets["llama"].config.max_position_embeddings
+    prompt = requests()[3].prompt_ids
+    [whole] = Engine(targets["llama"]).generate([Request("x", [*prompt] * 5, 10_000)])
+    assert len(whole.token_ids) == longest - 5 * len(prompt)
 
 
 def test_a_row_beyond_the_drafters_context_goes_on_without_it(targets: dict[str, TargetModel]) -> None:
     target = targets["qwen2"]
-    asked = requests(num_tokens=60)
+    asked = requests(num_tokens=36)  # the prompt of 5 tokens crosses 40 as well
     plain = Engine(target).generate(asked)
     for shape in (CHAIN, TREE):
         drafter = OracleDrafter(320, target=target, max_length=40)
