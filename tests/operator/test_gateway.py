@@ -32,7 +32,7 @@ class Engine(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, name: str) -> None:
-        self.name, self.go_on = name, threading.Event()
+        self.name, self.go_on, self.client_gone = name, threading.Event(), threading.Event()
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -47,10 +47,31 @@ class Engine(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    broken = False
+    """After a 500 the connection is closed, as uvicorn does; here only when the next request is already on it."""
 
     def do_POST(self) -> None:
         assert isinstance(self.server, Engine)
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path == "/v1/long":  # generates until its client disconnects
+            if self.connection.recv(1) == b"":
+                self.server.client_gone.set()
+            self.close_connection = True
+            return
+        if self.path in ("/v1/cut", "/v1/cut_stream"):  # dies in the middle of its response
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream" if "stream" in self.path else "application/json")
+            self.send_header("content-length", "1000")
+            self.end_headers()
+            self.wfile.write(b'data: {"a')
+            self.close_connection = True
+            return
+        if self.path == "/v1/slash/":
+            self.send_response(307)
+            self.send_header("location", f"{self.server.url}/v1/slash")
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
         if self.path == "/v1/stream":
             self.send_response(200)
             self.send_header("content-type", "text/event-stream")
@@ -66,13 +87,14 @@ class Handler(BaseHTTPRequestHandler):
             return
         answer = json.dumps({"engine": self.server.name, "path": self.path, "got": body.decode(),
                              "key": self.headers.get("authorization")}).encode()
-        if self.path == "/v1/fall":  # dies with the request in hand
+        if self.broken or self.path == "/v1/fall":  # dies with the request in hand
             self.close_connection = True
             return
         self.send_response({"/v1/teapot": 418, "/v1/ill": 500}.get(self.path, 200))
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
+        self.broken = self.path == "/v1/ill"
 
     do_GET = do_POST
 
@@ -137,6 +159,44 @@ def test_what_goes_wrong_on_trial_is_counted_against_the_engine_that_did_it(
     broken = ask(url, "/v1/fall")
     assert (broken.status_code, broken.json()["error"]["code"]) == (502, "engine_disconnected")
     assert counted(url) == {"1": {"answered": 1, "errors": 0}, "2": {"answered": 0, "errors": 2}}
+
+
+def test_a_client_that_disconnects_ends_the_engine_s_request_and_counts_as_nothing(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    lead_to(directory, engines[0], 1)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/long", json={}, timeout=httpx.Timeout(30, read=0.2))
+    assert engines[0].client_gone.wait(10)
+    assert counted(url) == {}
+
+
+def test_an_engine_that_closes_its_connection_after_a_500_fails_no_later_request(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    lead_to(directory, engines[0], 1)
+    assert [ask(url, path).status_code for path in ("/v1/ill", "/v1/fine") * 6] == [500, 200] * 6
+
+
+def test_a_response_cut_by_the_engine_is_an_error_that_openai_clients_parse(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    lead_to(directory, engines[0], 1)
+    whole = ask(url, "/v1/cut")
+    assert (whole.status_code, whole.json()["error"]["code"]) == (502, "engine_disconnected")
+    *_, error, end = [line for line in ask(url, "/v1/cut_stream").text.splitlines() if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_disconnected"
+    assert end == "data: [DONE]"
+    assert counted(url) == {"1": {"answered": 0, "errors": 2}}
+
+
+def test_headers_name_neither_the_engine_s_address_nor_anything_twice(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    lead_to(directory, engines[0], 1)
+    answer = ask(url, "/v1/slash/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "/v1/slash")
+    assert len(answer.headers.get_list("date")) == len(answer.headers.get_list("server")) == 1
 
 
 def test_an_engine_that_is_gone_on_trial_costs_no_user_an_answer(

@@ -7,7 +7,9 @@ atomically when another engine is healthy (blue/green) or gets a share of the re
 the file before every request (one `stat`): a switch needs no signal, no restart and no connection to the control plane,
 and the gateway continues without one.
 
-A request in progress stays with its engine. A request whose engine refuses the connection is sent once more, to the
+A request in progress stays with its engine. When its client disconnects, the connection to the engine is closed, which
+ends the generation. An engine that fails in the middle of a response yields an OpenAI-shaped error, as an event where
+the response is a stream. A request whose engine refuses the connection is sent once more, to the
 engine that serves: the route may have changed, or the canary may have died. Nothing else is repeated, since the engine
 may have started to respond. When no engine can be reached the response is an OpenAI-shaped 503. Only POSTs are shared
 and counted; `GET /-/eyrie/counters` returns the counts.
@@ -25,13 +27,15 @@ The gateway writes `D/gateway.json` (pid, start time, port) once it listens, and
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
@@ -49,13 +53,18 @@ from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedReq
 from eyrie_operator.endpoints.traffic_recording import CHAT_PATH, TRAFFIC_FILE, TrafficRecorder
 from eyrie_pipelines.processes import ProcessId, identify
 
+T = TypeVar("T")
+
 GATEWAY_FILE = "gateway.json"
+_EVENT_STREAM = "text/event-stream"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 # RFC 9110 section 7.6.1: these apply to one connection and must not be forwarded. httpx and uvicorn set the framing
 # of the body themselves.
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
                          "transfer-encoding", "upgrade", "host", "content-length"})
+# uvicorn adds its own to each response.
+_NOT_RELAYED = _HOP_BY_HOP | {"date", "server"}
 
 _FORWARDED = frozenset({"/generate", "/health", "/health_generate", "/metrics", "/get_model_info", "/model_info",
                         "/tokenize", "/detokenize"})
@@ -93,7 +102,9 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
     # No read timeout: long generations are normal, and clients have their own timeouts.
     # trust_env off: requests to this machine must not go through a configured HTTP proxy.
     client = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(None, connect=5.0),
-                               limits=httpx.Limits(max_connections=None))
+                               # No pool: an engine may close an idle connection (after a 500 uvicorn always does) just
+                               # as the next request is sent on it, and that request must not be sent twice.
+                               limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
     async def end_of_hold(request: Request) -> bool:
         """Wait while the route is on hold; False when it still is, or the client has gone."""
@@ -141,6 +152,8 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
             if routed is not None:
                 try:
                     return await _send(client, routed, request, body, counted=is_post)
+                except ClientDisconnect:
+                    return Response(status_code=499)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
                     if is_post:
                         routed.failed()
@@ -173,21 +186,66 @@ async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Reque
         url += f"?{request.url.query}"
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP]
     outgoing = client.build_request(request.method, url, headers=headers, content=body)
-    response = await client.send(outgoing, stream=True)
-    forwarded = {name: value for name, value in response.headers.items() if name.lower() not in _HOP_BY_HOP}
+    response = await _unless_disconnected(request, client.send(outgoing, stream=True))
+    forwarded = {name: value for name, value in response.headers.items() if name.lower() not in _NOT_RELAYED}
     forwarded["x-eyrie-revision"] = str(routed.revision)
-    return StreamingResponse(_relay(response, routed if counted else None), status_code=response.status_code,
-                             headers=forwarded)
+    if "location" in forwarded:  # the engine's own address is not for clients
+        forwarded["location"] = forwarded["location"].removeprefix(routed.url.rstrip("/"))
+    relayed = _relay(response, routed if counted else None)
+    if response.headers.get("content-type", "").startswith(_EVENT_STREAM):
+        return StreamingResponse(_with_error_event(relayed), status_code=response.status_code, headers=forwarded)
+    # Read whole, so that an engine that fails meanwhile yields an error and not a truncated response.
+    content = await _unless_disconnected(request, _joined(relayed))
+    return Response(content, status_code=response.status_code, headers=forwarded)
 
 
-async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> AsyncIterator[bytes]:
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects first. Raises ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, disconnect):
+            task.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _joined(chunks: AsyncGenerator[bytes]) -> bytes:
+    async with contextlib.aclosing(chunks):
+        return b"".join([chunk async for chunk in chunks])
+
+
+async def _with_error_event(chunks: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """The stream, and an error event where the engine disconnects before its end: the status line has been sent."""
+    try:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+    except httpx.TransportError as error:
+        # The empty line ends an event that was cut.
+        yield b"\n\ndata: " + json.dumps(_error("engine_disconnected", "the engine disconnected before the end of its "
+                                                f"response ({type(error).__name__})")).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+
+async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> AsyncGenerator[bytes]:
     """Relay bytes as they arrive. Closed early (the client disconnected) it closes the engine's side and counts
-    nothing."""
+    nothing. The caller counts a TransportError of a response that it has not begun to send."""
+    is_stream = response.headers.get("content-type", "").startswith(_EVENT_STREAM)
     try:
         async for chunk in response.aiter_raw():
             yield chunk
     except httpx.TransportError:
-        if routed is not None:
+        if routed is not None and is_stream:
             routed.failed()
         raise
     else:
@@ -197,9 +255,12 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
         await response.aclose()
 
 
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "service_unavailable", "code": code}}
+
+
 def _unavailable(status: int, code: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "service_unavailable", "code": code}},
-                        status_code=status, headers={"retry-after": "2"})
+    return JSONResponse(_error(code, message), status_code=status, headers={"retry-after": "2"})
 
 
 def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
