@@ -22,7 +22,7 @@ from eyrie_workers.drafters.validation.target import (
     vocabulary_rules,
 )
 from eyrie_workers.drafters.validation.values import value_rules
-from eyrie_workers.targets.config import TargetConfig, parse_config
+from eyrie_workers.targets.config import TargetConfig, describe_config
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _findings(family: str, load: Load, request: ValidationRequest) -> Iterator[F
         yield error("card-disagrees", f"its card is of a {card.family} drafter, its config.json of a {family} one",
                     "export the drafter again")
     try:
-        load(request.directory, None if target is None else parse_config(target.config))
+        load(request.directory, None if target is None else describe_config(target.config))
     except EyrieError as fault:
         yield error("contract", fault.message, fault.hint)
         return
