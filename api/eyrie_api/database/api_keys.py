@@ -1,5 +1,6 @@
 """The repository of API keys: create, list, revoke, rotate, and look up for authentication."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -59,10 +60,12 @@ class ApiKeys:
             return tuple(_render(row) for row in session.scalars(query))
 
     def revoke(self, key_id: str) -> ApiKey:
-        """Revoke a key; no effect on a revoked one. Raises NotFound or Forbidden."""
+        """Revoke a key at once, also one that was rotated and whose overlap lasts; no effect on a revoked one. Raises
+        NotFound or Forbidden."""
         with self._database.writing() as session:
             row = self._hold(session, key_id)
-            row.revoked_at = row.revoked_at or self._clock()
+            now = self._clock()
+            row.revoked_at = now if row.revoked_at is None else min(row.revoked_at, now)
             record_change(session, self._scope, self._clock, "key.revoke", f"key/{key_id}", row.project)
             return _render(row)
 
@@ -120,6 +123,24 @@ class ApiKeys:
         if self._scope.project is None and (principal is None or principal.allows("keys:write", ALL_PROJECTS)):
             return or_(seen, ApiKeyRow.project.is_(None))
         return seen
+
+
+def revoke_keys_of(session: Session, scope: Scope, clock: Clock, project: str,
+                   is_former: Callable[[str], bool]) -> None:
+    """Revoke the project's keys that former members have created, and the keys created with those.
+
+    is_former   whether the creator of a key (`user:<issuer>#<sub>`, `key:<id>`, `token`, ...) is a former member
+    """
+    now = clock()
+    rows = session.scalars(select(ApiKeyRow).where(
+        ApiKeyRow.project == project, or_(ApiKeyRow.revoked_at.is_(None), ApiKeyRow.revoked_at > now),
+    ).order_by(ApiKeyRow.created_at)).all()
+    found: set[str] = set()
+    for row in rows:  # in order of creation, so that a key comes after the one that created it
+        if row.created_by in found or is_former(row.created_by):
+            found.add(f"key:{row.id}")
+            row.revoked_at = now
+            record_change(session, scope, clock, "key.revoke", f"key/{row.id}", project)
 
 
 def _row(record: KeyRecord, project: str | None, role: str) -> ApiKeyRow:

@@ -18,7 +18,7 @@ import json
 import select as sockets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,13 @@ class Database:
             if parsed.database in (None, "", ":memory:"):
                 raise InvalidInput("database_url names an in-memory SQLite database, which every thread would see "
                                    "differently", "name a file")
-            Path(str(parsed.database)).absolute().parent.mkdir(parents=True, exist_ok=True)
+            path = Path(str(parsed.database)).absolute()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # It holds webhook secrets and digests of keys. SQLite gives its -wal and -shm files the same mode. A path
+            # that cannot be written is reported by the first connection.
+            with suppress(OSError):
+                path.touch(mode=0o600)
+                path.chmod(0o600)
         self.engine = _open_engine(parsed, is_sqlite=self.is_sqlite)
 
     @contextmanager

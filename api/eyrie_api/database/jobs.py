@@ -253,7 +253,7 @@ class Jobs:
     def retry(self, job_id: str) -> Job:
         """Resume from the failed stage: finished stages keep their manifests, the others return to Pending.
 
-        Raises Conflict when the job has not ended, has succeeded, or is being deleted.
+        Raises Conflict when the job has not ended, has succeeded, or is being deleted, and QuotaReached.
         """
         with self.database.writing() as session:
             row = self._hold(session, job_id, "jobs:write")
@@ -263,6 +263,10 @@ class Jobs:
                 raise Conflict(f"job {job_id} has not ended: {row.phase}", "cancel it first, or wait")
             if row.phase == "Succeeded":
                 raise Conflict(f"job {job_id} has succeeded", "submit a new job to train again")
+            check_jobs(session, row.project)
+            serve = JobSpec.model_validate(row.spec).serve
+            if serve.enabled:
+                check_endpoints(session, row.project, serve.endpoint)
             row.attempt += 1
             row.cancel_requested = row.ended = False
             row.phase = "Pending"

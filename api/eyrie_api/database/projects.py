@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from eyrie_api.access.roles import ROLES
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.api_keys import revoke_keys_of
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import live_endpoints, live_jobs
@@ -87,13 +88,17 @@ class Projects:
             return _member(row)
 
     def remove_member(self, name: str, member_id: int) -> None:
-        """Remove a role assignment. Raises NotFound or Forbidden."""
+        """Remove a role assignment, and revoke the project's keys that its holder has created. Which users a group has
+        is not stored: with a group's assignment, keys of all users without an assignment of their own are revoked.
+        Raises NotFound or Forbidden."""
         with self._database.writing() as session:
             self._find(session, name, "members:write")
             row = session.get(MembershipRow, member_id)
             if row is None or row.project != name:
                 raise NotFound(f"no member {member_id} in project {name!r}", "list the members to see their ids")
             session.delete(row)
+            session.flush()
+            self._revoke_keys_of_former(session, row)
             record_change(session, self._scope, self._clock, "member.remove", f"member/{member_id}", name)
 
     def exists(self, name: str) -> bool:
@@ -118,6 +123,19 @@ class Projects:
                 rank = max(ROLES.index(row.role), ROLES.index(held.get(row.project, ROLES[0])))
                 held[row.project] = ROLES[rank]
         return held
+
+    def _revoke_keys_of_former(self, session: Session, removed: MembershipRow) -> None:
+        kept = set(session.scalars(select(MembershipRow.value).where(
+            MembershipRow.project == removed.project, MembershipRow.issuer == removed.issuer,
+            MembershipRow.kind == "subject")))
+        prefix = f"user:{removed.issuer}#"
+
+        def is_former(creator: str) -> bool:
+            subject = creator.removeprefix(prefix)
+            return creator.startswith(prefix) and (
+                subject == removed.value if removed.kind == "subject" else subject not in kept)
+
+        revoke_keys_of(session, self._scope, self._clock, removed.project, is_former)
 
     def _find(self, session: Session, name: str, action: Action = "jobs:read") -> ProjectRow:
         row, absent = session.get(ProjectRow, name), NotFound(f"no project {name!r}", "list the projects you are in")

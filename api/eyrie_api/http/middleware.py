@@ -13,6 +13,7 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
 """
 
 import asyncio
+import logging
 import re
 import secrets
 import time
@@ -31,9 +32,11 @@ from eyrie_api.access.scope import Scope
 from eyrie_api.database.audit import Audit
 from eyrie_api.errors import EyrieError, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
-from eyrie_api.http.problems import refuse
+from eyrie_api.http.problems import DATABASE_ERRORS, database_unavailable, is_invalid_statement, refuse
 from eyrie_api.request_origin import check_host, check_json, check_origin
 from eyrie_api.settings import Settings
+
+log = logging.getLogger(__name__)
 
 PROBES = ("/healthz", "/readyz")
 MUTATING = ("POST", "PUT", "PATCH", "DELETE")
@@ -87,6 +90,11 @@ class AccessMiddleware:
                             self._while_authorised(request, access, send_with_id, ended))
         except EyrieError as error:  # raised before a route began its response
             await refuse(error, request["path"])(request, receive, send_with_id)
+        except DATABASE_ERRORS as error:  # of the queries above: the app answers its own
+            if is_invalid_statement(error):
+                raise
+            unavailable = database_unavailable(error, request["method"], request["path"])
+            await refuse(unavailable, request["path"])(request, receive, send_with_id)
         if request["method"] in MUTATING and 400 <= status < 500:
             await self._audit_refusal(request, access, status, request_id)
 
@@ -182,7 +190,7 @@ class AccessMiddleware:
         """Whether the request's token still gives the same principal."""
         try:
             return await self._caller(request) == access.principal
-        except Unauthorized:
+        except (Unauthorized, *DATABASE_ERRORS):  # the client connects again, and is answered once the database is back
             return False
 
     async def _audit_refusal(self, request: Request, access: Scope | None, status: int, request_id: str) -> None:
@@ -193,8 +201,11 @@ class AccessMiddleware:
             self._anonymous_audited_until = time.monotonic() + _AUDIT_ANONYMOUS_EVERY_S
         project = None if access is None else access.project
         verb = _verb(request)
-        await to_thread.run_sync(self._audit.refused, principal.subject, verb, request["path"], project, status,
-                                 request_id)
+        try:
+            await to_thread.run_sync(self._audit.refused, principal.subject, verb, request["path"], project, status,
+                                     request_id)
+        except DATABASE_ERRORS as error:  # the response has been sent
+            log.warning("refused %s of %s is not audited: %s", verb, principal.subject, error)
 
 
 def _verb(request: Request) -> str:

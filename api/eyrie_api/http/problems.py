@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:eyrie:problem:"
 _SHOWN = 200
+DATABASE_ERRORS = (OperationalError, InterfaceError, TimeoutError)
+"""What SQLAlchemy raises while the database cannot be reached."""
 
 
 class DatabaseUnavailable(Transient):
@@ -81,7 +83,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(EyrieError, _on_eyrie_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    for kind in (OperationalError, InterfaceError, TimeoutError):
+    for kind in DATABASE_ERRORS:
         app.add_exception_handler(kind, _on_database_error)
     app.add_exception_handler(Exception, _on_bug)
 
@@ -92,13 +94,21 @@ async def _on_eyrie_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_database_error(request: Request, error: Exception) -> Response:
-    # SQLite reports an invalid statement as an operational error too; a retry does not help there.
-    if getattr(getattr(error, "orig", None), "sqlite_errorname", "") == "SQLITE_ERROR":
+    if is_invalid_statement(error):
         return await _on_bug(request, error)
-    log.warning("%s %s: database unavailable: %s", request.method, request.url.path, error)
-    unavailable = DatabaseUnavailable(f"the database is unavailable: {type(error).__name__}",
-                                      "retry with the same Idempotency-Key; the control plane's log has details")
-    return refuse(unavailable, request.url.path)
+    return refuse(database_unavailable(error, request.method, request.url.path), request.url.path)
+
+
+def is_invalid_statement(error: Exception) -> bool:
+    """Whether SQLite reports an invalid statement, as an operational error too: a retry does not help there."""
+    return getattr(getattr(error, "orig", None), "sqlite_errorname", "") == "SQLITE_ERROR"
+
+
+def database_unavailable(error: Exception, method: str, path: str) -> DatabaseUnavailable:
+    """The error to answer with while the database cannot be reached; the cause goes to the log."""
+    log.warning("%s %s: database unavailable: %s", method, path, error)
+    return DatabaseUnavailable(f"the database is unavailable: {type(error).__name__}",
+                               "retry with the same Idempotency-Key; the control plane's log has details")
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -1,9 +1,12 @@
 """Authentication with API keys: cached, revoked within seconds, no more rights than the creator, kept secret."""
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import httpx
 import pytest
 from sqlalchemy import delete, event, inspect, select, text, update
 from sqlalchemy.exc import DatabaseError
@@ -19,7 +22,7 @@ from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
 from eyrie_api.http.authentication import CACHED_S, LOCAL, Authenticator
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import CreateProject
+from eyrie_api.v1alpha1.access import CreateMember, CreateProject
 from tests.api.access.harness import JOBS, KEYS, TOKEN, WEBHOOKS, two_projects
 from tests.api.access.receiver import receiving
 from tests.api.access.test_oidc import Elapsed
@@ -73,6 +76,58 @@ def test_a_key_that_was_revoked_rotated_or_has_expired_is_refused_within_seconds
     for _key, secret in (rotated, expiring):
         with pytest.raises(Unauthorized, match=r"revoked|expired"):
             callers.authenticate(secret)
+
+
+def test_a_rotated_key_can_be_revoked_while_its_overlap_lasts(
+        settings: Settings, database: Database, clock: ManualClock) -> None:
+    keys = ApiKeys(database, clock, ROOT)
+    old, secret = keys.create(KeyRequest("ci", "operator"))
+    keys.rotate(old.id, overlap_s=3600.0)
+    assert keys.revoke(old.id).revoked_at == clock()
+    callers = Authenticator(settings.model_copy(update={"token": TOKEN}), database, clock)
+    with pytest.raises(Unauthorized, match="revoked"):
+        callers.authenticate(secret)
+
+
+def test_keys_end_with_the_membership_of_their_creator(database: Database, clock: ManualClock) -> None:
+    projects = Projects(database, clock, ROOT)
+    projects.create(CreateProject(name="north"))
+    issuer = "https://issuer"
+    given: list[tuple[Literal["subject", "group"], str]] = [("subject", "ada"), ("subject", "bob"), ("group", "all")]
+    members = {value: projects.add_member("north", CreateMember(kind=kind, value=value, role="admin"), issuer)
+               for kind, value in given}
+
+    def key_of(subject: str) -> str:
+        made = ApiKeys(database, clock, Scope(Principal(subject=subject, roles={"north": "admin"})))
+        clock.pass_(1)
+        return made.create(KeyRequest("ci", "admin"))[0].id
+
+    by_ada, by_bob, by_group = (key_of(f"user:{issuer}#{one}") for one in ("ada", "bob", "eve"))
+    second = key_of(f"key:{by_ada}")
+
+    def revoked() -> set[str]:
+        return {one.id for one in ApiKeys(database, clock).list() if one.revoked_at is not None}
+
+    projects.remove_member("north", members["ada"].id)
+    assert revoked() == {by_ada, second}
+    projects.remove_member("north", members["all"].id)
+    assert revoked() == {by_ada, second, by_group}
+    assert by_bob not in revoked()
+
+
+def test_while_the_database_is_away_an_api_key_gets_a_503(
+        settings: Settings, database: Database, serve: Callable[..., Any]) -> None:
+    if not database.is_sqlite:
+        pytest.skip("the tests share one PostgreSQL server, which cannot be stopped for one of them")
+    _key, secret = ApiKeys(database, scope=ROOT).create(KeyRequest("ci", "operator"))
+    with serve(settings.model_copy(update={"token": TOKEN}), database) as server:
+        file = Path(str(database.engine.url.database))
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.rename(file.with_suffix(".away"))
+        file.mkdir()
+        database.engine.dispose()
+        answer = httpx.get(server.url + "/v1alpha1/jobs", headers={"Authorization": f"Bearer {secret}"})
+        assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (503, True)
 
 
 def test_no_one_makes_a_key_that_may_do_more_than_they(database: Database, clock: ManualClock) -> None:

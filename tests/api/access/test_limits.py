@@ -102,6 +102,8 @@ def test_a_project_may_have_so_many_jobs_at_once(database: Database, clock: Manu
     assert jobs.submit(job_spec()).id
     with pytest.raises(QuotaReached, match="2 jobs"):
         jobs.submit(job_spec())
+    with pytest.raises(QuotaReached, match="2 jobs"):
+        jobs.retry(accepted[0])
     assert Projects(database, clock).get("default").live_jobs == 2
 
 
