@@ -194,6 +194,8 @@ def test_a_download_that_was_altered_on_disk_is_noticed(server: Running, measure
     (server.control.settings.stage_dir(measured.id, "benchmark", "base-step-9") / "cells.json").write_bytes(b"{}")
     with pytest.raises(ArtifactCorrupt):
         server.client.download(file, tmp_path)
+    answer = httpx.get(f"{server.url}{JOBS}/{measured.id}/artifacts/benchmark/cells.json?key=base-step-9")
+    assert (answer.status_code, ArtifactCorrupt.reason in answer.text) == (500, True), "whoever asks"
 
 
 def test_the_report_gathers_what_is_measured_so_far(server: Running, measured: Job) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.database.endpoints import Serving
+from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
@@ -19,7 +20,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_operator.embedded.processes import engine_argv, read_counters
 from eyrie_workers.engines.server_memory import requests_that_fit
 from eyrie_workers.engines.sglang.process import PROGRAM
-from tests.api.samples import target_directory
+from tests.api.samples import benchmark_report, finish_stage, target_directory
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
 
@@ -88,6 +89,18 @@ def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> N
     assert "--max-concurrency 3" in line
     bare = " ".join(engine_argv(serving, DrafterUse(), "m", Path("/r/ready.json")))
     assert "--drafter" not in bare
+
+
+def test_an_engine_is_not_started_with_a_drafter_that_differs_from_its_manifest(target: Path, tmp_path: Path) -> None:
+    stage = tmp_path / "stages" / "train" / "a"
+    weights = "checkpoints/c/model.safetensors"
+    finish_stage(stage, "benchmark", benchmark_report("c", {"chat": (2.0,)}), {weights: b"weights"}, "j")
+    serving = Serving(TargetSpec(model=str(target)), EndpointServeSpec())
+    use = DrafterUse(drafter_dir=str(stage / "checkpoints/c"), setting=CHAIN)
+    assert engine_argv(serving, use, "m", tmp_path / "ready.json")
+    (stage / weights).write_bytes(b"weightz")
+    with pytest.raises(ArtifactCorrupt):
+        engine_argv(serving, use, "m", tmp_path / "ready.json")
 
 
 def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(target: Path, tmp_path: Path) -> None:

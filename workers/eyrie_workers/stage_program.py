@@ -8,6 +8,7 @@ can be killed at any line and run again:
 - a manifest of another spec exists: refused, because an artifact is immutable;
 - two programs in one directory: the second is refused (advisory lock, freed by the kernel when its holder dies);
 - SIGTERM or SIGINT: `stage.pause_point()` raises Interrupted at the next safe line, exit 143; the next run resumes;
+- an input that differs from its manifest's digest: refused, before any work (`verify_inputs`);
 - an EyrieError: `failure.json` with reason, message and hint, and the exit code of the error's class.
 
 `open_stage` is the same frame as a context manager, for a program that works on several directories at once
@@ -34,6 +35,7 @@ from eyrie_api.artifacts import (
     digest_model,
     list_files,
     read_manifest,
+    verify_part,
     write_model,
 )
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, Transient
@@ -232,12 +234,22 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
     try:
         with stop_on_signals(stage), open_stage(kind, stage, arguments.spec, out, is_whole) as opened:
             if not opened.finished:
+                verify_inputs(opened.spec)
                 opened.finish(work(opened.spec, stage))
         return 0
     except Interrupted:
         return INTERRUPTED_EXIT_CODE
     except EyrieError as error:
         return report_error(error)
+
+
+def verify_inputs(spec: Frozen) -> None:
+    """Compare what a stage reads of earlier stages with their manifests. The feature store is not among it: its reader
+    verifies each block. Raises ArtifactMissing or ArtifactCorrupt."""
+    for name in ("rows_dir", "drafter_dir", "rival_dir", "held_out_file"):
+        path = getattr(spec, name, None)
+        if path is not None:
+            verify_part(Path(path))
 
 
 def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:

@@ -117,6 +117,22 @@ def verify_files(manifest: Manifest, root: Path) -> None:
             raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "retry the job from that stage")
 
 
+def verify_part(path: Path) -> None:
+    """Compare a file or directory below `.../stages/<stage>[/<key>]` with the manifest of that stage, which lists it.
+
+    Paths that are not in a finished stage's directory (published drafters, data of the user) have no digest and pass.
+    Raises ArtifactMissing or ArtifactCorrupt.
+    """
+    path = path.absolute()
+    for root in (path, *path.parents):
+        if "stages" not in (root.parent.name, root.parent.parent.name) or not (root / MANIFEST).is_file():
+            continue
+        manifest = read_manifest(root)
+        listed = tuple(entry for entry in manifest.files if (root / entry.path).is_relative_to(path))
+        verify_files(manifest.model_copy(update={"files": listed}), root)
+        return
+
+
 @cache
 def code_version() -> str:
     """Version and digest of Eyrie's source code, part of cache keys and reports."""

@@ -6,10 +6,11 @@ small, and all but prove's are immutable), logs and files are streamed from the 
 kept here.
 """
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, write_atomically
+from eyrie_api.artifacts import MANIFEST, digest_file, write_atomically
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.stage_manifests import StageManifest, read_manifests
 from eyrie_api.artifacts.store import ArtifactStore
@@ -82,7 +83,8 @@ class JobFiles:
     def path(self, one: StageManifest, entry: FileEntry) -> Path | None:
         """Path of a finished stage's file on this machine; None where `pieces` reads it from the store.
 
-        Raises ArtifactCorrupt for a path that is not a file in the stage's directory.
+        Raises ArtifactCorrupt for a path that is not a file in the stage's directory, and for bytes that differ from
+        the manifest's digest.
         """
         if self._store is not None:
             return None
@@ -90,21 +92,30 @@ class JobFiles:
         if not file.is_relative_to(root) or not file.is_file():
             raise ArtifactCorrupt(f"{entry.path!r} is in the manifest but is not a file of its stage's directory",
                                   "retry the job from that stage")
+        if file.stat().st_size != entry.size_bytes or digest_file(file) != entry.sha256:
+            raise ArtifactCorrupt(f"{entry.path!r} differs from the digest in its manifest",
+                                  "retry the job from that stage")
         return file
 
     def pieces(self, one: StageManifest, entry: FileEntry) -> Iterator[bytes]:
-        """A finished stage's file from the store. Raises ArtifactMissing before the first piece, StoreUnavailable."""
+        """A finished stage's file from the store. Raises ArtifactMissing before the first piece, StoreUnavailable, and
+        ArtifactCorrupt in place of the last piece: the response is then shorter than announced, and clients fail."""
         assert self._store is not None
         key = self._key(one.directory / entry.path)
         if self._store.stat(key) is None:
             raise ArtifactMissing(f"{entry.path!r} is in the manifest but not in the store",
                                   "retry the job from that stage")
-        return self._read(key, entry.size_bytes)
+        return self._read(key, entry)
 
-    def _read(self, key: str, size_bytes: int) -> Iterator[bytes]:
+    def _read(self, key: str, entry: FileEntry) -> Iterator[bytes]:
         assert self._store is not None
-        for start in range(0, size_bytes, PIECE_BYTES):
-            yield self._store.read(key, start=start, length=min(PIECE_BYTES, size_bytes - start))
+        sha = hashlib.sha256()
+        for start in range(0, entry.size_bytes, PIECE_BYTES):
+            piece = self._store.read(key, start=start, length=min(PIECE_BYTES, entry.size_bytes - start))
+            sha.update(piece)
+            if start + PIECE_BYTES >= entry.size_bytes and "sha256:" + sha.hexdigest() != entry.sha256:
+                raise ArtifactCorrupt(f"{key} differs from the digest in its manifest", "retry the job from that stage")
+            yield piece
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._settings.home.absolute()).as_posix()

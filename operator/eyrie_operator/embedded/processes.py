@@ -27,7 +27,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel
 
-from eyrie_api.artifacts import write_atomically
+from eyrie_api.artifacts import verify_part, write_atomically
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.processes import last_lines
@@ -151,7 +151,10 @@ def resolve_target(spec: TargetSpec) -> Path:
 
 
 def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path) -> list[str]:
-    """The command line of an engine that serves `model` with this drafter and setting. Raises TargetNotFound."""
+    """The command line of an engine that serves `model` with this drafter and setting. Raises TargetNotFound, and
+    ArtifactMissing or ArtifactCorrupt for a drafter that differs from its manifest."""
+    if use.drafter_dir is not None:
+        verify_part(Path(use.drafter_dir))
     target, serve = resolve_target(serving.target), serving.serve
     if serve.engine.kind == "embedded":
         return EngineCommand(

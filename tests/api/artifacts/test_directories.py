@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import MANIFEST, read_manifest
+from eyrie_api.artifacts import MANIFEST, read_manifest, verify_part
 from eyrie_api.artifacts.directories import TransferStats, download_dir, upload_dir
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
@@ -109,3 +109,16 @@ def test_a_manifest_that_names_a_path_outside_is_refused(store: ArtifactStore, t
     with pytest.raises(InvalidInput):
         download_dir(store, PREFIX, tmp_path / "deep" / "back")
     assert not (tmp_path / "0.bin").exists()
+
+
+def test_a_part_of_a_stage_is_compared_with_the_stages_manifest(tmp_path: Path) -> None:
+    made = a_stage(tmp_path / "stages" / "train" / "c")
+    (made / "shards/1.bin").write_bytes(b"1" * 1999 + b"0")
+    verify_part(made / "index.json")
+    for part in (made, made / "shards", made / "shards" / "1.bin"):
+        with pytest.raises(ArtifactCorrupt, match=r"1\.bin"):
+            verify_part(part)
+    (made / "shards/1.bin").unlink()
+    with pytest.raises(ArtifactMissing):
+        verify_part(made)
+    verify_part(tmp_path / "published")  # no stage made it

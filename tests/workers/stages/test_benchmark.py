@@ -20,6 +20,7 @@ from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.machine.machine_lock import machine_lock
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.benchmark import benchmark
+from tests.api.samples import benchmark_report, finish_stage
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import random_drafter, stage_specs
 
@@ -195,6 +196,16 @@ def test_a_missing_drafter_and_a_missing_suite_end_with_a_hint_and_no_manifest(t
     assert run_here(directory) == 66
     assert "sums" in json.loads((directory / "failure.json").read_text())["message"]
     assert not (directory / "manifest.json").exists()
+
+
+def test_a_drafter_that_differs_from_its_manifest_is_refused_before_any_work(tmp_path: Path) -> None:
+    made, weights = tmp_path / "stages" / "train" / "a", "checkpoints/c/model.safetensors"
+    finish_stage(made, "benchmark", benchmark_report("c", {"chat": (2.0,)}), {weights: b"weights"}, "j")
+    (made / weights).write_bytes(b"weightz")
+    spec = stage_specs(tmp_path)[0].model_copy(update={"drafter_dir": str(made / "checkpoints/c")})
+    directory = prepare(tmp_path, spec)
+    assert run_here(directory) == 74
+    assert "model.safetensors" in json.loads((directory / "failure.json").read_text())["message"]
 
 
 def test_measuring_needs_neither_transformers_nor_a_second_target(tmp_path: Path) -> None:

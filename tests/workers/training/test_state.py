@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from eyrie_api.errors import ArtifactCorrupt
 from eyrie_workers.training.state import Counters, Snapshot, StateWriter, load_state, take_snapshot, write_snapshot
 
 
@@ -59,3 +60,14 @@ def test_an_error_of_writing_is_raised_at_the_next_save(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         writer.start(snapshot_of(model_of(1.0), 2))
     writer.close()
+
+
+def test_a_flipped_bit_in_a_tensor_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_snapshot(path, snapshot_of(model_of(1.0), 1))
+    assert loaded(path) == (1, 1.0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # the tensors are at the end
+    path.write_bytes(data)
+    with pytest.raises(ArtifactCorrupt, match="checksum"):
+        loaded(path)

@@ -13,6 +13,7 @@ The digest of what the run depends on (spec, data, dtype) is part of the state: 
 refused, because continuing it would mix two runs.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -98,11 +99,22 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     """Write a snapshot to `path`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
-    save_file(dict(snapshot.tensors), aside, metadata=dict(snapshot.metadata))
+    metadata = {**snapshot.metadata, "sha256": _checksum(snapshot.tensors, snapshot.metadata)}
+    save_file(dict(snapshot.tensors), aside, metadata=metadata)
     # On disk before the rename: after a power failure the name must not refer to an incomplete file.
     with aside.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of names, metadata and bytes. safetensors checks the header alone: training would go on from a flipped
+    bit in a tensor."""
+    sha = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(name.encode())
+        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 class StateWriter:
@@ -153,6 +165,10 @@ def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, d
     if metadata.get("format") != str(FORMAT) or metadata.get("digest") != digest:
         raise Conflict(f"training state {path} was written under other settings or from other data",
                        "delete it to train from the beginning, or give an empty directory")
+    kept = metadata.pop("sha256", None)
+    if kept != _checksum(tensors, metadata):
+        raise ArtifactCorrupt(f"training state {path} differs from its checksum",
+                              "delete it to train from the beginning")
     try:
         moments = _restore(drafter, tensors)
     except (KeyError, RuntimeError) as error:
