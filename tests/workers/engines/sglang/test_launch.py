@@ -86,6 +86,16 @@ def test_idle_variants_sleep_on_a_processor_they_share_with_the_one_measured(mac
     assert all(("--sleep-on-idle" in command) == (machine == "cpu") for command in commands)
 
 
+def test_a_server_that_writes_states_drafts_nothing_keeps_no_prefix_and_replays_no_graph() -> None:
+    capturing = plan(setting=OFF, drafter=None, captured_layers=(1, 15, 28), capture_dir="/dev/shm/states")
+    line = launch_arguments(capturing)
+    at = line.index("--return-aux-hidden-state-layer-ids")
+    assert line[at + 1:at + 4] == ("1", "15", "28")
+    assert {"--enable-return-aux-hidden-states", "--disable-radix-cache", "--disable-prefill-cuda-graph"} < set(line)
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" in launch_environment(capturing)
+    assert "--disable-prefill-cuda-graph" not in launch_arguments(plan(setting=OFF))
+
+
 def test_the_setting_is_written_in_sglangs_words() -> None:
     line = launch_arguments(plan(setting=TREE))
     assert value(line, "--speculative-algorithm") == "EAGLE3"

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -74,7 +75,9 @@ class SglangStates:
         if 0 in aux_layers:
             raise InvalidInput("layer 0, the embeddings, cannot be captured through SGLang, which captures outputs of "
                                "layers", "set capture.source to transformers, or name layers from 1")
-        self._inner = tuple(layer for layer in aux_layers if layer < self._config.num_layers)
+        # Without any layer SGLang captures nothing: one in the middle where only the final state is read.
+        self._inner = (tuple(layer for layer in aux_layers if layer < self._config.num_layers)
+                       or (self._config.num_layers // 2,))
         self._files = _memory_directory(directory)
         ids = sglang_layer_ids(architecture, self._config.num_layers, self._inner)
         self._plan = replace(plan, captured=CapturedStates(ids, str(self._files)))
@@ -91,9 +94,9 @@ class SglangStates:
         self._stop()
         shutil.rmtree(self._files, ignore_errors=True)
 
-    @property
+    @cached_property
     def output_head(self) -> OutputHead:
-        """See `StateSource`."""
+        """See `StateSource`; read from the checkpoint once, since every pass that stores top-k logits uses it."""
         return read_target_embeddings(self._target_dir, self._config.tie_word_embeddings).output_head
 
     def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:

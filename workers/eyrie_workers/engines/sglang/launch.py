@@ -56,7 +56,9 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         "--tp-size", str(plan.tp_size), "--random-seed", "0",
     ]
     if plan.machine.platform != "cpu":
-        line += ["--cuda-graph-bs-decode", *map(str, captured_batches(shared.max_running_requests))]
+        # A graph of a prefill would replay the model without the code that writes its states.
+        line += (["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"] if plan.capture_dir is not None else
+                 ["--cuda-graph-bs-decode", *map(str, captured_batches(shared.max_running_requests))])
     if plan.target.revision is not None:
         line += ["--revision", plan.target.revision]
     if plan.pp_size > 1:
