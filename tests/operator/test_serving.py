@@ -222,10 +222,12 @@ def test_a_quiet_endpoint_does_not_wait_for_requests_that_do_not_come() -> None:
         assert plan(wanted, *engines, **on_trial(), now=NOW + timedelta(seconds=seconds)).actions == actions
 
 
-def test_one_failed_request_on_trial_sends_everything_back_to_the_engine_that_never_left() -> None:
-    planned = plan(endpoint(1, 2, state="canary"), engine(1), engine(2), **on_trial(answered=3, errors=1))
+def test_two_failed_requests_on_trial_send_everything_back_and_one_is_no_evidence() -> None:
+    wanted = endpoint(1, 2, state="canary")
+    assert plan(wanted, engine(1), engine(2), **on_trial(answered=3, errors=1)).actions == ()
+    planned = plan(wanted, engine(1), engine(2), **on_trial(answered=3, errors=2))
     assert planned.actions == (
-        Reject(2, "CanaryFailed", "1 of its 4 requests failed while it had 20% of them"), Route(1), RetireEngine(2))
+        Reject(2, "CanaryFailed", "2 of its 5 requests failed while it had 20% of them"), Route(1), RetireEngine(2))
 
 
 def test_an_engine_that_dies_on_trial_is_rejected_and_the_route_is_whole_again() -> None:
@@ -253,7 +255,7 @@ def test_without_a_healthy_engine_to_spare_users_the_new_one_is_not_tried_but_us
         planned = plan(endpoint(1, 2), serving, engine(2), routed=1, policy=TRIED)
         assert planned.actions[:2] == (Route(2), Activate(2))
     # Unless it has failed requests already.
-    failed = plan(endpoint(1, 2, state="canary"), engine(1, "dead"), engine(2), **on_trial(errors=1))
+    failed = plan(endpoint(1, 2, state="canary"), engine(1, "dead"), engine(2), **on_trial(errors=2))
     assert kinds(failed)[0] == Reject
 
 
@@ -311,7 +313,7 @@ def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
             elif engines[number].retiring_since is not None or step in deaths:
                 engines[number] = replace(engines[number], state="dead")
         if canary is not None and canary.revision in failing:
-            canary = replace(canary, errors=1)
+            canary = replace(canary, errors=2)
         result = plan_endpoint(wanted, TRIED if tried else AT_ONCE,
                                ObservedEndpoint(gateway, routed, tuple(engines.values()), canary), now)
         assert sum(isinstance(one, Route | ShareRoute) for one in result.actions) <= 1

@@ -4,7 +4,7 @@ An endpoint is a gateway with a stable URL and one engine per revision behind it
 candidate: its engine is started next to the serving one (blue/green) and probed; it then gets a growing share of the
 requests (canary) and, when it has passed, all of them; the old engine finishes its requests and is stopped. Where both
 do not fit the memory, the old engine is stopped first, and requests are held meanwhile. A candidate that dies, is not
-healthy in time, fails a request or has too low an acceptance is rejected, while the old engine serves on. A revision
+healthy in time, fails requests or has too low an acceptance is rejected, while the old engine serves on. A revision
 that has served before skips the canary: after a failure requests wait, and the engine is known to work.
 
 A drafter can also become slow after it was promoted, when traffic differs from its training data; output stays the
@@ -49,6 +49,10 @@ MIN_ROUNDS = 200
 CANARY_ROUNDS = 50
 """The same for a canary, which is checked for a collapse only: at tau 3 the standard error is then 0.3, and half of the
 proven tau is five standard errors away."""
+
+CANARY_ERRORS = 2
+"""Failed requests that reject a canary. A single one is no evidence against a revision: any engine loses a request to a
+lack of memory or a broken connection."""
 
 DRAIN_S = 30.0
 """Time a retired engine has to finish its requests before it is killed."""
@@ -140,7 +144,7 @@ def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint,
     revision, shares = _revision(endpoint, engine.revision), policy.canary.shares
     serving = seen.engine(endpoint.active_revision)
     canary = seen.canary if seen.canary is not None and seen.canary.revision == engine.revision else None
-    if canary is not None and canary.errors:
+    if canary is not None and canary.errors >= CANARY_ERRORS:
         message = (f"{canary.errors} of its {canary.errors + canary.answered} requests failed while it had "
                    f"{canary.share:.0%} of them")
         actions.append(Reject(engine.revision, "CanaryFailed", message))

@@ -501,9 +501,9 @@ def test_with_a_gateway_a_trial_gets_more_as_it_answers_and_then_everything(
     harness.database.close()
 
 
-def test_one_failed_request_on_trial_ends_it(tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
+def test_failed_requests_on_trial_end_it(tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
     harness, reconciler = trial(tmp_path, server, pages.port)
-    pages.count(answered=5, failed=1)
+    pages.count(answered=5, failed=2)
     settle(reconciler)
     assert harness.condition("RolledBack").reason == "CanaryFailed"
     assert weights(server) == [100]
