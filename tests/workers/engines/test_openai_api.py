@@ -1,5 +1,7 @@
 """Request fields and error bodies. Pure: no server."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from eyrie_workers.engines.openai_api import (
     fit_context,
     parse_chat,
     parse_completion,
+    read_object,
 )
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -34,6 +37,7 @@ def test_nulls_mean_absent() -> None:
     ("temperature", -0.1), ("temperature", "hot"), ("top_p", 0), ("max_tokens", 0), ("n", 2), ("stop", [""]),
     ("stop", ["a", "b", "c", "d", "e"]), ("messages", []), ("messages", "hello"), ("temprature", 1.0),
     ("frequency_penalty", 0.5), ("logprobs", True), ("response_format", {"type": "json_object"}), ("seed", "x"),
+    ("temperature", 2.5), ("temperature", "0.5"), ("max_tokens", "5"), ("max_tokens", True), ("top_k", 2.5),
     ("tool_choice", "required"), ("messages", [{"role": "robot", "content": "x"}]), ("stop", ["x" * 1000]),
 ])
 def test_an_unsupported_field_is_rejected_by_name_with_a_hint(field: str, value: object) -> None:
@@ -42,6 +46,29 @@ def test_an_unsupported_field_is_rejected_by_name_with_a_hint(field: str, value:
     assert (refused.value.param or "").split(".")[0] == field
     assert refused.value.hint
     assert error_body(refused.value)["error"]["type"] == "invalid_request_error"
+
+
+def test_the_error_names_the_field_inside_a_message() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_chat({"messages": [{"role": "robot", "content": "x"}]})
+    assert refused.value.param == "messages.0.role"
+
+
+@pytest.mark.parametrize("text", [
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}', '{"prompt": "\\udfff"}', '{"tools": [{"a\\ud800": 1}]}',
+    '{"seed": ' + "9" * 5000 + "}", '{"seed": 9223372036854775808}', '{"temperature": 1e999}', '{"top_p": NaN}',
+    '{"a": ' + "[" * 900 + "]" * 900 + "}", "[" * 100_000, "[1]", "\xff",
+])
+def test_strings_and_numbers_that_cannot_be_represented_are_refused_where_the_body_is_read(text: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_object(text.encode("latin-1"))
+    assert refused.value.hint
+    json.dumps(error_body(refused.value), allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_a_body_of_text_and_64_bit_numbers_is_read_as_it_is() -> None:
+    assert read_object(b'{"seed": -9223372036854775808, "prompt": "\\ud83d\\ude00"}') == {
+        "seed": -(2**63), "prompt": "\U0001f600"}
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -158,6 +158,12 @@ def test_invalid_json_large_bodies_and_unknown_paths_are_rejected(http: httpx.Cl
     large = http.post(CHAT, content=b'{"messages": "' + b"x" * (5 * 2**20) + b'"}', headers=json)
     assert large.status_code == 413
     assert http.get("/v1/nowhere").json()["error"]["hint"]
+    assert http.get("/health/").status_code == 404, "a redirect would name the engine's own port"
+    for arguments in ('{"n": ' + "1" * 5000 + "}", "[" * 20_000, '"\\\\ud800"'):  # the model's malformed calls
+        call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": arguments.replace("\\\\", "\\")}}
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+        assert http.post(CHAT, json=chat_body(messages=turns)).status_code in (200, 400)
+    assert http.get("/health").status_code == 200
     for refused, status in (({"origin": "https://evil.example"}, 403), ({"sec-fetch-site": "cross-site"}, 403),
                             ({"host": "evil.example"}, 403), ({"content-type": "text/plain"}, 415)):
         assert http.post(CHAT, content=b"{}", headers={**json, **refused}).status_code == status

@@ -33,6 +33,7 @@ from eyrie_workers.engines.openai_api import (
     error_body,
     parse_chat,
     parse_completion,
+    read_object,
 )
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder, build_generation_request
 from eyrie_workers.speculation.engine import StepOutput
@@ -151,6 +152,7 @@ def create_app(service: Service, *, is_loopback: bool = False) -> FastAPI:
         check_json(request.method, request.headers)
 
     app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None,
+                  redirect_slashes=False,
                   dependencies=[Depends(refuse_web_pages)])
 
     @app.post("/v1/chat/completions")
@@ -249,10 +251,4 @@ async def _read_json(request: Request) -> Mapping[str, Any]:
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes", "send a shorter conversation")
-    try:
-        value = json.loads(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", "send one JSON object", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"the body is a JSON {type(value).__name__}", "send one JSON object", code="invalid_json")
-    return value
+    return read_object(bytes(body))

@@ -10,6 +10,8 @@ Three extensions have the names that SGLang and vLLM use, so that one client can
 `prompt_token_ids` and `choices[].token_ids`, and `ignore_eos` (both) generates up to `max_tokens`.
 """
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -21,6 +23,9 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 256
+MAX_DEPTH = 64
+"""Levels of lists and objects in a body; JSON schemas of tools have about ten."""
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -71,7 +76,8 @@ class NotReady(EyrieError):
 
 
 class _Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Strict: "5" and true are not numbers.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class StreamOptions(_Closed):
@@ -91,7 +97,7 @@ class TextPart(_Closed):
 class Message(BaseModel):
     """One turn. Tool fields are passed to the chat template unchanged."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -134,7 +140,7 @@ class _SharedFields(_Closed):
     model: str | None = None
     n: int = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=4.0)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -228,6 +234,53 @@ class CompletionRequest(_SharedFields):
 RequestT = TypeVar("RequestT", bound=_SharedFields)
 
 
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse a request body. Raises InvalidRequest unless it is one JSON object whose strings and numbers every later
+    step can represent: text that UTF-8 can encode, integers of 64 bits, finite floats, `MAX_DEPTH` levels at most."""
+    hint = "send one JSON object"
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:  # also: an integer of more than 4,300 digits
+        raise InvalidRequest(f"the body is not JSON: {error}", hint, code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body is a JSON {type(value).__name__}", hint, code="invalid_json")
+    _check_values(value)
+    return value
+
+
+def _check_values(body: dict[str, Any]) -> None:
+    # A list instead of recursion: depth is what is checked.
+    pending: list[tuple[str, Any, int]] = [("", body, 0)]
+    while pending:
+        field, value, depth = pending.pop()
+        rule = hint = None
+        if depth > MAX_DEPTH:
+            rule, hint = f"more than {MAX_DEPTH} levels deep", "nest less"
+        elif isinstance(value, str) and not _is_text(value):
+            rule, hint = "a lone surrogate (\\ud800 to \\udfff) is not text", "send surrogates in pairs, or U+FFFD"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            rule, hint = "an integer beyond 64 bits", "send a smaller number"
+        elif isinstance(value, float) and not math.isfinite(value):
+            rule, hint = "not a finite number", "send a finite number"
+        if rule is not None and hint is not None:
+            raise InvalidRequest(f"{field}: {rule}", hint, param=field, code="invalid_value")
+        if isinstance(value, dict):
+            if not all(map(_is_text, value)):
+                raise InvalidRequest(f"{field or 'the body'} has a key with a lone surrogate", "name it with text",
+                                     param=field, code="invalid_value")
+            pending += [(f"{field}.{key[:40]}" if field else key[:40], item, depth + 1) for key, item in value.items()]
+        elif isinstance(value, list):
+            pending += [(f"{field}.{index}", item, depth + 1) for index, item in enumerate(value)]
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_chat(body: Mapping[str, Any]) -> ChatCompletionRequest:
     """Parse a chat completion request. Raises InvalidRequest naming the field."""
     return _parse(ChatCompletionRequest, body)
@@ -262,8 +315,10 @@ def _reject_unless_default(name: str, value: Any) -> None:
 
 def _invalid_request(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False)[0]
-    # Pydantic appends the branch of a union to the path; the client wrote only the field and its index.
-    param = ".".join(str(step) for step in first["loc"][:2])
+    # Pydantic appends the branch of a union to the path; the client wrote only the field, and of messages and tools the
+    # index and the field in it.
+    length = 3 if first["loc"][0] in ("messages", "tools") else 2 if first["loc"][0] == "stream_options" else 1
+    param = ".".join(str(step) for step in first["loc"][:length])
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"{param} is not a field of this request", "check its spelling, or leave it out",
                               param=param, code="unknown_parameter")

@@ -127,7 +127,7 @@ class ChatTokenizer:
                 **(variables or {}), "messages": [_with_parsed_arguments(message) for message in messages],
                 "tools": list(tools) if tools else None, "documents": None,
                 "add_generation_prompt": add_generation_prompt, **self._special})
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
             raise InvalidInput(f"the target's chat template refuses this conversation: {error}",
                                "check roles, their order and the content of each message") from error
 
@@ -204,9 +204,11 @@ def _with_parsed_arguments(message: Mapping[str, Any]) -> Message:
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"])
-            except json.JSONDecodeError:
+                parsed = json.loads(function["arguments"])
+                json.dumps(parsed, ensure_ascii=False).encode()  # as templates print it: text that can be encoded
+            except (ValueError, RecursionError):  # not JSON, a number of thousands of digits, deep nesting, surrogates
                 continue  # a malformed call of the model is kept as text
+            function["arguments"] = parsed
     return message
 
 
