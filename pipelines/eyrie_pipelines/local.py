@@ -234,9 +234,12 @@ def live_processes(job_dir: Path) -> list[int]:
 
 
 def _read(path: Path, kind: type[ModelT]) -> ModelT | None:
+    """The record in a file; None where there is none or it is damaged. Every record can be written again: a run without
+    one is started again and finds its finished stages, and the lock keeps it from running twice. An error here would
+    stop every job, since each looks at the runs of the others."""
     try:
         return kind.model_validate_json(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -284,3 +284,15 @@ def test_watching_runs_does_not_load_kfp() -> None:
     """kfp.local changes its process: log handlers, `print`, configuration. Only a run's own leader may load it."""
     code = "import sys, eyrie_operator.control_plane, eyrie_pipelines.local; assert 'kfp' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b"[]"])
+def test_a_damaged_record_of_a_run_concerns_no_other_job(tmp_path: Path, damage: bytes) -> None:
+    run_dir = tmp_path / "jobs" / "broken" / "run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "run.json").write_bytes(damage)
+    runner = local.LocalRunner(tmp_path)
+    assert runner.has_capacity("broken", ("broken", "other"), 0)
+    assert runner.has_capacity("other", ("other", "broken"), 0)
+    assert runner.observe("broken").state == "none"
+    runner.stop("broken")
