@@ -242,3 +242,28 @@ def test_sigterm_lets_a_running_response_finish(target: Path, tmp_path: Path) ->
         started.stop()
 
 
+def test_a_response_that_outlasts_the_drain_ends_with_an_error_that_openai_clients_parse(
+        target: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    server = subprocess.Popen([sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(target), "--model",
+                               "tiny", "--port", "0", "--threads", "1", "--drain-s", "0.1", "--ready-file", str(ready)])
+    try:
+        until = time.monotonic() + 120
+        while not ready.exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        with httpx.Client(base_url=json.loads(ready.read_text())["url"], timeout=120) as client, \
+                ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(client.post, CHAT, json=chat_body(max_tokens=4000))
+            stream = pool.submit(client.post, CHAT, json=chat_body(max_tokens=4000, stream=True))
+            while metric(client, "eyrie_running_requests") < 2:
+                assert time.monotonic() < until
+            server.send_signal(signal.SIGTERM)
+            assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "NotReady")
+            *_, error, end = [line for line in stream.result().text.splitlines() if line]
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "NotReady"
+            assert end == "data: [DONE]"
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.wait()

@@ -134,6 +134,8 @@ class EngineThread:
     def _iterate(self, loaded: LoadedEngine) -> None:
         # 1. Commands of the HTTP side. An idle thread blocks here instead of polling.
         self._run_commands(block=not self._requests)
+        if self.state != "ready":  # stopped: no listener is left
+            return
         # 2. Waiting requests take free slots, first come, first served.
         while self._waiting and len(self._running) < loaded.engine.max_concurrency:
             queued = self._requests[self._waiting.popleft()]

@@ -9,12 +9,15 @@ the number of running requests instead of using one tree.
 
 The port is bound first, so that a port in use is reported within a second and not after the model is loaded. Then the
 target loads in the engine thread while /health already answers 503. On SIGTERM the server drains: it accepts no new
-connections, finishes running responses and exits with 0. A client that disconnects frees its slot at the next round.
+connections, finishes running responses and exits with 0. Responses that last longer than `--drain-s` end with an
+OpenAI-shaped 503, streams with the same as an event. A client that disconnects frees its slot at the next round.
 """
 
 import argparse
+import asyncio
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -38,7 +41,10 @@ from eyrie_workers.engines.http_app import Service, create_app
 from eyrie_workers.engines.metrics import EngineMetrics
 from eyrie_workers.speculation.engine import Engine
 
-_DRAIN_S = 30
+_DRAIN_S = 25.0
+"""Less than the 30 s after which the control plane kills an engine: cut responses must still get their error."""
+_DELIVER_S = 4
+"""For the errors of cut responses to reach their clients."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,22 @@ class ServerOptions:
     dtype: str
     threads: int | None
     ready_file: Path | None
+    drain_s: float
+
+
+class _DrainingServer(uvicorn.Server):
+    """Ends the engine when its responses last longer than `drain_s`: each handler then sends the engine's error."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, drain_s: float) -> None:
+        super().__init__(config)
+        self._engine, self._drain_s = engine, drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cut = asyncio.get_running_loop().call_later(self._drain_s, self._engine.stop, 0.0)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
 
 
 def load(options: ServerOptions) -> LoadedEngine:
@@ -112,8 +134,9 @@ def serve(options: ServerOptions, listening: socket.socket) -> int:
     metrics = EngineMetrics()
     engine = EngineThread(lambda: load(options), metrics, max_waiting=options.max_waiting)
     app = create_app(Service(engine, metrics, options.model), is_loopback=is_loopback_host(options.host))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
-                                           timeout_graceful_shutdown=_DRAIN_S))
+    server = _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False,
+                                            timeout_graceful_shutdown=math.ceil(options.drain_s) + _DELIVER_S),
+                             engine, options.drain_s)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -169,8 +192,11 @@ def parse_options(argv: list[str] | None = None) -> ServerOptions:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--ready-file", type=Path, help="written (JSON: url, pid, model) once the engine answers")
+    parser.add_argument("--drain-s", type=float, default=_DRAIN_S,
+                        help="seconds that running responses get to finish after SIGTERM")
     parsed = parser.parse_args(argv)
-    for name, least in (("max_concurrency", 1), ("max_waiting", 0), ("threads", 1), ("max_length", 2), ("port", 0)):
+    for name, least in (("max_concurrency", 1), ("max_waiting", 0), ("threads", 1), ("max_length", 2), ("port", 0),
+                        ("drain_s", 0)):
         value = getattr(parsed, name)
         if value is not None and value < least:
             raise InvalidInput(f"--{name.replace('_', '-')} {value} is too small", f"give at least {least}")
@@ -186,7 +212,7 @@ def parse_options(argv: list[str] | None = None) -> ServerOptions:
         target=parsed.target, model=parsed.model or Path(parsed.target).name, method=method, drafter=parsed.drafter,
         tree=tree, trees_by_batch_size=trees_by_batch_size, host=parsed.host, port=parsed.port,
         max_concurrency=parsed.max_concurrency, max_waiting=parsed.max_waiting, max_length=parsed.max_length,
-        dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file)
+        dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file, drain_s=parsed.drain_s)
 
 
 def _parse_trees_by_batch_size(text: str) -> dict[int, DraftTreeShape | None]:
