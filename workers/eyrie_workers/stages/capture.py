@@ -51,6 +51,7 @@ from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.sglang.capture_states import SglangStates
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
@@ -77,8 +78,10 @@ from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, thre
 # Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
 _CHECKED_TOKENS = 256
 
-_CONCURRENT_ROWS = 16
-"""Rows that a SGLang server prefills at a time; its KV pool holds as many of the longest."""
+_CONCURRENT_ROWS = {"cpu": 1, "gpu": 16}
+"""Rows that a SGLang server prefills at a time; its KV pool holds as many of the longest. SGLang batches rows as they
+arrive, and a row's rounding depends on its batch: on a CPU, where batches gain nothing, a resumed capture therefore gives
+the same bytes; on a GPU it may differ by rounding."""
 
 _MAX_ZERO_SHARE = {"float32": 0.0, "bfloat16": 0.0, "int8": 0.2, "fp8": 0.2, "int4": 0.4}
 """Share of values stored as 0 above which capture warns. Gaussian states: 1 % in int8, 10 % in int4."""
@@ -336,7 +339,8 @@ def _open(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat,
           opened: contextlib.ExitStack) -> StateSource:
     if source != "sglang":
         return open_source(source, spec.target)
-    servers = ServerPlan("sglang", spec.target, _CONCURRENT_ROWS, tp_size=spec.engine.tp_size,
+    rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
+    servers = ServerPlan("sglang", spec.target, rows, tp_size=spec.engine.tp_size,
                          gpu_groups=gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.tp_size)[:1])
     return opened.enter_context(SglangStates(servers, fmt.aux_layers, max(plan.lengths), stage.out_dir / "servers",
                                              stage.pause_point))
