@@ -79,9 +79,9 @@ from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, thre
 _CHECKED_TOKENS = 256
 
 _CONCURRENT_ROWS = {"cpu": 1, "gpu": 16}
-"""Rows that a SGLang server prefills at a time; its KV pool holds as many of the longest. SGLang batches rows as they
-arrive, and a row's rounding depends on its batch: on a CPU, where batches gain nothing, rows are computed one by one, so
-that a resumed capture gives the same bytes; on a GPU it may differ by rounding."""
+"""Rows that a SGLang server prefills at a time; its KV pool holds as many of the longest. SGLang batches rows as
+they arrive, and a row's rounding depends on its batch: on a CPU, where batches gain nothing, rows are computed
+one by one, so that a resumed capture gives the same bytes; on a GPU it may differ by rounding."""
 
 _MAX_ZERO_SHARE = {"float32": 0.0, "bfloat16": 0.0, "int8": 0.2, "fp8": 0.2, "int4": 0.4}
 """Share of values stored as 0 above which capture warns. Gaussian states: 1 % in int8, 10 % in int4."""
