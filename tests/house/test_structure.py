@@ -9,7 +9,7 @@ import pytest
 
 from tests.house.sources import COMPONENTS, ROOT, modules, parsed
 
-TOP_LEVEL = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "docs", "helm",
+TOP_LEVEL = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "constraints.txt", "docs", "helm",
              "pyproject.toml", "tests", *COMPONENTS}
 
 
