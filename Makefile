@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ demo-stop:  ## stop the endpoint that `make demo` left running
 # Two pytest workers per core of a small machine: half of the time tests wait for processes, servers and each other.
 test: setup  ## every test of the fast tier
 	@$(BIN)/pytest -n 4 --dist worksteal tests
+
+test-slow: setup  ## stage programs killed at any moment and resumed; the GPU's code paths with a pretended GPU
+	@$(BIN)/pytest -n 4 --dist worksteal -m slow tests
 
 # CI runs the demo in this form. It needs no `setup`: building and installing happen in an environment of its own.
 test-wheel:  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`

@@ -48,6 +48,8 @@ from tests.workers.stages import test_sweep as sweeping
 from tests.workers.stages import test_train as training
 from tests.workers.stages import test_tune as tuning
 
+pytestmark = pytest.mark.slow
+
 NAMES = list(FAMILIES)
 AUX_LAYERS, STEPS = (1, 2, 3), 3
 SHAPES = (DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4),

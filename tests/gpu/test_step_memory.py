@@ -37,6 +37,8 @@ from eyrie_workers.training.optimiser import adamw
 from tests.gpu.pretended import GPU, PretendedGpu
 from tests.live_bytes import LiveBytes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.1
 ONE_PART = 1 << 40
@@ -179,7 +181,6 @@ def test_bytes_with_gradients_of_an_earlier_micro_batch_are_predicted() -> None:
     assert predicted == pytest.approx(measured, rel=TOLERANCE), parts
 
 
-@pytest.mark.slow  # a process that imports torch's FSDP
 def test_bytes_of_two_and_three_ranks_are_predicted(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "tests.gpu.test_step_memory", str(tmp_path)], cwd=ROOT, check=True,
                    timeout=200)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from eyrie_api.client import Client
 from eyrie_api.v1alpha1.job import JobSpec
@@ -109,7 +108,6 @@ def finished(client: Client, job_id: str, seconds: float = 240) -> Job:
                     f"{job_id} over; {client.job(job_id).status.stages}")
 
 
-@pytest.mark.slow
 def test_a_job_killed_while_it_trains_goes_on_is_decided_and_its_drafter_serves(tmp_path: Path) -> None:
     """kill -9 of the control plane and of everything the run started. Each stage has tests of its own that kill it."""
     home = tmp_path / "home"

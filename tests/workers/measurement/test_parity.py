@@ -222,7 +222,6 @@ def test_every_misconfiguration_differs_from_the_correct_drafter(target_dir: Pat
 # The whole gate
 
 
-@pytest.mark.slow
 def test_our_own_engine_passes_and_a_dead_one_fails(target_dir: Path, tmp_path: Path) -> None:
     drafter = random_drafter(tmp_path / "drafter", target_dir)
     vocab = read_config(target_dir).vocab_size

@@ -145,6 +145,7 @@ def test_a_rival_that_the_engine_does_not_run_is_dropped_with_the_reason(tmp_pat
     assert "is of a family that SGLang cannot serve" in (report.dropped or "")
 
 
+@pytest.mark.slow
 def test_terminated_and_killed_it_keeps_every_finished_answer(tmp_path: Path) -> None:
     directory = prepare(tmp_path, longer_spec(tmp_path))
     ledger = directory / "cells.jsonl"

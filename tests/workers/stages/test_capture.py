@@ -317,6 +317,7 @@ def end_after(process: subprocess.Popen[bytes], out: Path, shards: int, number: 
     return process.wait(60)
 
 
+@pytest.mark.slow
 def test_a_program_terminated_and_killed_midway_ends_with_the_same_bytes(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     write_rows(tmp_path / "rows", target, 250)
@@ -394,6 +395,7 @@ def ranks(out: Path, num: int) -> list[str]:
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_a_rank_killed_at_any_moment_changes_no_byte_whatever_number_of_ranks_resumes(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     write_rows(tmp_path / "rows", target, 400)
@@ -439,6 +441,7 @@ def test_an_error_of_one_rank_alone_is_in_failure_json(tmp_path: Path) -> None:
     assert str(damaged) in failure(out)["message"]
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_store_of_one(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     write_rows(tmp_path / "rows", target, 120)

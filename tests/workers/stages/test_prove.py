@@ -93,6 +93,7 @@ def servers_of(directory: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_and_reports_every_variant(
         tmp_path: Path) -> None:
     spec = spec_in(tmp_path, tuned(None))

@@ -229,6 +229,7 @@ def end_after(process: subprocess.Popen[bytes], out: Path, num_rows: int, number
     return process.wait(60)
 
 
+@pytest.mark.slow
 def test_a_program_terminated_and_killed_midway_ends_with_the_same_bytes_and_asks_nothing_twice(
         tmp_path: Path, target: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", 80)

@@ -110,6 +110,7 @@ def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, targe
         assert report_of(tmp_path / name).checkpoints[-1].step == steps[name]
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_after_a_rung_and_resumed_on_two_processes_decides_as_it_would_have(
         tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     rates = {"a": 1e-7, "b": 1e-2, "c": 2e-7, "d": 5e-3}
@@ -139,6 +140,7 @@ def test_a_sweep_killed_after_a_rung_and_resumed_on_two_processes_decides_as_it_
     assert sorted(steps[0].values()) == [8, 8, 20, 40]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_every_candidate_and_the_sweep_resumes(
         tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     names = ("a", "b")

@@ -176,6 +176,7 @@ def test_run_again_it_has_nothing_to_do(finished: Path) -> None:
     assert (finished / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_step_changes_no_bit_of_the_result(
         finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     write_spec(tmp_path, target_dir, store_dir)
@@ -202,6 +203,7 @@ def start_two(out: Path) -> subprocess.Popen[bytes]:
         env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_one(
         finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     # 9 documents a step at most and two processes: some steps have more on one side.
@@ -261,6 +263,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_is_trained(
     assert "install wandb" in failure["hint"]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_with_143_and_the_next_run_goes_on_from_that_step(
         finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     write_spec(tmp_path, target_dir, store_dir, save_every_steps=1000)

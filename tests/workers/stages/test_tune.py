@@ -106,6 +106,7 @@ def test_a_rival_that_cannot_be_tuned_is_reported_and_the_drafter_is_tuned_all_t
     assert "RivalNotTuned" in (directory / "events.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: Path) -> None:
     spec = stage_specs(tmp_path, prompts_per_suite=8, max_new_tokens=24)[1]
     directory = prepare(tmp_path, spec)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ def together(size: int, directory: Path, steps: range, before: Path | None = Non
     return after
 
 
+@pytest.mark.slow
 def test_sharded_adamw_equals_adamw_also_when_the_number_of_processes_changes(tmp_path: Path) -> None:
     half = together(3, tmp_path, range(3))
     end = tmp_path / "after-6.pt"
