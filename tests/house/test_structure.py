@@ -9,8 +9,8 @@ import pytest
 
 from tests.house.sources import COMPONENTS, ROOT, modules, parsed
 
-TOP_LEVEL = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "constraints.txt", "docs",
-             "helm", "pyproject.toml", "tests", *COMPONENTS}
+TOP_LEVEL = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "constraints.txt",
+             "docs", "helm", "pyproject.toml", "tests", *COMPONENTS}
 
 
 def test_the_top_level_contains_only_the_agreed_entries() -> None:
