@@ -70,6 +70,7 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
     assert "incumbent" in proof.load.variants
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_time(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     local.start(job_dir, "job-1", sweeping_spec())
@@ -105,6 +106,7 @@ def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_
     assert rehearsal.sweeps() == []
 
 
+@pytest.mark.slow
 def test_of_candidates_trained_together_one_fails_in_its_own_words_and_a_retry_trains_it_alone(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(**{"train__c2-lr-0p002": ["permanent", "ok"], "tune": ["hang"]})
@@ -123,6 +125,7 @@ def test_of_candidates_trained_together_one_fails_in_its_own_words_and_a_retry_t
         "train/c1-lr-0p001", "train/c2-lr-0p002", "train/c3-lr-0p003", "train/c2-lr-0p002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "starts", "reason", "words"), [
     ("transient", 3, "Transient", "the bucket refused the write"),
     ("die", 3, "StageFailed", r"killed by SIGKILL 3 times"),
@@ -146,6 +149,7 @@ def test_candidates_trained_together_are_tried_again_as_one_alone_is(
         assert "sweep.together to never" in failed.failure.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "key"), [("train", "base"), ("capture", "")])
 def test_a_stage_on_two_gpus_is_two_processes_and_is_tried_again_when_one_was_killed(
         stage: StageName, key: str, job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +168,7 @@ def test_a_stage_on_two_gpus_is_two_processes_and_is_tried_again_when_one_was_ki
     assert rehearsal.starts() == [f"{stage}/{key}".rstrip("/")] * 2
 
 
+@pytest.mark.slow
 def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_stage(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["transient", "die", "ok"], capture=["permanent", "ok"], train__base=["hang"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.endpoints.plan import CANARY_ERRORS, plan_endpoint
 from eyrie_operator.endpoints.state import Activate, Reject, ServePolicy
 from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
 from eyrie_operator.manifests.endpoint import render_endpoint
@@ -89,7 +89,7 @@ class Cluster:
         return reported
 
     def _answers(self, wanted: RolloutState) -> tuple[int, int]:
-        return 5, int(wanted.canary is not None and wanted.canary.revision in self.failing)
+        return 5, CANARY_ERRORS if wanted.canary is not None and wanted.canary.revision in self.failing else 0
 
     @property
     def wanted(self) -> RolloutState:
