@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from eyrie_api.processes import free_port
 from eyrie_operator.cli.detached import running_plane
@@ -26,6 +27,7 @@ def reply_of(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_up_is_ready_when_it_returns_also_after_a_kill_and_down_leaves_nothing(tmp_path: Path) -> None:
     home, port = tmp_path / "home", free_port()
     first = eyrie("up", "--detach", "--port", str(port), home=home)

@@ -183,6 +183,7 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     assert ask(url).headers["x-eyrie-revision"] == "2"
 
 
+@pytest.mark.slow
 def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_die(
         harness: Harness, target: Path) -> None:
     url = harness.serve(1).url

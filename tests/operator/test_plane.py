@@ -69,6 +69,7 @@ def plane(tmp_path: Path, rehearsal: Rehearsal) -> Iterator[PlaneProcess]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_posted_job_survives_an_ordered_end_and_a_kill_of_the_plane(
         plane: PlaneProcess, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["hang", "ok"], tune=["hang", "ok"])
