@@ -86,7 +86,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"0\r\n\r\n")
             return
         answer = json.dumps({"engine": self.server.name, "path": self.path, "got": body.decode(),
-                             "key": self.headers.get("authorization")}).encode()
+                             "key": self.headers.get("authorization"),
+                             "origin": self.headers.get("origin")}).encode()
         if self.broken or self.path == "/v1/fall":  # dies with the request in hand
             self.close_connection = True
             return
@@ -247,7 +248,7 @@ def test_requests_reach_the_routed_engine_whole_and_answers_come_back_whole(
     answer = httpx.post(f"{url}/v1/chat/completions?x=1%202", content=b'{"a": 1}',
                         headers={"authorization": "Bearer k", **JSON})
     assert answer.json() == {"engine": "blue", "path": "/v1/chat/completions?x=1%202", "got": '{"a": 1}',
-                             "key": "Bearer k"}
+                             "key": "Bearer k", "origin": None}
     assert answer.headers["x-eyrie-revision"] == "1"
     assert httpx.get(f"{url}/metrics").json()["path"] == "/metrics"
     assert httpx.post(f"{url}/v1/teapot").status_code == 418
@@ -261,10 +262,12 @@ def test_web_pages_and_paths_that_administer_an_engine_do_not_get_through(
     for refused in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"}):
         assert httpx.post(chat, content="{}", headers={**JSON, **refused}).status_code == 403
     assert httpx.post(chat, content="{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    own = httpx.post(chat, json={}, headers={"Origin": url, "Sec-Fetch-Site": "same-origin"})
+    assert (own.status_code, own.json()["origin"]) == (200, None)  # which is not the engine's own
     for path in ("/flush_cache", "/v1/%2e%2e/flush_cache"):
         assert httpx.post(url + path, json={}).status_code == 404
     assert not is_forwarded("/v1/../flush_cache")
-    assert counted(url).get("1") is None, "a refused request is no engine's failure"
+    assert counted(url)["1"] == {"answered": 1, "errors": 0}, "a refused request is no engine's failure"
 
 
 def test_a_switch_sends_new_requests_to_the_new_engine_and_lets_the_old_one_finish_its_stream(

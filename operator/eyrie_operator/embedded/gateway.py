@@ -63,6 +63,8 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 # of the body themselves.
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
                          "transfer-encoding", "upgrade", "host", "content-length"})
+# Checked here against the gateway's own address, which is not the engine's.
+_NOT_SENT = _HOP_BY_HOP | {"origin", "sec-fetch-site", "sec-fetch-mode"}
 # uvicorn adds its own to each response.
 _NOT_RELAYED = _HOP_BY_HOP | {"date", "server"}
 
@@ -184,7 +186,7 @@ async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Reque
     url = routed.url.rstrip("/") + request.url.path
     if request.url.query:
         url += f"?{request.url.query}"
-    headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP]
+    headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
     outgoing = client.build_request(request.method, url, headers=headers, content=body)
     response = await _unless_disconnected(request, client.send(outgoing, stream=True))
     forwarded = {name: value for name, value in response.headers.items() if name.lower() not in _NOT_RELAYED}
