@@ -46,9 +46,10 @@ def test_states_of_every_layer_are_those_of_the_reference_and_a_killed_server_is
     texts = [torch.randint(3, reference.config.vocab_size, (length,), generator=generator)
              for length in (1, 7, 300, 42)]
     wanted = reference.packed_states(texts, layers)
+    before = descendants(os.getpid())  # the servers that other tests of this run share
     with SglangStates(ServerPlan("sglang", TARGET, 4), layers, 300, tmp_path, lambda: None) as source:
         found = source.packed_states(texts, layers)
-        for child in descendants(os.getpid()):
+        for child in descendants(os.getpid()) - before:
             os.kill(child, signal.SIGKILL)
         again = source.packed_states(texts, layers)
         logits = source.output_head.logits(found[1])
