@@ -12,11 +12,15 @@ class SuiteSpec(Frozen):
     """A held-out set of prompts."""
 
     name: Name
+    """In reports, on the leaderboard and in promotion's reasons."""
+
     path: str = Field(min_length=1, max_length=4096)
     """`quickstart:<suite>`, a JSONL file of `messages` or `prompt` rows, `held-out` for the prompts split off the
     data, or a Hub data set: `openai/gsm8k`, `openai/openai_humaneval`, `lmsys/mt_bench` layouts are understood."""
 
     max_prompts: int = Field(8, ge=1, le=100_000)
+    """Prompts taken from the suite, the first ones of the file."""
+
     required: bool = True
     """Whether promotion demands a speed-up in this suite."""
 
@@ -29,18 +33,30 @@ class BenchmarkSpec(Frozen):
     """How every checkpoint is measured in the decode engine, against the same engine without a drafter."""
 
     suites: tuple[SuiteSpec, ...] = Field(QUICKSTART_SUITES, min_length=1, max_length=64)
+    """Prompts that no drafter was trained on. Each suite is measured and reported by itself."""
+
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
+    """Each is measured and reported by itself; 0 is greedy."""
+
     concurrencies: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field((1,), min_length=1, max_length=16)
     """Requests decoded at once. 1 is always among them: suites, ranking and promotion are decided there. At each of
     the others every checkpoint answers the prompts of all suites mixed."""
 
     tree: DraftTreeShape = DraftTreeShape()
+    """The draft that every checkpoint is ranked with; the tune stage then finds the winner's own."""
+
     max_new_tokens: int = Field(96, ge=2, le=131_072)
+    """Longest answer to one prompt, in tokens."""
+
     repeats: int = Field(1, ge=1, le=100)
     """Interleaved repetitions of every prompt in every variant."""
 
     warmup_prompts: int = Field(2, ge=0, le=1000)
+    """Prompts answered by every variant before the first timed one."""
+
     seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Seed of sampled answers, the same in all variants."""
+
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; default: all."""
 

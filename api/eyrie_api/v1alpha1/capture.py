@@ -31,6 +31,8 @@ class CaptureSpec(Frozen):
     state."""
 
     final_top_k: int = Field(16, ge=1, le=256)
+    """Logits kept for each position by `final_state: topk`."""
+
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
     """Size of the draft vocabulary of `final_state: topk`, built from the answers; all drafters trained from the store
     use it. Default: the whole vocabulary up to 32768."""
@@ -39,6 +41,8 @@ class CaptureSpec(Frozen):
     """Upper bound of the store's size. When `codec` does not fit, the most exact codec that fits is used instead."""
 
     shard_size_bytes: int = Field(256 * 2**20, ge=2**16, le=2**40)
+    """Size of one file of the store: what a killed capture repeats at most."""
+
     max_length: int = Field(2048, ge=16, le=1_048_576)
     """Longer rows are cut at the end of this many tokens."""
 

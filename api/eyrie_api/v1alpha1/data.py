@@ -36,6 +36,7 @@ class DataSpec(Frozen):
     """The conversations whose last assistant turn the target regenerates."""
 
     sources: tuple[DataSource, ...] = Field(min_length=1, max_length=64)
+    """Where conversations come from; the shares of the mix are their weights."""
 
     max_conversations: int = Field(1000, ge=1, le=100_000_000)
     """Conversations drawn from the mix."""
@@ -55,6 +56,7 @@ class DataSpec(Frozen):
     suite are always dropped."""
 
     seed: int = Field(0, ge=0, le=2**63 - 1)
+    """Seed of the draw from the mix."""
 
     @model_validator(mode="after")
     def _one_rule_for_each_file(self) -> "DataSpec":

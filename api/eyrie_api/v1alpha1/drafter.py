@@ -22,6 +22,8 @@ class DrafterSpec(Frozen):
     """The shape of the drafter."""
 
     family: Family = "eagle3"
+    """What kind of drafter; `sweep.families` trains several."""
+
     init_from: str | None = Field(None, min_length=1, max_length=4096)
     """Directory or Hub id of a drafter of this family whose weights training continues from. Its sizes, layers and
     draft vocabulary are kept; fields of this section that are set must agree with it."""

@@ -35,8 +35,8 @@ class JobSpec(Frozen):
     target: JobTarget
     data: DataSpec
     engine: EngineSpec = EngineSpec()
-    """In which it regenerates, benchmarks, tunes, proves and serves. Capture and training read the reference
-    implementation of the target."""
+    """In which it regenerates, benchmarks, tunes, proves and serves. Where hidden states come from is
+    `capture.source`."""
 
     regenerate: RegenerateSpec = RegenerateSpec()
     capture: CaptureSpec = CaptureSpec()
@@ -55,6 +55,7 @@ class JobSpec(Frozen):
     """Where its stages run on a cluster."""
 
     labels: dict[Name, str] = Field(default_factory=dict, max_length=64)
+    """Your own, to find the job by."""
 
     @property
     def resolved_target(self) -> TargetSpec:

@@ -35,8 +35,13 @@ class Toleration(Frozen):
     """None, with operator Exists, tolerates every taint."""
 
     operator: Literal["Exists", "Equal"] = "Exists"
+    """Exists accepts every value of the taint, Equal the given one."""
+
     value: LabelValue | None = None
+    """The taint's value, for operator Equal."""
+
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """The taint's effect; none accepts all."""
 
     @model_validator(mode="after")
     def _value_belongs_to_equal(self) -> "Toleration":

@@ -36,6 +36,8 @@ class DriftSpec(Frozen):
     """Drift is reported when windowed tau stays below this share of the proven one for `windows` windows in a row."""
 
     windows: int = Field(3, ge=1, le=1000)
+    """Windows in a row below `ratio` before drift is reported."""
+
     window_s: float = Field(60.0, ge=0.0, le=86_400.0)
     """A window lasts at least this long, and until it has enough verify rounds for a reliable mean."""
 
@@ -51,6 +53,9 @@ class PromotionPolicy(Frozen):
     """When a candidate replaces the incumbent."""
 
     mode: Literal["auto", "manual", "never"] = "auto"
+    """auto: a winner that passes is promoted. manual: it waits for `eyrie endpoints promote`. never: it is only
+    reported."""
+
     min_speedup: float = Field(1.05, gt=0.0)
     """Over no drafter, in every required suite and temperature, and at every declared load (prove.loads)."""
 
@@ -82,8 +87,13 @@ class PromotionPolicy(Frozen):
     noticeable, and where prefill takes milliseconds one round of drafting exceeds any ratio."""
 
     max_ttft_p99_s: float | None = Field(None, gt=0.0)
+    """Upper bound of the p99 time to first token at each declared load, in seconds. Default: none."""
+
     min_speedup_changed_prompt: float = Field(1.0, gt=0.0)
     """With prove.system_prompt in place of the prompts' own."""
 
     canary: CanarySpec = CanarySpec()
+    """How traffic moves to the promoted drafter."""
+
     drift: DriftSpec = DriftSpec()
+    """What happens when live acceptance falls slowly."""

@@ -95,6 +95,10 @@ class ProveSpec(Frozen):
     """Requests per load and variant."""
 
     max_new_tokens: int = Field(64, ge=2, le=131_072)
+    """Longest answer of the proof, in tokens."""
+
     parity_prompts: int = Field(12, ge=1, le=10_000)
+    """Prompts whose answers and rounds are compared."""
+
     system_prompt: str = Field("You answer briefly and to the point.", max_length=65_536)
     """Another system prompt, with which the speed-up is measured again; empty skips that measurement."""

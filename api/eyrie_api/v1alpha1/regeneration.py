@@ -29,7 +29,11 @@ class RegenerateSpec(Frozen):
     """Environment variable that holds the key. The key itself never enters a spec."""
 
     sampling: SamplingSpec = SamplingSpec(temperature=0.7)
+    """How answers are sampled; as the endpoint will be used."""
+
     max_new_tokens: int = Field(256, ge=1, le=131_072)
+    """Longest answer, in tokens; a source may set its own."""
+
     concurrency: int = Field(24, ge=1, le=4096)
     """Conversations in flight."""
 
@@ -48,6 +52,8 @@ class RegenerateSpec(Frozen):
     """Timeout of one request."""
 
     max_retries: int = Field(5, ge=0, le=100)
+    """Attempts after a request that failed, before the row is given up."""
+
     deadline_s: float = Field(3600.0, gt=0.0)
     """Time limit of one row, including its retries."""
 

@@ -27,14 +27,25 @@ class PlacementRequest(Frozen):
     """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
 
     requests: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    """Kubernetes resource requests of the container, such as `{cpu: 8, memory: 64Gi}`."""
+
     limits: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    """Kubernetes resource limits of the container."""
+
     node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=32)
+    """Node labels that a pod's node must have."""
+
     tolerations: tuple[Toleration, ...] = Field((), max_length=32)
+    """Taints of nodes that a pod accepts."""
+
     shared_memory: Quantity | None = None
+    """Size of /dev/shm; the processes of one pod exchange data through it."""
+
     queue: Name | None = None
     """Kueue LocalQueue."""
 
     priority_class: ObjectName | None = None
+    """Name of a PriorityClass of the cluster."""
 
 
 class JobPlacement(Frozen):

@@ -21,6 +21,8 @@ class RivalSpec(Frozen):
     """One rival. Short form: a path or Hub id, `ngram` or `off`."""
 
     method: Literal["drafter", "ngram", "off"] = "drafter"
+    """What it drafts with; `drafter` needs a path."""
+
     path: str | None = Field(None, min_length=1, max_length=4096)
     """Directory or Hub id: EAGLE-1/2 and EAGLE-3 in the form of their authors, of SGLang or of speculators; DFlash;
     Medusa or Hydra of Eyrie; a Llama of the target's vocabulary as draft model."""

@@ -12,5 +12,7 @@ class SamplingSpec(Frozen):
     """0 is greedy."""
 
     top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Only the most likely tokens that together reach this probability are drawn; 1 keeps all."""
+
     top_k: int = Field(0, ge=0)
     """0 keeps the whole vocabulary."""

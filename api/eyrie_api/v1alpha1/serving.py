@@ -11,7 +11,11 @@ class ServeSpec(Frozen):
     """The endpoint the winner is promoted to."""
 
     enabled: bool = True
+    """False: the winner is measured and kept, and nothing is served."""
+
     endpoint: Name = "default"
+    """Name of the endpoint, created on the first promotion."""
+
     port: int = Field(0, ge=0, le=65535)
     """Stable port on this machine; 0 picks a free one when the endpoint is created and keeps it."""
 

@@ -15,10 +15,14 @@ class SweepAxis(Frozen):
     """Dotted field of this spec, for example `train.learning_rate`."""
 
     values: tuple[JsonValue, ...] = Field((), max_length=64)
+    """The values tried, one after the other or as drawn by `sweep.random`."""
+
     low: float | None = Field(None, allow_inf_nan=False)
     """Lower end of the range; both ends may be drawn. Whole numbers are drawn for fields that take no others."""
 
     high: float | None = Field(None, allow_inf_nan=False)
+    """Upper end of the range."""
+
     log: bool = False
     """Draw the logarithm evenly, as suits learning rates: from 1e-4 to 1e-2 as many below 1e-3 as above."""
 
@@ -52,10 +56,14 @@ class SweepSpec(Frozen):
     candidate."""
 
     axes: tuple[SweepAxis, ...] = Field((), max_length=8)
+    """The settings varied; none trains one candidate for each family."""
+
     families: tuple[Family, ...] = Field((), max_length=16)
     """Families to train, each at every point of the grid; default: drafter.family alone."""
 
     max_candidates: int = Field(16, ge=1, le=256)
+    """A sweep that would train more is refused."""
+
     random: int | None = Field(None, ge=1, le=256)
     """Sample this many points from the axes instead of the whole grid; the same ones for every family."""
 

@@ -37,14 +37,26 @@ class TrainSpec(Frozen):
     published EAGLE-3 trainings use 5e-5 to 6e-4."""
 
     warmup_ratio: Probability = 0.05
+    """Share of the steps in which the learning rate rises linearly to its peak."""
+
     schedule: Literal["cosine", "wsd", "constant"] = "wsd"
     """wsd: warm up, stay, decay linearly over the last fifth."""
 
     weight_decay: float = Field(0.0, ge=0.0, le=1.0)
+    """Of AdamW."""
+
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """Of AdamW."""
+
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    """Of AdamW."""
+
     max_grad_norm: float = Field(0.5, gt=0.0)
+    """Gradients of a larger norm are scaled down to it."""
+
     epochs: float = Field(4.0, gt=0.0, le=1000.0)
+    """Passes over the captured rows."""
+
     max_steps: int | None = Field(None, ge=1)
     """Stop after this many optimiser steps even if epochs remain."""
 
@@ -72,6 +84,8 @@ class TrainSpec(Frozen):
     """Save it every so many optimiser steps as well."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Seed of the weights and of the order of rows."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the matrix products; all else is float32. auto: bfloat16 where the hardware multiplies it natively."""
 

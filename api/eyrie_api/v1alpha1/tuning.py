@@ -151,7 +151,11 @@ class TuneSpec(Frozen):
     """
 
     num_steps: tuple[Annotated[int, Field(ge=1, le=16)], ...] = Field((1, 2, 3, 4, 5, 6, 7), min_length=1)
+    """Depths of drafts in the grid."""
+
     top_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field((1, 2, 4), min_length=1)
+    """Widths of drafts in the grid; 1 is a chain."""
+
     num_draft_tokens: tuple[Annotated[int, Field(ge=2, le=512)], ...] = Field((4, 8, 16), min_length=1)
     """For trees (top_k > 1); a chain always verifies num_steps + 1. Impossible shapes are skipped."""
 
@@ -171,4 +175,7 @@ class TuneSpec(Frozen):
     """Prompts for the prediction, and as many for the measurements, drawn evenly from the suites."""
 
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
+    """Temperatures at which settings are raced; all of them count equally."""
+
     repeats: int = Field(1, ge=1, le=100)
+    """Upper bound of how often the race answers its prompts."""
