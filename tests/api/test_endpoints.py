@@ -142,6 +142,19 @@ def test_an_operating_map_is_another_revision_than_its_drafter_with_one_tree(end
     assert (seen.use.map, seen.tree, seen.drafter_dir) == (OperatingMap(points=points), DraftTreeShape(), "/d/a")
 
 
+def test_a_promotion_repeated_after_a_kill_adds_no_second_revision_even_if_the_first_was_rejected(
+        endpoints: Endpoints) -> None:
+    def promote(attempt: int) -> int:
+        return endpoints.propose("default", job_id="j", checkpoint="a", drafter_dir="/d/a", reason="test",
+                                 once=f"proposed/j/{attempt}").number
+
+    assert promote(1) == 2
+    endpoints.reject("default", 2, "EngineDied", "x")
+    assert promote(1) == 2
+    assert endpoints.get("default").candidate_revision is None
+    assert promote(2) == 3
+
+
 def test_the_job_promoted_last_says_how_it_is_served_but_the_port_stays(endpoints: Endpoints) -> None:
     endpoints.create("default", TARGET, EndpointServeSpec(port=1, max_concurrency=3, record_prompts=9), "quickstart")
     serve = endpoints.serving("default").serve

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric
+from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric, NewEvent
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
@@ -191,17 +191,19 @@ def test_a_lease_passes_on_only_when_it_has_run_out(jobs: Jobs, clock: ManualClo
     assert not jobs.release_lease(job_id, "first")
 
 
-def test_a_stale_lease_may_not_write_status(jobs: Jobs, clock: ManualClock) -> None:
+def test_a_stale_lease_may_write_neither_status_nor_the_events_that_belong_to_it(
+        jobs: Jobs, clock: ManualClock) -> None:
     job_id = jobs.submit(job_spec()).id
     jobs.take_lease(job_id, "first", 10.0)
-    jobs.save_status(job_id, JobStatus(phase="Running"), owner="first")
+    jobs.save_status(job_id, JobStatus(phase="Running"), "first", [NewEvent("StageStarted", "m", stage="capture")])
     clock.pass_(11)
     with pytest.raises(LeaseLost):
         jobs.save_status(job_id, ended("Succeeded"), owner="first")
     jobs.take_lease(job_id, "second", 10.0)
     with pytest.raises(LeaseLost):
-        jobs.save_status(job_id, ended("Succeeded"), owner="first")
+        jobs.save_status(job_id, ended("Succeeded"), "first", [NewEvent("Succeeded", "m")])
     assert jobs.get(job_id).status.phase == "Running"
+    assert [one.reason for one in jobs.events(job_id)] == ["Accepted", "StageStarted"]
 
 
 def test_an_ended_job_can_no_longer_be_leased(jobs: Jobs) -> None:

@@ -26,7 +26,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import check_endpoints
 from eyrie_api.database.rendering import render_endpoint, render_revision
-from eyrie_api.database.tables import EndpointRow, JobRow, RevisionRow
+from eyrie_api.database.tables import EndpointRow, HistoryRow, JobRow, RevisionRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action
@@ -117,8 +117,9 @@ class Endpoints:
 
     def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None = None,
                 drafter_dir: str | None = None, reason: str, speedup: float | None = None, tau: float | None = None,
-                use: DrafterUse | None = None, actor: Actor = "policy") -> Revision:
-        """Add a revision and make it the candidate. No effect when the active or candidate revision is the same.
+                use: DrafterUse | None = None, actor: Actor = "policy", once: str | None = None) -> Revision:
+        """Add a revision and make it the candidate. No effect when the active or candidate revision is the same, or
+        when `once` was proposed before, whatever has become of that revision: it is returned.
 
         `use` configures decoding; a drafter with one tree may be given as `drafter_dir` and `tree`. `tau` is the proven
         acceptance length (`promotion.proven_tau`), with which live traffic is compared.
@@ -128,6 +129,11 @@ class Endpoints:
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._check_job(session, row, job_id)
+            proposed = None if once is None else session.scalars(select(HistoryRow.revision).where(
+                HistoryRow.endpoint == name, HistoryRow.once == once)).first()
+            before = None if proposed is None else session.get(RevisionRow, (name, proposed))
+            if before is not None:
+                return render_revision(before)
             self._note(session, "endpoint.promote", name)
             for number in (row.candidate_revision, row.active_revision):
                 same = None if number is None else session.get(RevisionRow, (name, number))
@@ -142,7 +148,7 @@ class Endpoints:
             session.add(revision)
             self._set_candidate(session, row, revision)
             record_history(session, self._clock, name, "proposed", "Proposed", f"{use.setting.label()}: {reason}",
-                           revision=revision.number, job_id=job_id, actor=actor,
+                           revision=revision.number, job_id=job_id, actor=actor, once=once,
                            figures={"speedup": speedup, "tau": tau})
             return render_revision(revision)
 

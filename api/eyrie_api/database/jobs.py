@@ -125,6 +125,17 @@ class Metric:
     time: datetime
 
 
+@dataclass(frozen=True)
+class NewEvent:
+    """One event to append."""
+
+    reason: str
+    message: str
+    type: Literal["Normal", "Warning"] = "Normal"
+    stage: StageName | None = None
+    key: str = ""
+
+
 class Jobs:
     """Job rows of one database, as `scope` sees them. `clock` stamps every change."""
 
@@ -370,8 +381,9 @@ class Jobs:
 
     # Observations.
 
-    def save_status(self, job_id: str, status: JobStatus, owner: str | None = None) -> None:
-        """Store the observed status; its stages as by `set_stage`.
+    def save_status(self, job_id: str, status: JobStatus, owner: str | None = None,
+                    events: Iterable[NewEvent] = ()) -> None:
+        """Store the observed status, its stages as by `set_stage`, and the events of what changed, in one transaction.
 
         With `owner`, only while that driver holds the lease: raises LeaseLost otherwise. Raises NotFound.
         """
@@ -387,6 +399,9 @@ class Jobs:
             row.updated_at = now
             for stage in status.stages:
                 _put_stage(session, job_id, stage)
+            for event in events:
+                self._note(session, job_id, event.reason, event.message, type=event.type, stage=event.stage,
+                           key=event.key)
 
     def set_stage(self, job_id: str, stage: StageStatus) -> None:
         """Store the status of one stage. Without `progress` the stored one is kept. Raises NotFound."""

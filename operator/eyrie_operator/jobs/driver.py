@@ -46,7 +46,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.conditions import is_over, observe
 from eyrie_operator.jobs import report as reports
-from eyrie_operator.jobs.events import record_changes
+from eyrie_operator.jobs.events import changes
 from eyrie_operator.jobs.observation import (
     OUTCOME_FILE,
     AttemptOutcome,
@@ -129,16 +129,14 @@ class Driver:
         except EyrieError as error:
             plan = plan_failure(seen, error, self._clock())
             self._write_report(job, plan.status)
-        self._jobs.save_status(job.id, plan.status, owner)
-        record_changes(self._jobs, job, plan.status)
+        self._jobs.save_status(job.id, plan.status, owner, changes(job.status, plan.status))
         return bool(plan.actions) and not is_over(plan.status.conditions)
 
     def _record_transient(self, job: Job, status: JobStatus, reason: Transient, owner: str) -> None:
         """Show a transient error in the conditions; its event is recorded once, however often it occurs."""
         conditions = observe(status.conditions, "Accepted", "True", reason.reason, str(reason), self._clock())
         after = status.model_copy(update={"conditions": conditions})
-        self._jobs.save_status(job.id, after, owner)
-        record_changes(self._jobs, job, after)
+        self._jobs.save_status(job.id, after, owner, changes(job.status, after))
 
     # Observation.
 
@@ -297,7 +295,8 @@ class Driver:
             use = proof.use.model_copy(update={"drafter_dir": None if without_drafter(proof) else str(drafter)})
             revision = self._endpoints.propose(
                 name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=summarize_decision(outcome.decision),
-                speedup=proven_speedup(tuned.final, proof), tau=proven_tau(tuned.final, proof)).number
+                speedup=proven_speedup(tuned.final, proof), tau=proven_tau(tuned.final, proof),
+                once=f"proposed/{job.id}/{attempt}").number
         self._write_outcome(job.id, outcome.model_copy(update={"endpoint": name, "revision": revision}))
 
     def _write_report(self, job: Job, status: JobStatus) -> None:
