@@ -146,6 +146,14 @@ bench-mutants: setup  ## 100 seeded mutants of decisions, speculation and traini
 bench-codecs: setup  ## acceptance length by codec of the hidden states; ten minutes on two idle cores
 	@$(BIN)/python -m tests.benchmarks.codecs --out .eyrie/bench/codecs.json
 
+# Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
+# or more; docs/results/campaigns.md says what was found.
+CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
+.PHONY: campaign-model
+
+campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
+	@$(BIN)/python -m tests.campaigns.model $(CAMPAIGN)
+
 # Under twenty minutes on two cores; SHORT=1 takes four. FAMILIES=eagle1,eagle3 and BUDGET=tokens=300k restrict it.
 compare: setup  ## all drafter families for the quickstart target, trained at an equal budget and measured
 	@$(BIN)/eyrie compare $(if $(SHORT),--short) $(if $(FAMILIES),--families $(FAMILIES)) $(if $(BUDGET),--budget $(BUDGET)) \

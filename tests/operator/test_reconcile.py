@@ -1,13 +1,9 @@
-"""The heart of the operator, with plain values; and as a state machine against a simulated world."""
+"""The heart of the operator, with plain values. `tests/campaigns/model.py` plays it against a simulated world."""
 
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
@@ -180,6 +176,13 @@ def test_without_serving_the_decision_is_the_end() -> None:
     assert reconcile(spec, seen(run=ObservedRun("succeeded", 1, 1), decision=YES), NOW).status.phase == "Succeeded"
 
 
+def test_a_job_does_not_wait_for_an_endpoint_that_a_user_switched_off() -> None:
+    serving = ObservedServing("off", "Off", "the endpoint is switched off: revision 2 starts when it is switched on")
+    plan = reconcile(SPEC, seen(run=ObservedRun("succeeded", 1, 1), decision=YES, serving=serving), NOW)
+    assert plan.status.phase == "Succeeded"
+    assert reason_of(plan.status, "Serving") == "Off"
+
+
 def test_a_rolled_back_engine_fails_the_job_with_its_reason() -> None:
     serving = ObservedServing("rolled-back", "HealthTimeout", "not healthy after 60 s")
     plan = reconcile(SPEC, seen(run=ObservedRun("succeeded", 1, 1), decision=YES, serving=serving), NOW)
@@ -204,117 +207,3 @@ def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> Non
     assert same[0].message == "2 of 2"
     changed: tuple[Condition, ...] = observe(same, "Trained", "True", "Finished", "", later)
     assert changed[0].last_transition_time == later
-
-
-class JobMachine(RuleBasedStateMachine):
-    """A world that does what it likes between two looks; applied actions may be lost with the control plane."""
-
-    @initialize(serve=st.booleans(), faster=st.booleans())
-    def submit(self, serve: bool, faster: bool) -> None:
-        self.spec = SPEC.model_copy(update={"serve": ServeSpec(enabled=serve)})
-        self.verdict = YES if faster else NO
-        self.status, self.attempt = JobStatus(), 1
-        self.cancel, self.place = False, True
-        self.run: ObservedRun = ObservedRun()
-        self.decision: PromotionDecision | None = None
-        self.serving = ObservedServing()
-        self.promotions = 0
-        self.now = NOW
-
-    def look(self, *, crash_before_actions: bool = False, crash_before_status: bool = False) -> None:
-        self.now += timedelta(seconds=1)
-        plan = reconcile(self.spec, ObservedJob(
-            attempt=self.attempt, previous=self.status, cancel_requested=self.cancel, has_capacity=self.place,
-            run=self.run, decision=self.decision, serving=self.serving), self.now)
-        if crash_before_actions:
-            return
-        for action in plan.actions:
-            self.apply(action)
-        if not crash_before_status:
-            self.status = plan.status
-
-    def apply(self, action: object) -> None:
-        if isinstance(action, StartRun):
-            assert not self.run.alive, "two runs at once"
-            starts = self.run.starts + 1 if self.run.attempt == action.attempt else 1
-            self.run = ObservedRun("running", action.attempt, starts, f"r{action.attempt}-{starts}")
-        elif isinstance(action, StopRun):
-            if self.run.state == "running":
-                self.run = replace(self.run, state="gone")
-            self.run = replace(self.run, leftovers=False)
-        elif isinstance(action, Decide):
-            assert self.decision is None, "decided twice"
-            self.decision = self.verdict
-        elif isinstance(action, Promote):
-            assert self.serving.state == "absent", "promoted twice"
-            self.promotions += 1
-            self.serving = ObservedServing("deploying")
-
-    @rule()
-    def tick(self) -> None:
-        self.look()
-
-    @rule(before_actions=st.booleans())
-    def the_plane_dies_while_it_acts(self, before_actions: bool) -> None:
-        self.look(crash_before_actions=before_actions, crash_before_status=not before_actions)
-
-    @precondition(lambda self: self.run.state == "running")
-    @rule(end=st.sampled_from(["succeeded", "failed", "gone"]), leftovers=st.booleans())
-    def the_run_ends(self, end: Any, leftovers: bool) -> None:
-        failure = RunFailed("train", "base", "LossDiverged", "nan", "lower it") if end == "failed" else None
-        self.run = replace(self.run, state=end, failure=failure, leftovers=leftovers and end == "gone")
-
-    @precondition(lambda self: self.serving.state == "deploying")
-    @rule(good=st.booleans())
-    def the_engine_answers(self, good: bool) -> None:
-        self.serving = ObservedServing("serving") if good else ObservedServing("rolled-back", "EngineDied", "it ended")
-
-    @rule(free=st.booleans())
-    def other_jobs_come_and_go(self, free: bool) -> None:
-        self.place = free
-
-    @precondition(lambda self: not is_over(self.status.conditions))
-    @rule()
-    def the_user_cancels(self) -> None:
-        self.cancel = True
-
-    @precondition(lambda self: is_true(self.status.conditions, "Failed")
-                  or is_true(self.status.conditions, "Cancelled"))
-    @rule()
-    def the_user_retries(self) -> None:
-        self.attempt += 1
-        self.cancel = False
-        self.decision, self.serving, self.promotions = None, ObservedServing(), 0
-
-    @invariant()
-    def exactly_one_end_and_nothing_alive_after_cancellation(self) -> None:
-        if not hasattr(self, "status") or self.status.attempt != self.attempt:
-            return
-        ends = [kind for kind in ("Succeeded", "Failed", "Cancelled") if is_true(self.status.conditions, kind)]  # type: ignore[arg-type]
-        assert len(ends) <= 1, ends
-        if ends == ["Cancelled"]:
-            assert self.cancel
-            assert not self.run.alive
-        if ends == ["Failed"]:
-            assert reason_of(self.status, "Failed") in {"LossDiverged", "EngineDied", "RunKeepsDying", "PipelineFailed"}
-        assert self.promotions <= 1
-
-    def teardown(self) -> None:
-        """From anywhere, a world that does its part brings the job to an end within a few looks."""
-        if not hasattr(self, "status"):
-            return
-        self.place = True
-        for _ in range(12):
-            self.look()
-            if self.run.state == "running" and not self.cancel:
-                self.run = replace(self.run, state="succeeded")
-            if self.serving.state == "deploying":
-                self.serving = ObservedServing("serving")
-        assert is_over(self.status.conditions), self.status
-        if self.cancel and self.promotions == 0 and not is_true(self.status.conditions, "Failed"):
-            assert is_true(self.status.conditions, "Cancelled") or is_true(self.status.conditions, "Succeeded")
-
-
-JobMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None,
-                                        suppress_health_check=list(HealthCheck))
-TestAnySequenceOfEventsBringsAJobToAnEnd = JobMachine.TestCase

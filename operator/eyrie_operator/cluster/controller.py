@@ -29,7 +29,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
+from eyrie_api.database.idempotency import Idempotency, Once, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
@@ -314,7 +314,9 @@ class Controller:
 
     def _find_job(self, resource: JobResource) -> Job | None:
         uid = resource.identity.uid
-        job_id = resource.job_id or self._job_of.get(uid)
+        # Race: an operator killed after the submission has not written the id into the object's status. Its claim shows
+        # that there is a job, which would otherwise run on when the object is suspended or deleted.
+        job_id = resource.job_id or self._job_of.get(uid) or self._submitted_as(uid)
         if job_id is None:
             return None
         try:
@@ -356,7 +358,7 @@ class Controller:
         """Read only where it affects the decision: these are additional queries."""
         if job is None:
             known = resource.job_id is not None and not resource.mirrored and not resource.deleting
-            return JobHistory(deleted=known and self._was_submitted(resource.identity.uid))
+            return JobHistory(deleted=known and self._submitted_as(resource.identity.uid) is not None)
         if not resource.deleting:
             return JobHistory()
         for endpoint in self._endpoints.list().items:
@@ -365,12 +367,10 @@ class Controller:
                 return JobHistory(served_by=endpoint.name)
         return JobHistory()
 
-    def _was_submitted(self, uid: str) -> bool:
-        claimed = self._idempotency.claim(uid, _ROUTE, uid)
-        if isinstance(claimed, Replay):
-            return True
-        self._idempotency.release(claimed)
-        return False
+    def _submitted_as(self, uid: str) -> str | None:
+        """The job that was submitted for the object; None when there was none. Raises RequestInFlight."""
+        replay = self._idempotency.find(Once(uid, _ROUTE, uid))
+        return None if replay is None else str(replay.response["id"])
 
     def _execute(self, key: Key, resource: JobResource | EndpointResource, actions: Actions) -> None:
         """Execute actions in order. A key whose row or object changed is enqueued again at once."""

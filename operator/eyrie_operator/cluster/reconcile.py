@@ -232,11 +232,11 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
 def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> list[Action]:
     over, cancelled = is_over(job.status.conditions), is_true(job.status.conditions, "Cancelled")
     if suspend and not over:
-        marked = resource.suspended_attempt == job.status.attempt
+        marked, stopping = resource.suspended_attempt == job.status.attempt, job.status.phase == "Cancelling"
         # Race: the annotation is written before the cancellation. If this operator is killed in between, the job can
-        # still be resumed.
-        return [*(() if marked else (Annotate(SUSPENDED_ANNOTATION, str(job.status.attempt)),)),
-                *(() if job.status.phase == "Cancelling" else (CancelJob(job.id),)), RequeueAfter(STOPPING_CHECK_S)]
+        # still be resumed. One that stops without the annotation was cancelled by a user, and is not resumed.
+        return [*(() if marked or stopping else (Annotate(SUSPENDED_ANNOTATION, str(job.status.attempt)),)),
+                *(() if stopping else (CancelJob(job.id),)), RequeueAfter(STOPPING_CHECK_S)]
     if suspend or resource.suspended_attempt is None:
         return []
     if resource.suspended_attempt == job.status.attempt:

@@ -99,7 +99,9 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     assert candidate is not None
     engine = seen.engine(candidate)
     if engine is None:
-        actions += _start_candidate(candidate, seen, seen.engine(endpoint.active_revision), now)
+        # Race: killed between Route and Activate, and another candidate was proposed since: the routed engine serves.
+        serving = seen.engine(endpoint.active_revision) or seen.engine(seen.routed)
+        actions += _start_candidate(candidate, seen, serving, now)
     elif engine.state == "healthy":
         return _run_canary(endpoint, policy, seen, engine, now, actions)
     elif engine.state == "dead":
@@ -116,6 +118,9 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
 def _start_candidate(candidate: int, seen: ObservedEndpoint, serving: ObservedEngine | None,
                      now: datetime) -> list[EndpointAction]:
     """Start the candidate next to the serving engine; where both do not fit, stop that one first."""
+    others = [engine for engine in seen.engines if engine.state != "dead" and engine is not serving]
+    if seen.no_room and others:  # a replaced candidate's engine, which is being retired, has the memory
+        return []
     if serving is None or (serving.state == "dead" and serving.retiring_since is None):
         return [StartEngine(candidate, 1)]
     if serving.state == "dead":

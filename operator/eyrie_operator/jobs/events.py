@@ -21,7 +21,8 @@ def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
     for condition in after.conditions:
         previous = find(before.conditions, condition.type)
         same = previous is not None and (previous.status, previous.reason) == (condition.status, condition.reason)
-        if not same and _stage_of(condition.type) is None:
+        repeats = condition.type == "Succeeded" and condition.status == "False"  # Failed or Cancelled says the same
+        if not same and not repeats and _stage_of(condition.type) is None:
             reason, warning = _event_of(condition)
             yield NewEvent(reason, condition.message, type="Warning" if warning else "Normal")
 

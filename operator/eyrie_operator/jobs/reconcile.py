@@ -51,7 +51,9 @@ class ObservedStage:
 class ObservedServing:
     """The state of this job's drafter at its endpoint."""
 
-    state: Literal["absent", "deploying", "serving", "rolled-back"] = "absent"
+    state: Literal["absent", "deploying", "serving", "rolled-back", "off"] = "absent"
+    """off: promoted, and a user switched the endpoint off before it served. The job does not wait for the user."""
+
     reason: str = ""
     message: str = ""
     endpoint: str | None = None
@@ -194,7 +196,10 @@ def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
             failed = RunFailed(None, "", why, serving.message, "the drafter and its measurements are kept: read the "
                                "engine's log, then promote it again with `eyrie endpoints`")
             return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
-        conditions = observe(conditions, "Serving", "True", "Healthy", serving.message, now)
+        if serving.state == "off":
+            conditions = observe(conditions, "Serving", "False", "Off", serving.message, now)
+        else:
+            conditions = observe(conditions, "Serving", "True", "Healthy", serving.message, now)
     conditions = observe(conditions, "Succeeded", "True", "Completed", summarize_decision(decision), now)
     return _plan(seen, conditions, now, WriteReport())
 
