@@ -1,8 +1,8 @@
 """Print, as JSON, how the installed SGLang captures hidden states, found without importing it. Run by its Python.
 
-Per entry class of `srt/models` that has or inherits `set_eagle3_layers_to_capture`: whether explicit layer ids are
-taken raw unless the first is 1; and which of all have `set_dflash_layers_to_capture`. Classes are followed through
-their bases by name, over imports between model modules.
+Per entry class of `srt/models` that has or inherits `set_eagle3_layers_to_capture` and `get_embed_and_head`: whether
+explicit layer ids are taken raw unless the first is 1; and which of all have `set_dflash_layers_to_capture`. Classes
+are followed through their bases by name, over imports between model modules.
 """
 
 import ast
@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 HOOK, BLOCK_HOOK = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"
+SHARED = "get_embed_and_head"
 
 
 class Models:
@@ -59,7 +60,8 @@ def main() -> None:
     if spec is None or not spec.submodule_search_locations:
         sys.exit("sglang is not installed here")
     models = Models(Path(spec.submodule_search_locations[0]) / "srt" / "models")
-    hooks = {name: hook for module, name in models.entries if (hook := models.hook(module, name)) is not None}
+    hooks = {name: hook for module, name in models.entries if (hook := models.hook(module, name)) is not None
+             and models.hook(module, name, SHARED) is not None}
     blocks = [name for module, name in models.entries if models.hook(module, name, BLOCK_HOOK) is not None]
     raw = {name: "layer_ids[0] == 1" in ast.unparse(hook) for name, hook in hooks.items()}
     json.dump({"version": version("sglang"), "entries": len(models.entries), "blocks": blocks,

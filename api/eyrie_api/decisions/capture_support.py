@@ -1,12 +1,13 @@
 """Targets for which SGLang supports EAGLE-3 drafters, and its numbering of their layers. Data about SGLang 0.5.23.
 
-An EAGLE-3 drafter reads hidden states of the target, so the target's model class must have the method
-`set_eagle3_layers_to_capture`. Without it, the server exits after loading the weights. The list is the result of a
-static scan of the wheel's `srt/models`: every class named in an `EntryClass`, followed through its bases to the first
-that defines the method (71 of 290). tests/sglang/test_capture_support.py scans the installed wheel again and compares,
-including how each method treats explicit layer ids.
+An EAGLE-3 drafter reads hidden states of the target and shares its embedding, so the target's model class must have
+the methods `set_eagle3_layers_to_capture` and `get_embed_and_head`. Without one of them, the server exits after loading
+the weights. The list is the result of a static scan of the wheel's `srt/models`: every class named in an `EntryClass`,
+followed through its bases to the first that defines the method (70 of 290 have both).
+tests/sglang/test_capture_support.py scans the installed wheel again and compares, including how each method treats
+explicit layer ids.
 
-`PLUGIN_ARCHITECTURES` lack the method in SGLang and are served with Eyrie's own model package
+`PLUGIN_ARCHITECTURES` lack a method in SGLang and are served with Eyrie's own model package
 (`eyrie_workers.engines.sglang.plugin`).
 
 Layer ids. Eyrie uses the indices of Hugging Face `hidden_states`: 0 is the embedding, k the output of the k-th layer.
@@ -23,8 +24,8 @@ from eyrie_api.errors import InvalidInput, UnsupportedTarget
 
 SGLANG_VERSION = "0.5.23"
 
-PLUGIN_ARCHITECTURES: tuple[str, ...] = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""Captured by Eyrie's model package; SGLang serves both with its class Olmo2ForCausalLM."""
+PLUGIN_ARCHITECTURES: tuple[str, ...] = ("Olmo2ForCausalLM", "Olmo3ForCausalLM", "Qwen2MoeForCausalLM")
+"""Drafted for with Eyrie's model package; SGLang serves both Olmos with its class Olmo2ForCausalLM."""
 
 CAPTURED_ARCHITECTURES: tuple[str, ...] = (
     "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
@@ -37,7 +38,7 @@ CAPTURED_ARCHITECTURES: tuple[str, ...] = (
     "KimiK25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM",
     "LongcatFlashForCausalLM", "MellumForCausalLM", "MindSporeForCausalLM", "MiniMaxM2ForCausalLM",
     "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM",
-    "MistralForCausalLM", "MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "MistralForCausalLM", "MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
@@ -57,7 +58,7 @@ NO_BLOCKS_ARCHITECTURES: tuple[str, ...] = (
     "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
     "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
     "Glm4MoeForCausalLM", "Llama4ForConditionalGeneration", "LongcatFlashForCausalLM", "MindSporeForCausalLM",
-    "MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM", "Qwen2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration", "SarvamMoEForCausalLM",
 )
 """Of CAPTURED_ARCHITECTURES, those without `set_dflash_layers_to_capture`, which block drafters (DFlash) require."""
@@ -86,6 +87,17 @@ def require_block_capture(architecture: str) -> None:
         raise UnsupportedTarget(
             f"SGLang {SGLANG_VERSION} cannot capture hidden states of {architecture} for a drafter of blocks",
             "serve with the embedded engine, or train another family")
+
+
+def require_layer_outputs(aux_layers: Sequence[int], field: str) -> None:
+    """Raises InvalidInput for layers that capture through SGLang cannot record.
+
+    field   that names them
+    """
+    if 0 in aux_layers:
+        raise InvalidInput(f"{field} {list(aux_layers)} has layer 0, the embeddings, and capture.source is 'sglang', "
+                           "which records outputs of layers", "name layers from 1, or set capture.source to "
+                           "'transformers'")
 
 
 def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[int]) -> tuple[int, ...]:

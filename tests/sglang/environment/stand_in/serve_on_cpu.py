@@ -2,18 +2,22 @@
 
 Speculation on CPU needs SGLang's `intel_amx` attention backend (`torch_native` has no draft decode), and SGLang allows
 that backend only where the processor has AMX. With the stand-in kernels no such instruction is executed, so the machine
-is declared to have it, through SGLang's own hook for saying what kind of machine this is. The declaration stands at
-module level because the server's child processes are spawned and import this module again, under another name.
+is declared to have it, through SGLang's own hook for saying what kind of machine this is. The one Triton kernel that a
+served class uses without such instructions is replaced as well. Both stand at module level because the server's child
+processes are spawned and import this module again, under another name.
 """
 
 import os
 import sys
 
+from sgl_kernel.mixture import fused_gate_sigmoid_mul_add
+from sglang.kernels.ops.elementwise import elementwise
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
 
 override_platform(has_amx=True).install()
+elementwise.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add  # before a model's module imports it by name
 
 
 def main() -> None:

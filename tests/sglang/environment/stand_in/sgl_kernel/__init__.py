@@ -13,8 +13,9 @@ contract for other devices:
     trees.py         the draft tree as SGLang lays it out kernels/ops/speculative/spec_tree.py, reconstruct_tree.py
     verification.py  the path of it that the target takes kernels/ops/speculative/spec_tree.py
     attention.py     attention over the paged cache       srt/layers/attention/intel_amx_backend.py
+    mixture.py       the gate of a shared expert          kernels/ops/elementwise/elementwise.py
 
-SGLang reaches the first three as functions of this package and the last through `torch.ops.sgl_kernel`. It is imported
+SGLang reaches the first three as functions of this package and attention through `torch.ops.sgl_kernel`. It is imported
 by the server's processes alone (PYTHONPATH of `process.SglangServer` in the tests), never by Eyrie.
 
 Because these are not SGLang's kernels, a run proves SGLang's Python: scheduling, drafting, tree building and selection,
