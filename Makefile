@@ -35,8 +35,9 @@ demo-short: setup  ## the same in a short form
 	@$(BIN)/eyrie demo --short
 
 # On a machine without a GPU; elsewhere set EYRIE_SGLANG_PROGRAM to your own SGLang and run `eyrie demo --engine sglang`.
+# TARGET=<directory or Hub id> runs the job on another target than the shipped one.
 DEMO_SGLANG = PYTHON="$(PYTHON)" bash tests/sglang/environment/setup && \
-	EYRIE_SGLANG_PROGRAM="$(CURDIR)/tests/sglang/environment/serve" $(BIN)/eyrie demo --engine sglang
+	EYRIE_SGLANG_PROGRAM="$(CURDIR)/tests/sglang/environment/serve" $(BIN)/eyrie demo --engine sglang $(if $(TARGET),--target "$(TARGET)")
 
 demo-sglang: setup  ## the whole job in the real SGLang on the CPU: under half an hour (needs 3 GB of disk, 12 GB of memory)
 	@$(DEMO_SGLANG)

@@ -191,16 +191,19 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep/--stop", help="Keep the endpoint running, or stop a demo.")] = True,
     engine: Annotated[EngineKind, typer.Option(
         help="The engine that regenerates, benchmarks, tunes, proves and serves.")] = "embedded",
+    target: Annotated[str, typer.Option(
+        help="The target: the shipped one, or a directory or Hub id. The questions are always the shipped ones.")]
+    = "quickstart",
     as_json: Json = False,
 ) -> None:
-    """Run a whole job on the shipped target: train, measure, promote, serve. `--stop` stops its processes."""
+    """Run a whole job on this machine: train, measure, promote, serve. `--stop` stops its processes."""
     from eyrie_operator.cli import demo as show
 
     screen = Screen(as_json=as_json)
     if not keep:
         show.stop(show.HOME, screen)
         return
-    show.play(show.HOME, screen, short=short, engine=engine)
+    show.play(show.HOME, screen, short=short, engine=engine, target=target)
 
 
 # Options and help of these commands are defined by the programs.

@@ -53,6 +53,9 @@ _SERVING_S = 30.0
 
 _SUITES = ("chat", "math", "code", "tools")
 
+QUICKSTART = "quickstart"
+"""The shipped target."""
+
 
 class DemoFailed(Permanent):
     """The demo failed."""
@@ -60,8 +63,8 @@ class DemoFailed(Permanent):
     reason = "DemoFailed"
 
 
-def demo_job(short: bool, engine: EngineKind = "embedded") -> JobSpec:
-    """The job: a drafter for the quickstart target. `short` keeps every stage and shrinks each.
+def demo_job(short: bool, engine: EngineKind = "embedded", target: str = QUICKSTART) -> JobSpec:
+    """The job: a drafter for the target. `short` keeps every stage and shrinks each.
 
     In SGLang every measured setting is a server of its own, which takes half a minute to start on two cores: the grid
     is smaller there. The budget counts the measurements alone.
@@ -72,7 +75,7 @@ def demo_job(short: bool, engine: EngineKind = "embedded") -> JobSpec:
     return JobSpec(
         name="demo",
         engine=EngineSpec(kind=engine),
-        target=TargetSpec(model="quickstart", dtype="float32"),
+        target=TargetSpec(model=target, dtype="float32"),
         data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=160 if short else 900),
         regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
         # Of the target's 2048 tokens: 1024 cover 97 % of unseen answers, 1536 cover 98 %, and what is not covered can
@@ -93,14 +96,15 @@ def demo_job(short: bool, engine: EngineKind = "embedded") -> JobSpec:
     )
 
 
-def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embedded") -> None:
+def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embedded",
+         target: str = QUICKSTART) -> None:
     """Run the demo; the endpoint keeps running. Raises EyrieError when the job fails."""
     stop(home, screen, quietly=True)
     shutil.rmtree(home, ignore_errors=True)
     plane = start_detached(demo_settings(home).model_copy(update={"port": free_port()}))
     screen.note(f"control plane: {plane.url}  (log: {home / 'plane.log'})")
     with Client(plane.url) as client:
-        created = client.create_job(demo_job(short, engine))
+        created = client.create_job(demo_job(short, engine, target))
         screen.note(f"POST {plane.url}/v1alpha1/jobs  ->  202, job {created.id}\n")
         job = watch(client, created.id, screen)
         verdict(job)
