@@ -97,7 +97,7 @@ TARGETS: dict[str, tuple[Break, str]] = {
                           "read here; give the unquantised model"),
     "quantised config": (edited("config.json", quantization_config={"bits": 4}),
                          "quantization_config is set: quantised weights cannot be read here; give the unquantised "
-                         "model"),
+                         "model, or set engine to 'sglang', which captures quantised ones"),
     "tensors of another model": (edited("config.json", num_hidden_layers=3),
                                  "11 tensors in {d} are no part of the model that config.json describes, the first is "
                                  "'model.layers.3.input_layernorm.weight': they would be ignored; correct config.json, "

@@ -47,11 +47,13 @@ def test_states_of_every_layer_are_those_of_the_reference_and_a_killed_server_is
              for length in (1, 7, 300, 42)]
     wanted = reference.packed_states(texts, layers)
     before = descendants(os.getpid())  # the servers that other tests of this run share
-    with SglangStates(ServerPlan("sglang", TARGET, 4), layers, 300, tmp_path, lambda: None) as source:
+    ends: list[str] = []
+    with SglangStates(ServerPlan("sglang", TARGET, 4), layers, 300, tmp_path, lambda: None, ends.append) as source:
         found = source.packed_states(texts, layers)
         for child in descendants(os.getpid()) - before:
             os.kill(child, signal.SIGKILL)
         again = source.packed_states(texts, layers)
+        assert len(ends) == 1
         logits = source.output_head.logits(found[1])
         torch.testing.assert_close(logits, reference.logits(wanted[1]), atol=2e-3, rtol=1e-3)
     for mine, theirs, repeated in zip(found, wanted, again, strict=True):

@@ -6,8 +6,10 @@ The API applies them before a job is accepted, the workers before they read weig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.capture import StateSource, StateSourceName
+from eyrie_api.v1alpha1.engine import EngineKind
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "smollm3", "granite")
 """Values of `model_type`."""
@@ -50,7 +52,7 @@ def check_config(data: Mapping[str, Any]) -> None:
 def _check_unquantised(data: Mapping[str, Any]) -> None:
     if data.get("quantization_config") is not None:
         raise UnsupportedTarget("quantization_config is set: quantised weights cannot be read here",
-                                "give the unquantised model")
+                                "give the unquantised model, or set engine to 'sglang', which captures quantised ones")
 
 
 def check_sizes(data: Mapping[str, Any], *others: str) -> None:
@@ -71,19 +73,35 @@ def computed_by_reference(data: Mapping[str, Any]) -> bool:
     return True
 
 
-def choose_source(data: Mapping[str, Any], wanted: StateSource) -> StateSourceName:
-    """Which source computes a target's hidden states: the reference where it can, unless another is named.
+def choose_source(data: Mapping[str, Any], wanted: StateSource, *, engine: EngineKind = "embedded",
+                  streams: bool = False, fits_device: bool = True) -> StateSourceName:
+    """Which source computes a target's hidden states, unless one is named: the reference where it can, else
+    transformers; a server of the job's engine for a target that neither can load, quantised or too large.
 
-    Raises UnsupportedTarget when the named one cannot.
+    engine        of the job: `sglang` can start servers
+    streams       whether training computes the states, which starts none
+    fits_device   whether one device, on which the reference and transformers compute, can hold the target
+
+    Raises UnsupportedTarget when the named source cannot.
     """
+    if wanted == "sglang":
+        return wanted
+    loadable = fits_device and data.get("quantization_config") is None
+    if wanted == "auto" and engine == "sglang" and not streams and not loadable and _captured_by_sglang(data):
+        return "sglang"
     _check_unquantised(data)
-    if wanted in ("transformers", "sglang"):
+    if wanted == "transformers":
         return wanted
     if computed_by_reference(data):
         return "reference"
     if wanted == "reference":
         check_config(data)
     return "transformers"
+
+
+def _captured_by_sglang(data: Mapping[str, Any]) -> bool:
+    named = data.get("architectures")
+    return isinstance(named, list) and bool(named) and named[0] in SUPPORTED_BY_SGLANG
 
 
 def language_model(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG, require_capture, sglang_layer_ids
+from eyrie_api.decisions.capture_support import (
+    SUPPORTED_BY_SGLANG,
+    require_capture,
+    require_layer_outputs,
+    sglang_layer_ids,
+)
 from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.plan import (
@@ -23,6 +28,8 @@ from eyrie_api.decisions.plan import (
 )
 from eyrie_api.decisions.sweep import Candidate, expand, families_of
 from eyrie_api.decisions.target_config import check_config, choose_source, computed_by_reference
+from eyrie_api.decisions.training_cost import usable_bytes
+from eyrie_api.decisions.training_defaults import gpu_bytes
 from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, VocabularyTooLarge
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_file
@@ -44,7 +51,9 @@ from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.requests import PlacementRequest
 from eyrie_api.v1alpha1.targets import (
+    ELEMENT_BYTES,
     HELD_OUT,
     QUICKSTART,
     QUICKSTART_SUITE_NAMES,
@@ -202,12 +211,15 @@ def _check_target(spec: JobSpec, candidates: Sequence[Candidate], device: Device
     facts = target_facts(directory)
     if spec.engine.kind == "embedded":
         check_config(config)
-    source = choose_source(config, spec.capture.source)
+    source = choose_source(config, spec.capture.source, engine=spec.engine.kind,
+                           streams=spec.capture.feed == "stream", fits_device=_fits_one_gpu(spec, facts))
     if source == "sglang":
         if spec.engine.kind != "sglang":
             raise InvalidInput(f"capture.source 'sglang' with engine {spec.engine.kind!r}, which starts no such server",
                                "set engine to 'sglang', or omit capture.source")
         require_capture(architectures[0])
+        for field, layers in _layer_choices(spec, candidates):
+            require_layer_outputs(layers, field)
     if source != "reference" and spec.capture.probe_layers:
         raise InvalidInput(f"capture.probe_layers with a target that is captured through {source}: layers are probed "
                            "in the reference forward pass alone", "set capture.probe_layers to false")
@@ -224,6 +236,13 @@ def _check_target(spec: JobSpec, candidates: Sequence[Candidate], device: Device
     for _, layers in _layer_choices(spec, candidates):
         sglang_layer_ids(architectures[0], facts.num_layers, layers)
     return facts
+
+
+def _fits_one_gpu(spec: JobSpec, facts: TargetFacts) -> bool:
+    """Whether a GPU of the capture stage can hold the target's weights; True where its label names no size."""
+    placed = spec.placement.stages.get("capture", PlacementRequest()).gpu_type or spec.placement.every.gpu_type
+    device = gpu_bytes(placed)
+    return device is None or facts.parameters * ELEMENT_BYTES[spec.target.dtype] <= usable_bytes(device)
 
 
 def _other_engine(architectures: Sequence[str]) -> str:

@@ -42,7 +42,8 @@ class StoredTensor:
 def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts, *, known: bool) -> None:
     """Check that the directory holds the weights of `config`. Raises UnsupportedTarget, naming file or tensor.
 
-    known   whether the tensors of this architecture are known here; of the others, dtypes alone are checked
+    known   whether the tensors of this architecture are known here; of the others, dtypes alone are checked, and none
+            where the config says that they are quantised
     """
     if (directory / "adapter_config.json").is_file():
         raise UnsupportedTarget(
@@ -51,6 +52,8 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
             "merge it into the weights (peft: merge_and_unload, then save_pretrained) and give the merged model")
     stored = _stored_tensors(directory)
     wanted = expected_tensors(config, facts) if known else {}
+    if not known and config.get("quantization_config") is not None:
+        return
     for name, tensor in stored.items():
         if tensor.dtype not in _FLOATS and (name in wanted or (not known and name.endswith(".weight"))):
             raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}: quantised weights "

@@ -146,6 +146,9 @@ class CaptureReport(Frozen):
     repaired_shards: tuple[str, ...] = ()
     """Made again because they were damaged."""
 
+    restarts: int = 0
+    """Servers of the serving engine that ended during the capture and were replaced, over all runs of the stage."""
+
     rows_cut: int = 0
     """Cut at `max_length` tokens."""
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.targets import Dtype
+from eyrie_api.v1alpha1.targets import ELEMENT_BYTES, Dtype
 from eyrie_workers.engines.sglang.profiles import HardwareProfile
 
 _GIB = 2**30
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESSES_BYTES: dict[EngineKind, int] = {"embedded": 3 * _GIB // 4, "sglang": 5 * _GIB // 2}
 """Main memory of an engine's processes without weights: torch's libraries, and SGLang's three processes (2 GiB measured
 with 0.5.23)."""
@@ -42,7 +41,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: Dtype) -> int:
     heads = int(text["num_attention_heads"])
     head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
     kv_heads = int(text.get("num_key_value_heads") or heads)
-    return 2 * int(text["num_hidden_layers"]) * kv_heads * head_dim * _ELEMENT_BYTES[dtype]
+    return 2 * int(text["num_hidden_layers"]) * kv_heads * head_dim * ELEMENT_BYTES[dtype]
 
 
 def server_bytes(kind: EngineKind, platform: str, weight_bytes: int, kv_bytes: int, ngram: bool) -> int:

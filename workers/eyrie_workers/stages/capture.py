@@ -39,7 +39,9 @@ from pathlib import Path
 
 import torch
 
+from eyrie_api.artifacts import digest_model
 from eyrie_api.decisions.target_config import choose_source
+from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.errors import ArtifactMissing, Conflict, DiskTooSmall, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.capture import CaptureSpec, StateSourceName
 from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
@@ -49,7 +51,9 @@ from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta,
 from eyrie_workers.drafters.continuation import layers_of_head
 from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.engines.managed_servers import ServerPlan
-from eyrie_workers.engines.sglang.capture_states import SglangStates
+from eyrie_workers.engines.server_history import ServerHistory
+from eyrie_workers.engines.server_memory import weights_on_disk
+from eyrie_workers.engines.sglang.capture_states import ROOM, SglangStates
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.features.background_writer import BackgroundWriter
@@ -192,14 +196,18 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     # Rank 0 alone reads the whole target for its digest: eight processes would read it eight times from one disk.
     digest, config = dist.on_main(lambda: target_digest(path)), read_config(path)
     _check_rows_are_of(digest, rows_dir, spec.target.model)
-    plan = plan_rows(read_rows(rows_dir / ROWS), spec.capture.max_length)
+    source = choose_source(read_json(path / "config.json"), spec.capture.source, engine=spec.engine.kind,
+                           streams=spec.capture.feed == "stream", fits_device=_fits_device(path))
+    max_length, limit = spec.capture.max_length, "capture.max_length"
+    if source == "sglang" and max_length > config.max_position_embeddings - ROOM:
+        max_length, limit = config.max_position_embeddings - ROOM, "the longest prompt that SGLang takes,"
+    plan = plan_rows(read_rows(rows_dir / ROWS), max_length)
     if not plan.rows:
-        raise NoUsableData(f"none of the rows in {rows_dir} has an answer token within capture.max_length "
-                           f"{spec.capture.max_length}", "raise capture.max_length")
+        raise NoUsableData(f"none of the rows in {rows_dir} has an answer token within {limit} {max_length}",
+                           "raise capture.max_length")
     if plan.rows_cut or plan.rows_dropped:
-        stage.event("RowsCut", f"{plan.rows_cut} rows are cut at capture.max_length {spec.capture.max_length}, "
-                    f"{plan.rows_dropped} left out because their prompt alone reaches it", warning=True)
-    source = choose_source(read_json(path / "config.json"), spec.capture.source)
+        stage.event("RowsCut", f"{plan.rows_cut} rows are cut at {limit} {max_length}, {plan.rows_dropped} left out "
+                    "because their prompt alone reaches it", warning=True)
     if source == "sglang" and dist.size > 1:
         raise InvalidInput(f"capture.source sglang on {dist.size} processes: one process starts the server",
                            "set the GPUs of the capture stage to engine.tp_size, and its processes to 1")
@@ -229,9 +237,16 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=fmt.hidden_size,
         source=source, codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
         checked={str(one.layer): one.error for one in work.checked}, repaired_shards=tuple(work.repaired),
+        restarts=_history(spec, stage).restarts if source == "sglang" else 0,
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
         tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), work.files)
+
+
+def _fits_device(path: Path) -> bool:
+    """Whether one GPU can hold the target's weights; on a CPU nothing else could hold more."""
+    machine = detect_hardware()
+    return machine.platform == "cpu" or weights_on_disk(path) <= usable_bytes(int(machine.memory_gib * 2**30))
 
 
 def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
@@ -313,6 +328,10 @@ def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Stor
     path = resolve(spec.target)
     if not (fresh and spec.capture.check_rows):
         return _open(spec, stage, plan, fmt, source, opened), ()
+    if not _fits_device(path) or read_json(path / "config.json").get("quantization_config") is not None:
+        stage.event("LayersNotChecked", "the states are not compared with those of transformers, which cannot load "
+                    "this target here: it is quantised, or larger than one GPU", warning=True)
+        return _open(spec, stage, plan, fmt, source, opened), ()
     kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
                for (of, row), _ in zip(kept, range(spec.capture.check_rows), strict=False)]
@@ -342,8 +361,17 @@ def _open(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat,
     rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
     servers = ServerPlan("sglang", spec.target, rows, tp_size=spec.engine.tp_size,
                          gpu_groups=gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.tp_size)[:1])
+
+    def note_end(message: str) -> None:
+        _history(spec, stage).note_end("capture", message)
+        stage.event("ServerRestarted", f"the server that computes the states: {message}", warning=True)
+
     return opened.enter_context(SglangStates(servers, fmt.aux_layers, max(plan.lengths), stage.out_dir / "servers",
-                                             stage.pause_point))
+                                             stage.pause_point, note_end))
+
+
+def _history(spec: CaptureStage, stage: Stage) -> ServerHistory:
+    return ServerHistory(stage.out_dir, digest_model(spec))
 
 
 def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: StateSource, writer: FeatureWriter,

@@ -4,7 +4,8 @@ Training then reads the layers that serving reads, by construction, at the speed
 parallelism. The texts of a pass are one request; each text's states arrive as files (`plugin.capture_export`) in a
 directory in memory, which is read and deleted before the next pass, so that it never holds more than one pass.
 
-A server that ends is started again, and the pass repeated; after `_MOST_RESTARTS` in a row the error is the stage's.
+A server that ends is started again, and the pass repeated; after `_MOST_RESTARTS` in a row the error is the stage's. A
+pass whose states do not fit the memory that is free there becomes several requests.
 """
 
 # M tokens of all texts, T tokens of one, A aux layers, H hidden
@@ -17,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
@@ -24,8 +26,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eyrie_api.decisions.capture_support import sglang_layer_ids
-from eyrie_api.errors import InvalidInput
+from eyrie_api.decisions.capture_support import require_layer_outputs, sglang_layer_ids
+from eyrie_api.errors import DiskTooSmall
+from eyrie_api.v1alpha1.targets import ELEMENT_BYTES
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.engines.managed_servers import (
@@ -46,8 +49,11 @@ from eyrie_workers.targets.output_head import OutputHead
 _NAME = "capture"
 _REQUEST = "eyrie-states-"  # plugin.capture_export.PREFIX, which cannot be imported outside SGLang's interpreter
 _MOST_RESTARTS = 3
-_ROOM = 8
-"""Tokens that SGLang wants behind a prompt."""
+ROOM = 8
+"""Tokens that SGLang wants behind a prompt: no longer row fits the target's context."""
+
+_FILE_BYTES = 2**16
+"""Of one text's files beside its states: headers, and pages that are not full."""
 
 _TIMEOUT_S = 3600.0
 _IN_MEMORY = Path("/dev/shm")
@@ -59,30 +65,31 @@ class SglangStates:
     device = CPU
 
     def __init__(self, plan: ServerPlan, aux_layers: Sequence[int], longest: int, directory: Path,
-                 pause_point: Callable[[], None]) -> None:
+                 pause_point: Callable[[], None], note_end: Callable[[str], None] = lambda _message: None) -> None:
         """A server that is started with the first pass.
 
         plan        of a server without a drafter
         aux_layers  `hidden_states` indices, ascending; the last of them may be the final state
         longest     tokens of the longest text
         directory   of the server's log
+        note_end    called with the reason before a server that ended, or did not answer, is replaced
 
         Raises InvalidInput for layers that SGLang cannot capture.
         """
+        require_layer_outputs(aux_layers, "capture.aux_layers")
         target_dir = resolve(plan.target)
         self._config = read_config(target_dir)
         architecture = str(read_json(target_dir / "config.json")["architectures"][0])
-        if 0 in aux_layers:
-            raise InvalidInput("layer 0, the embeddings, cannot be captured through SGLang, which captures outputs of "
-                               "layers", "set capture.source to transformers, or name layers from 1")
         # Without any layer SGLang captures nothing: one in the middle where only the final state is read.
         self._inner = (tuple(layer for layer in aux_layers if layer < self._config.num_layers)
                        or (self._config.num_layers // 2,))
         self._files = _memory_directory(directory)
         ids = sglang_layer_ids(architecture, self._config.num_layers, self._inner)
         self._plan = replace(plan, captured=CapturedStates(ids, str(self._files)))
-        self._use = {_NAME: DrafterUse(context_length=longest + _ROOM)}
+        self._use = {_NAME: DrafterUse(context_length=longest + ROOM)}
         self._target_dir, self._directory, self._pause = target_dir, directory, pause_point
+        self._note_end = note_end
+        self._token_bytes = ((len(self._inner) + 1) * self._config.hidden_size * ELEMENT_BYTES[plan.target.dtype])
         self._server: ManagedServer | None = None
         self._passes = 0
 
@@ -100,19 +107,38 @@ class SglangStates:
         return read_target_embeddings(self._target_dir, self._config.tie_word_embeddings).output_head
 
     def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `StateSource`. Raises EngineFailed."""
-        for attempt in range(_MOST_RESTARTS + 1):
-            try:
-                states = torch.cat(self._pass([tokens.tolist() for tokens in token_ids_list]))
-                break
-            except EngineFailed:
-                self._stop()
-                self._pause()
-                if attempt == _MOST_RESTARTS:
-                    raise
+        """See `StateSource`. Raises EngineFailed, and DiskTooSmall for a text whose states do not fit the memory."""
+        texts, found = [tokens.tolist() for tokens in token_ids_list], list[Tensor]()
+        while len(found) < len(texts):
+            left = texts[len(found):]
+            found += self._repeated(left[:self._num_that_fit(left)])
+        states = torch.cat(found)
         columns = [len(self._inner) if layer == self._config.num_layers else self._inner.index(layer)
                    for layer in aux_layers]
         return states[:, columns], states[:, -1]
+
+    def _num_that_fit(self, texts: Sequence[Sequence[int]]) -> int:
+        self._files.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._files).free
+        num = texts_that_fit([len(text) for text in texts], self._token_bytes, free)
+        if num == 0:
+            raise DiskTooSmall(
+                f"the states of a text of {len(texts[0])} tokens take {len(texts[0]) * self._token_bytes} bytes and "
+                f"{free} are free in {self._files.parent}, through which SGLang hands them over",
+                "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory), or lower "
+                "capture.max_length")
+        return num
+
+    def _repeated(self, texts: list[list[int]]) -> list[Tensor]:
+        """`_pass`, again with another server where one has ended. Raises EngineFailed after too many."""
+        for _ in range(_MOST_RESTARTS):
+            try:
+                return self._pass(texts)
+            except EngineFailed as error:
+                self._stop()
+                self._pause()
+                self._note_end(error.message)
+        return self._pass(texts)
 
     def _pass(self, texts: list[list[int]]) -> list[Tensor]:
         """States [T, A + 1, H] of each text, the final one last."""
@@ -160,6 +186,15 @@ class SglangStates:
         if self._server is not None:
             self._server.server.stop(DRAIN_S["sglang"])
             self._server = None
+
+
+def texts_that_fit(lengths: Sequence[int], token_bytes: int, free_bytes: int) -> int:
+    """How many texts, from the first, have states that fit together. Pure.
+
+    lengths      tokens of each text
+    token_bytes  of the states of one token
+    """
+    return sum(size <= free_bytes for size in accumulate(length * token_bytes + _FILE_BYTES for length in lengths))
 
 
 def _memory_directory(directory: Path) -> Path:
