@@ -51,7 +51,7 @@ def test_the_state_after_the_last_layer_cannot_be_asked_for() -> None:
 
 def test_the_scan_found_70_classes_each_listed_once() -> None:
     assert len({*CAPTURED_ARCHITECTURES, *CAPTURED_BESIDES}) == 70
-    assert len(CAPTURED_ARCHITECTURES) + len(CAPTURED_BESIDES) == 71
+    assert len(CAPTURED_ARCHITECTURES) + len(CAPTURED_BESIDES) == 70
     assert not set(PLUGIN_ARCHITECTURES) & set(CAPTURED_ARCHITECTURES)
     assert set(RAW_UNLESS_FIRST_IS_ONE) <= set(CAPTURED_ARCHITECTURES)
 
