@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.tuning import TuneSpec
 from tests.api.samples import job_spec, target_directory
+from tests.benchmarks import training_memory
 
 MIB, TIB, TB = 2**20, 2**40, 10**12
 # allenai/Olmo-3.1-32B-Think as far as the post uses it; depth and heads do not enter the storage figure.
@@ -252,6 +253,19 @@ def test_the_tokens_of_a_step_follow_the_gpus_that_compute_one_candidate(
         placement: dict[str, Any], sweep: dict[str, Any], tokens: int) -> None:
     plan = plan_of(job_spec(placement=placement, sweep=sweep), SMALL, None)
     assert next(one.value for one in plan.assumptions if one.name == "tokens per training step") == tokens
+
+
+@pytest.mark.parametrize(("gpu", "train", "tokens"), [
+    ("NVIDIA-H100-80GB-HBM3", {}, 16_384), ("Some-15GB", {}, 4096),
+    ("Some-15GB", {"max_tokens_per_gpu": 1536}, 1536)])
+def test_the_plan_shows_the_tokens_that_a_gpu_computes_at_a_time_and_why(
+        gpu: str, train: dict[str, int], tokens: int) -> None:
+    large = replace(SMALL, **asdict(training_memory.drafter_of("Llama-3.1-8B").sizes.target),
+                    vocab_size=128_256)
+    plan = plan_of(job_spec(placement={"every": {"num_gpus": 1, "gpu_type": gpu}}, train=train), large, None)
+    [shown] = [one for one in plan.assumptions if one.name == "training tokens at a time on each GPU"]
+    assert shown.value == tokens
+    assert ("the largest that fits" in shown.source) == (not train)
 
 
 def test_a_float32_target_whose_checkpoint_is_narrower_is_named_where_gpus_compute_it() -> None:

@@ -23,11 +23,7 @@ from eyrie_api.v1alpha1.families import DecoderSizes, DrafterSizes
 from tests.benchmarks import training_memory
 
 GIB = 2**30
-LLAMA_8B = DecoderSizes(hidden_size=4096, num_layers=32, intermediate_size=14_336, num_heads=32, num_kv_heads=8,
-                        head_dim=128)
-DRAFTER_8B = TrainedDrafter("eagle3", DrafterSizes(
-    target=LLAMA_8B, output_vocab_size=32_768, num_aux_layers=3, max_draft_tokens=7, hidden_size=None,
-    intermediate_size=None, num_layers=None), vocab_size=128_256)
+DRAFTER_8B = training_memory.drafter_of("Llama-3.1-8B")
 
 
 def work_of(tokens: int) -> StepWork:

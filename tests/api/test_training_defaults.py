@@ -47,6 +47,20 @@ def test_where_no_step_fits_the_drafter_or_the_gpus_must_change() -> None:
     assert training(8).need(80 * GIB).total < training(1).need(80 * GIB).total
 
 
+@pytest.mark.parametrize(("gib", "tokens"), [(80, 16_384), (14, 4096), (6, 16_384)])
+def test_tokens_left_open_are_halved_until_they_fit_and_the_step_keeps_its_tokens(gib: int, tokens: int) -> None:
+    device = gib * GIB
+    fitted = training(2).fitted(device, usable_bytes(device), 2048)
+    assert (fitted.tokens, tokens_per_step(fitted.train, 2)) == (tokens, 32_768)
+    if gib > 6:  # where none fits it is left as it was, and refused with the number to change
+        assert fitted.require(device, "it", usable_bytes(device))
+
+
+def test_tokens_left_open_are_never_lowered_below_the_longest_row_which_would_be_cut() -> None:
+    device = 14 * GIB
+    assert training(2).fitted(device, usable_bytes(device), 4097).tokens == 16_384
+
+
 @pytest.mark.parametrize(("label", "gigabytes"), [
     ("NVIDIA-H100-80GB-HBM3", 80), ("NVIDIA-A100-SXM4-40GB", 40), ("NVIDIA-H200", 141), ("NVIDIA-L4", None),
     (None, None)])

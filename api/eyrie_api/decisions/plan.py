@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.sweep import Candidate, families_of
 from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
-from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
+from eyrie_api.decisions.training_defaults import GPU_TOKENS, TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, DecoderSizes, DrafterSizes
@@ -295,14 +295,20 @@ def training_gpus(spec: JobSpec, num_candidates: int) -> int:
 
 
 def _training_on_gpus(work: _Work, candidate: Candidate) -> TrainingOnGpus | None:
-    """A candidate's training where it requests GPUs and its family's step is described; else None."""
+    """A candidate's training where it requests GPUs and its family's step is described; else None. Tokens at a time
+    that the job leaves open fit the type of GPU that it requests."""
     spec, target, num_gpus = work.spec, work.target, work.num_gpus
     if not num_gpus or not FAMILIES[candidate.drafter.family].step_cost_known:
         return None
-    return TrainingOnGpus(
+    training = TrainingOnGpus(
         target.trained_drafter(candidate), with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
         work.row_tokens, compute_bytes=4 if candidate.train.dtype == "float32" else 2,
         top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None)
+    if candidate.train.max_tokens_per_gpu is not None:
+        return training
+    device = gpu_bytes(_planned_gpu(spec)) or _ASSUMED_GPU_BYTES
+    longest = min(spec.capture.max_length, spec.data.max_prompt_tokens + spec.regenerate.max_new_tokens)
+    return training.fitted(device, usable_bytes(device), longest)
 
 
 def require_gpu_memory(spec: JobSpec, candidates: Sequence[Candidate], target: TargetFacts, data: DataFacts) -> None:
@@ -465,12 +471,17 @@ def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assu
     if not trainings:
         return (tokens,)
     device = gpu_bytes(_planned_gpu(work.spec))
-    need = max((one.need(device or _ASSUMED_GPU_BYTES) for one in trainings), key=lambda need: need.total)
+    assumed = "" if device else "; for a GPU of 80 GB: placement names none"
+    highest = max(trainings, key=lambda one: one.need(device or _ASSUMED_GPU_BYTES).total)
+    need = highest.need(device or _ASSUMED_GPU_BYTES)
     largest = f"{need.largest} {need.components[need.largest] / 1e9:.1f} GB"
+    at_a_time = "train.max_tokens_per_gpu" if any(one.train.max_tokens_per_gpu for one in candidates) else (
+        f"the largest that fits, of {GPU_TOKENS}, its half, its quarter, ...{assumed}")
     return (tokens, Assumption(
+        name="training tokens at a time on each GPU", value=float(highest.tokens), unit="tokens", source=at_a_time,
+    ), Assumption(
         name="training memory of each GPU", value=round(need.total / 1e9, 1), unit="GB",
-        source=f"computed, not measured (decisions.training_cost); most of it: {largest}"
-               + ("" if device else "; for a GPU of 80 GB: placement names none")))
+        source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
 def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> tuple[Assumption, ...]:

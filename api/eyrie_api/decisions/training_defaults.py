@@ -31,6 +31,10 @@ CPU_TOKENS_PER_STEP = 2048
 GPU_TOKENS = 16_384
 """Per GPU and step."""
 
+_FEWEST_TOKENS = 1024
+"""Below this a GPU is far from its rate, and a job that leaves the number open is refused instead."""
+
+
 def with_tokens(train: TrainSpec, num_gpus: int) -> TrainSpec:
     """The spec with the numbers of tokens that it leaves open.
 
@@ -82,6 +86,18 @@ class TrainingOnGpus:
         """Most tokens that one GPU computes at a time."""
         step = -(-tokens_per_step(self.train, self.num_gpus) // self.num_gpus)
         return min(step, self.train.max_tokens_per_gpu or step)
+
+    def fitted(self, device_bytes: int, usable: int, longest_row: int) -> "TrainingOnGpus":
+        """With half, a quarter, ... of the tokens at a time where a GPU does not hold all: for a job that leaves
+        `max_tokens_per_gpu` open. The step keeps its tokens and is computed in micro-batches, so the drafter is the
+        same up to rounding. Never fewer than the longest row, which would be cut; unchanged where none fits."""
+        tokens = self.tokens
+        while tokens >= max(_FEWEST_TOKENS, longest_row):
+            smaller = replace(self, train=self.train.model_copy(update={"max_tokens_per_gpu": tokens}))
+            if smaller.need(device_bytes).total <= usable:
+                return smaller
+            tokens //= 2
+        return self
 
     def require(self, device_bytes: int, device: str, usable: int) -> StepBytes:
         """The need of a step. Raises GpuTooSmall when it is more than `usable` bytes, with the number to change."""

@@ -70,8 +70,8 @@ class TrainSpec(Frozen):
 
     max_tokens_per_gpu: int | None = Field(None, ge=64)
     """Packed tokens that one process computes at a time. A larger share of a step is divided into micro-batches whose
-    gradients are added; a longer row is cut at this length, and the rows cut are reported. Default: 16384 on a GPU;
-    no bound on a CPU."""
+    gradients are added; a longer row is cut at this length, and the rows cut are reported. Default: 16384 on a GPU, or
+    its half, its quarter, ... where the GPU holds no more, down to the longest row; no bound on a CPU."""
 
     num_checkpoints: int = Field(3, ge=1, le=100)
     """Exported drafters, evenly spaced over the run, the last at its end; each is benchmarked."""

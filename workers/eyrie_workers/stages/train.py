@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
+from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
 from eyrie_api.errors import Conflict, NoUsableData
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
@@ -104,15 +105,12 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     head = load_head(spec.drafter, family, path) if spec.drafter.init_from else None
     if head is not None:
         spec = spec.model_copy(update={"drafter": head.spec})
-    spec = _resolve_defaults(spec, family, dist.size if device.type == "cuda" else 0)
-    store = _cut_rows(store, spec, stage)
+    given, spec = spec, _resolve_defaults(spec, family, dist.size if device.type == "cuda" else 0)
     fused = (head.layers if head is not None else None) or spec.drafter.aux_layers or store.format.chosen_layers
     layers = family.layers(fused, config.num_layers)
     columns = _columns(layers, store, spec)
-    lengths = store.lengths
     train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
     step_tokens = tokens_per_step(spec.train)
-    schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.row.whole_vocabulary,
                                                       kept=head.vocabulary if head is not None else None)
@@ -125,7 +123,11 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                                        f"layers {list(layers)}, {vocabulary.size} draft tokens")
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     if device.type == "cuda":
-        _require_memory(spec, family, drafter, embeddings, store, dtype, dist)
+        spec = _fit_memory(spec, family, drafter, embeddings, store, dtype, dist,
+                           is_open=given.train.max_tokens_per_gpu is None)
+    store = _cut_rows(store, spec, stage)
+    lengths = store.lengths
+    schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
     drafter.to(device)
     with device_scope(device):
         objective = family.objective(drafter, embeddings, spec.train, max(lengths), dtype)
@@ -163,11 +165,13 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _require_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.Module, embeddings: TargetEmbeddings,
-                    store: Features, dtype: torch.dtype, dist: DistContext) -> None:
-    """Raises GpuTooSmall when a training step needs more than the GPU has free. The target's two matrices are on it."""
+def _fit_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.Module, embeddings: TargetEmbeddings,
+                store: Features, dtype: torch.dtype, dist: DistContext, *, is_open: bool) -> TrainStage:
+    """The spec with as many tokens at a time as a GPU of rank 0's size holds, where the job leaves them open: by its
+    size, not by what is free of it, so that a resumed training computes the same. Raises GpuTooSmall when a step needs
+    more than the GPU has free. The target's two matrices are on it."""
     if family.trained is None:
-        return
+        return spec
     device, tied = embeddings.embed.device, embeddings.lm_head is embeddings.embed
     free, whole = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -177,7 +181,10 @@ def _require_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.
         replace(family.trained(drafter), tied=tied), spec.train, dist.size,
         supervised_share=num_supervised / sum(store.lengths), row_tokens=sum(store.lengths) / store.num_rows,
         compute_bytes=dtype.itemsize, top_k=store.format.top_k if store.format.draft_ids else None)
+    if is_open:
+        training = dist.on_main(lambda: training.fitted(whole, usable_bytes(whole), max(store.lengths)))
     training.require(whole, str(device), free + unused + matrices)
+    return spec.model_copy(update={"train": training.train})
 
 
 def _cut_rows(store: Features, spec: TrainStage, stage: Stage) -> Features:
