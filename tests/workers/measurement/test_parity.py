@@ -1,5 +1,6 @@
 """The parity gate: its decision on plain values, near-ties and errors, the complete gate."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,13 +101,19 @@ def test_without_a_replay_answers_decide_alone_and_the_report_says_why(is_tie: b
     assert report.reasons[-1] == "not replayed"
 
 
-def test_a_target_that_the_memory_cannot_hold_is_found_before_it_is_loaded(tmp_path: Path) -> None:
-    assert why_not_held(tmp_path) is None
-    with (tmp_path / "model.safetensors").open("wb") as weights:
-        weights.truncate(2**43)  # sparse: 8 TiB that take no disk
-    found = why_not_held(tmp_path)
+@pytest.mark.parametrize(("dtype", "needed"), [("bfloat16", "4097.0 GiB"), ("float32", "8193.0 GiB")])
+def test_a_target_that_the_memory_cannot_hold_in_the_dtype_computed_is_found_before_it_is_loaded(
+        dtype: str, needed: str, tmp_path: Path) -> None:
+    assert why_not_held(tiny_target(tmp_path / "small", "qwen3"), dtype) is None
+    large = tmp_path / "large"
+    large.mkdir()
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2**20, 2**21], "data_offsets": [0, 2**42]}}).encode()
+    with (large / "model.safetensors").open("wb") as weights:
+        weights.write(len(header).to_bytes(8, "little") + header)
+        weights.truncate(8 + len(header) + 2**42)  # sparse: 4 TiB that take no disk
+    found = why_not_held(large, dtype)
     assert found is not None
-    assert "8193.0 GiB are needed" in found
+    assert f"{needed} are needed" in found
 
 
 def test_an_engine_that_ends_on_its_drafts_fails() -> None:

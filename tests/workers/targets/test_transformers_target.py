@@ -12,6 +12,7 @@ from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.targets.state_source import open_source
+from eyrie_workers.targets.transformers_model import is_spread
 from eyrie_workers.targets.transformers_target import TransformersTarget, load_transformers_target, similar_lengths
 from tests.tiny import tiny_target
 
@@ -72,3 +73,10 @@ def test_texts_are_batched_with_little_padding_and_each_once() -> None:
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     assert all(lengths[index] >= 0.75 * lengths[batch[0]] for batch in batches for index in batch)
     assert batches[0] == [1, 2]
+
+
+@pytest.mark.parametrize(("needed", "own", "free", "spread"), [
+    (60, 80, [80, 80], False), (140, 80, [80, 80], True), (200, 80, [80, 80], False), (60, None, [], False)])
+def test_a_target_is_spread_over_the_gpus_of_a_machine_where_one_does_not_hold_it_and_all_do(
+        needed: int, own: int | None, free: list[int], spread: bool) -> None:
+    assert is_spread(needed, own, free) is spread

@@ -414,7 +414,7 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
             kind, tree, len(answers.plain), answers.error))
     target_dir = resolve(spec.target)
     reference = None
-    why = why_not_held(target_dir)
+    why = why_not_held(target_dir, dtype)
     if why is None:
         reference = Reference(target_dir, Path(spec.drafter_dir), kind, tree, dtype)
     elif setting.method == "drafter":

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from eyrie_api.errors import Permanent
+from eyrie_workers.targets.transformers_model import load_causal_model
 
 # Two orders of summation through all layers: rounding grows with depth, the distance to a neighbour hardly does.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
@@ -46,11 +47,8 @@ class LayerAgreement:
 def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor], aux_layers: Sequence[int],
                      device: torch.device) -> list[dict[int, Tensor]]:
     """Per row, `hidden_states` [T, H] of `transformers` in float32 on the CPU, by index: those of `aux_layers` and the
-    layers next to them. The model is computed on `device` and freed on return."""
-    import transformers  # here: importing it takes longer than a small capture
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True).eval().to(device)
+    layers next to them. The model is computed on `device` and freed on return. Raises MemoryTooSmall."""
+    model = load_causal_model(path, dtype, device)
     wanted = {near for layer in aux_layers for near in (layer - 1, layer, layer + 1)}
     found = []
     with torch.inference_mode():

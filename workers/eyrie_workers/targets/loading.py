@@ -98,6 +98,13 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
         raise ArtifactCorrupt(f"{path}: tensors do not fit config.json: {error}", "save the model again") from error
 
 
+def weight_bytes(path: Path, dtype: str) -> int:
+    """Bytes of a model's weights in a dtype, from the headers of its files. Tensors that no text model reads (a vision
+    tower, an output matrix that is the embeddings') are counted: an upper bound. Raises ArtifactCorrupt,
+    UnsupportedTarget."""
+    return CheckpointTensors(path, DTYPES[dtype], torch.device("cpu")).num_bytes
+
+
 def require_memory(device: str, needed: int, free: int | None, dtype: str) -> None:
     """Raises MemoryTooSmall where weights of `needed` bytes do not fit what is free; None: not known. Pure.
 

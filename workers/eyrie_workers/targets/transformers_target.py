@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_workers.targets.config import TargetConfig, read_config
-from eyrie_workers.targets.device import default_device, free_bytes
-from eyrie_workers.targets.loading import DTYPES, CheckpointTensors, require_memory
+from eyrie_workers.targets.device import default_device
 from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.transformers_model import load_causal_model
 
 _SHORTEST = 0.75
 """Length of a batch's shortest text, as a share of its longest."""
@@ -113,13 +113,8 @@ class TransformersTarget:
 def load_transformers_target(path: Path, dtype: str, device: torch.device | None = None) -> TransformersTarget:
     """The model in directory `path`. Raises UnsupportedTarget where transformers cannot load it, MemoryTooSmall before
     any weight is read."""
-    import transformers
-
-    device = device or default_device()
-    require_memory(str(device), CheckpointTensors(path, DTYPES[dtype], device).num_bytes, free_bytes(device), dtype)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False).eval().to(device)
+        model = load_causal_model(path, dtype, device or default_device())
     except (ValueError, ImportError, KeyError) as error:
         raise UnsupportedTarget(f"transformers cannot load {path}: {error}",
                                 "use a target that AutoModelForCausalLM loads without code of its own") from error

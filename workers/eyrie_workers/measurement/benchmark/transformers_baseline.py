@@ -20,6 +20,7 @@ from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit
 from eyrie_workers.targets.loading import weight_files
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.transformers_model import load_causal_model
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,7 @@ def fits(target: TargetModel) -> bool:
 def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, units: Sequence[Unit],
             between: Callable[[], None]) -> TransformersBaseline:
     """Time both engines on greedy `units`, interleaved. `between` is called before each answer and may raise."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        target_path, dtype=getattr(torch, dtype), local_files_only=True).eval().to(target.device)
+    model = load_causal_model(target_path, dtype, target.device)
     bench.warm_up(units[:1], [UNDRAFTED], between)
     _generate(model, units[0], bench.stop_ids, 8)
     tokens = transformers_tokens = 0

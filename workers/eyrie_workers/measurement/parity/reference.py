@@ -16,15 +16,15 @@ from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.speculation.tree import BranchKeys
 from eyrie_workers.targets.device import default_device, free_bytes
-from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.loading import load_target, weight_bytes
 
 _KEPT_FREE = 2**30
 """For activations, caches and the drafter."""
 
 
-def why_not_held(target_dir: Path) -> str | None:
-    """Why the reference engine cannot hold the target now, with both numbers; None when it can."""
-    needed = sum(file.stat().st_size for file in target_dir.glob("*.safetensors")) + _KEPT_FREE
+def why_not_held(target_dir: Path, dtype: str) -> str | None:
+    """Why the reference engine cannot hold the target in `dtype` now, with both numbers; None when it can."""
+    needed = weight_bytes(target_dir, dtype) + _KEPT_FREE
     free = free_bytes(default_device())
     if free is None or needed <= free:
         return None
