@@ -30,6 +30,7 @@ from eyrie_workers.measurement.parity.round_replay import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.targets.agreement import compare, reference_states
+from eyrie_workers.targets.causal_attention import packed_causal
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
@@ -130,6 +131,30 @@ def test_one_call_attends_to_all_texts_in_the_reduced_types(gpu: PretendedGpu, t
         torch.testing.assert_close(last_there.cpu(), last, atol=2e-2, rtol=2e-2)
     assert sorted(set(calls)) == [(-1, 0), (6, 0)]  # full layers, and windows of 7 with the token itself
     assert len(calls) == 4, "one call for each layer"
+
+
+def test_a_drafter_attends_to_all_documents_of_a_batch_in_one_call_with_its_gradients(
+        gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args[5])
+        return pretended_flash(*args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", watched)
+    lengths, generator = [13, 5, 1], torch.Generator().manual_seed(0)
+    results = []
+    for device in (CPU, GPU):
+        heads = [torch.randn(sum(lengths), number, 8, generator=generator.manual_seed(1)).bfloat16().to(device)
+                 for number in (4, 2, 2)]
+        for one in heads:
+            one.requires_grad_()
+        mixed = packed_causal(*heads, lengths)
+        mixed.float().square().sum().backward()
+        results.append([mixed.detach().cpu(), *(one.grad.cpu() for one in heads if one.grad is not None)])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, atol=5e-2, rtol=5e-2)
+    assert calls == [13], "one call for all documents"
 
 
 def test_the_reference_of_capture_is_computed_where_the_target_is(gpu: PretendedGpu, target_dir: Path) -> None:

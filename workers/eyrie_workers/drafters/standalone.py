@@ -54,7 +54,6 @@ from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.layers.decoder import (
     DecoderLayer,
-    causal,
     decoder_config,
     decoder_json,
     layer_flops,
@@ -76,6 +75,7 @@ from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.speculation.upload import upload
+from eyrie_workers.targets.causal_attention import packed_causal, starts_of
 from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import Attend, TargetModel
@@ -112,8 +112,10 @@ class StandaloneDrafter(nn.Module):
         config = self.config
         x_TH = F.embedding(documents.token_ids, self.model.embed_tokens.weight)
         layers = [layer.weights(dtype) for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        starts = starts_of(documents.lengths, x_TH.device)
         for number, layer in enumerate(layers):
-            attended_TQ = causal(*layer.heads(x_TH, angles), documents.lengths)
+            q_TKWE, k_TKE, v_TKE = layer.heads(x_TH, angles)
+            attended_TQ = packed_causal(q_TKWE.flatten(1, 2), k_TKE, v_TKE, documents.lengths, starts)
             if number + 1 == len(layers):  # after the last attention only the requested positions are needed
                 x_TH, attended_TQ = gather_rows(x_TH, positions_N), gather_rows(attended_TQ, positions_N)
             x_TH = layer.post_attention(x_TH, attended_TQ, recompute)

@@ -33,20 +33,31 @@ class CausalAttention:
         self.dtype = dtype
         self._config = config
         self._lengths = list(lengths)
-        # [texts + 1]: where each text begins. Copied to the device once for all layers.
-        starts = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu")
-        self._starts = starts.to(device, non_blocking=True)
+        self._starts = starts_of(lengths, device)  # once for all layers
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """heads [M, Q + 2G, E] -> [M, Q * E]."""
         config = self._config
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-        if _flash_applies(q):
-            return _flash(q, k, v, self._starts, max(self._lengths), window)
-        parts = [causal(*one, window) for one in zip(
-            q.split(self._lengths), k.split(self._lengths), v.split(self._lengths), strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return packed_causal(q, k, v, self._lengths, self._starts, window)
+
+
+def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[texts + 1] int32: where each text begins."""
+    starts = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu")
+    return starts.to(device, non_blocking=True)
+
+
+def packed_causal(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], starts: Tensor | None = None,
+                  window: int | None = None) -> Tensor:
+    """Attention within each of several texts: q [M, Q, E], k and v [M, G, E] -> [M, Q * E]. Differentiable."""
+    if _flash_applies(q):
+        starts = starts_of(lengths, q.device) if starts is None else starts
+        return _flash(q, k, v, starts, max(lengths), window)
+    parts = [causal(*one, window) for one in zip(
+        q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.decisions.target_config import FULL
@@ -100,17 +99,6 @@ class LayerWeights:
     def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
         # Head norms run in float32 in every compute dtype, as in the target's forward pass.
         return rms_norm(x.float().reshape(-1, x.shape[-1]), norm, self.config.rms_eps).view(x.shape).to(x.dtype)
-
-
-def causal(q_TKWE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Causal attention within each of several concatenated documents: [T, Q * E]."""
-    per_kv, parts = q_TKWE.shape[2], []
-    heads = (q_TKWE.flatten(1, 2), *(x.repeat_interleave(per_kv, 1) for x in (k_TKE, v_TKE)))
-    for q, k, v in zip(*(x.split(list(lengths)) for x in heads), strict=True):
-        attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k.transpose(0, 1)[None],
-                                                  v.transpose(0, 1)[None], is_causal=True)
-        parts.append(attended[0].transpose(0, 1).flatten(1))
-    return torch.cat(parts)
 
 
 def head_counts(spec: DrafterSpec, target: TargetConfig, default: int) -> tuple[int, int]:
