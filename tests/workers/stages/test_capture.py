@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.errors import ArtifactCorrupt
+from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.drafter import PublishedDrafter
 from eyrie_api.v1alpha1.reports import CaptureReport
@@ -426,9 +426,7 @@ def test_an_error_of_one_rank_alone_is_in_failure_json(tmp_path: Path) -> None:
     damaged = shutil.copytree(target, tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes(b"no header")
     write_spec(tmp_path / "other", damaged, tmp_path / "rows")  # what rank 1 finds on its machine
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()  # of a range that no connection of this machine is given a port of
     programs = [subprocess.Popen(
         [sys.executable, "-m", "eyrie_workers.stages.capture", "--spec", str(tmp_path / name / "spec.json"),
          "--out", str(out / "manifest.json")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

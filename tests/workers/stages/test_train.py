@@ -195,23 +195,24 @@ def test_kill_9_at_any_step_changes_no_bit_of_the_result(
     assert (ours.tokens, ours.supervised_tokens) == (theirs.tokens, theirs.supervised_tokens)
 
 
-def start_two(out: Path) -> subprocess.Popen[bytes]:
+def start_ranks(out: Path, number: int) -> subprocess.Popen[bytes]:
     program = Path(__file__).with_name("observed_train.py")
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program),
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), str(program),
          "--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
-def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_one(
-        finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
-    # 9 documents a step at most and two processes: some steps have more on one side.
+@pytest.mark.parametrize(("number", "later"), [(2, 1), (4, 2)])
+def test_processes_killed_midway_and_fewer_that_go_on_make_the_drafter_of_one(
+        number: int, later: int, finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    # 9 documents a step at most: some steps have more on one process than on another.
     write_spec(tmp_path, target_dir, store_dir, save_every_steps=None, save_every_s=0.001, threads=None)
-    processes = start_two(tmp_path)
+    processes = start_ranks(tmp_path, number)
     wait_for_steps(tmp_path, processes, 6)
     children = Path(f"/proc/{processes.pid}/task/{processes.pid}/children").read_text().split()
-    assert len(children) == 2
+    assert len(children) == number
     processes.kill()
     processes.wait()
     # The launcher gives each process a session of its own. They end with it all the same, and free the stage's lock.
@@ -220,17 +221,20 @@ def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_on
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.01)
     assert sorted(path.name for path in tmp_path.glob("digest-*")) == ["digest-0"], "rank 0 alone reads the target"
-    share = max(1, cpu_count() // 2)
-    assert [(tmp_path / f"threads-{rank}").read_text() for rank in (0, 1)] == [str(share)] * 2
+    share = max(1, cpu_count() // number)
+    assert [(tmp_path / f"threads-{rank}").read_text() for rank in range(number)] == [str(share)] * number
     assert sum(metric.name == "loss" for metric in metrics(tmp_path)) >= 6
-    assert start(tmp_path).wait() == 0
+    assert (start(tmp_path) if later == 1 else start_ranks(tmp_path, later)).wait() == 0
     ours, theirs = report_of(tmp_path), report_of(finished)
     assert ours.resumed_from_step >= 4, "of the step before the last, whose state may not have been written yet"
     assert (ours.tokens, ours.supervised_tokens) == (theirs.tokens, theirs.supervised_tokens)
     for mine, other in zip(weights(tmp_path).values(), weights(finished).values(), strict=True):
         for name, tensor in mine.items():
-            # Sums in another order, through a few dozen optimiser steps; weights are of order 0.1 and exported rounded.
-            torch.testing.assert_close(tensor.float(), other[name].float(), atol=2e-3, rtol=2e-2, msg=name)
+            # Sums in another order, through a few dozen optimiser steps; weights are of order 0.1. Where a gradient is
+            # nearly 0, rounding decides the direction of an AdamW step: one weight in thousands is 4e-3 apart.
+            distance = (tensor.float() - other[name].float()).abs()
+            assert distance.max() < 6e-3, name
+            assert distance.mean() < 2e-4, name
 
 
 def test_gpus_that_are_not_there_are_refused_by_every_rank_before_any_work(
