@@ -268,6 +268,13 @@ def test_the_plan_shows_the_tokens_that_a_gpu_computes_at_a_time_and_why(
     assert ("the largest that fits" in shown.source) == (not train)
 
 
+def test_a_family_whose_memory_is_not_known_is_named_where_it_trains_on_gpus() -> None:
+    for placement, family, warned in (({"every": {"num_gpus": 1}}, "hydra", True), ({}, "hydra", False),
+                                      ({"every": {"num_gpus": 1}}, "eagle3", False)):
+        warnings = plan_of(job_spec(placement=placement, drafter={"family": family}), SMALL, None).warnings
+        assert any(f"of a training step of {family} is not known" in one for one in warnings) is warned
+
+
 def test_a_float32_target_whose_checkpoint_is_narrower_is_named_where_gpus_compute_it() -> None:
     stored = replace(SMALL, dtype="bfloat16")
     placed = {"every": {"num_gpus": 1}}

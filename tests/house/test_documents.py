@@ -50,6 +50,13 @@ def test_every_make_target_and_module_that_a_document_names_exists() -> None:
             assert file.with_suffix(".py").exists() or (file / "__main__.py").exists() or file.is_dir(), (path, module)
 
 
+def test_every_test_that_a_document_names_exists() -> None:
+    named = {one for path in DOCUMENTS for one in re.findall(r"`(tests/[a-z_0-9/]+\.py)::(test_\w+)`", path.read_text())}
+    assert named
+    assert [f"{file}::{test}" for file, test in sorted(named)
+            if not (ROOT / file).is_file() or f"def {test}(" not in (ROOT / file).read_text()] == []
+
+
 def test_readmes_are_short() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in ROOT.glob("*/README.md")}
     assert {path: length for path, length in lengths.items() if length > 80} == {}

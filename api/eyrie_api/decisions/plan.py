@@ -448,6 +448,10 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     if work.num_gpus and asked == "float32" and stored in ("bfloat16", "float16"):
         found.append(f"target.dtype is float32 and the checkpoint stores {stored}, which takes half of the "
                      f"memory: set target.dtype {stored}")
+    unknown = sorted({one.drafter.family for one in candidates if not FAMILIES[one.drafter.family].step_cost_known})
+    if work.num_gpus and unknown:
+        found.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a GPU "
+                     "run out of it, lower train.max_tokens_per_gpu")
     smallest = min(work.step_tokens(candidate) for candidate in candidates)
     if work.captured < 10 * smallest:
         found.append(f"{work.captured} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
