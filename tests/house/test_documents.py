@@ -51,7 +51,8 @@ def test_every_make_target_and_module_that_a_document_names_exists() -> None:
 
 
 def test_every_test_that_a_document_names_exists() -> None:
-    named = {one for path in DOCUMENTS for one in re.findall(r"`(tests/[a-z_0-9/]+\.py)::(test_\w+)`", path.read_text())}
+    named = {one for path in DOCUMENTS
+             for one in re.findall(r"`(tests/[a-z_0-9/]+\.py)::(test_\w+)`", path.read_text())}
     assert named
     assert [f"{file}::{test}" for file, test in sorted(named)
             if not (ROOT / file).is_file() or f"def {test}(" not in (ROOT / file).read_text()] == []
