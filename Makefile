@@ -150,10 +150,19 @@ bench-codecs: setup  ## acceptance length by codec of the hidden states; ten min
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
 CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
-.PHONY: campaign-model
+.PHONY: campaign-model campaign-fuzz
+SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
 	@$(BIN)/python -m tests.campaigns.model $(CAMPAIGN)
+
+campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and engine; schemathesis (installed for this target)
+	@$(BIN)/python -m tests.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN)
+
+$(SCHEMATHESIS): tests/campaigns/schemathesis.txt
+	@$(PYTHON) -m venv .eyrie/schemathesis
+	@timeout 300 .eyrie/schemathesis/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@touch $@
 
 # Under twenty minutes on two cores; SHORT=1 takes four. FAMILIES=eagle1,eagle3 and BUDGET=tokens=300k restrict it.
 compare: setup  ## all drafter families for the quickstart target, trained at an equal budget and measured

@@ -137,7 +137,8 @@ def test_query_errors_name_the_parameter(server: Running) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"\\ud800"', b"[" * 100_000, b"NaN",
-                                     b'{"target": {"model": "\\ud800"}, "data": {"sources": []}}', b"1" * 5000])
+                                     b'{"target": {"model": "\\ud800"}, "data": {"sources": []}}', b"1" * 5000,
+                                     b"9" * 400])
 def test_a_body_that_is_no_job_is_a_problem_whatever_it_is(server: Running, content: bytes) -> None:
     response = httpx.post(server.url + JOBS, content=content, headers={"Content-Type": "application/json"})
     problem(response, 422, "InvalidInput")
@@ -145,6 +146,8 @@ def test_a_body_that_is_no_job_is_a_problem_whatever_it_is(server: Running, cont
 
 def test_an_unknown_route_and_a_wrong_method_are_problems(server: Running) -> None:
     problem(httpx.get(server.url + "/v1alpha1/nothing"), 404, "NotFound")
+    for path in ("/v1alpha1/jobs/a%00b", "/v1alpha1/jobs?name=%00", "/v1alpha1/jobs?project=%00"):
+        problem(httpx.get(server.url + path), 422, "InvalidInput")
     answer = httpx.put(server.url + JOBS, json={})
     problem(answer, 405, "MethodNotAllowed")
     assert answer.headers["allow"] == "GET, POST"

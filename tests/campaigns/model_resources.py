@@ -259,7 +259,7 @@ class ResourceWorld:
             self.asked[uid].deleted = True
             if self.rng.random() < 0.3:
                 metadata["annotations"][OUTSIDE_ANNOTATION] = "keep"
-                self.asked[uid].kept = True
+            self.asked[uid].kept = OUTSIDE_ANNOTATION in metadata["annotations"]  # or since its time to live is over
             self._delete(uid)
 
     # Rules.

@@ -22,6 +22,7 @@ from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gat
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
 from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, TrafficRecorder
 from eyrie_pipelines.processes import is_alive
+from tests.campaigns.raw_http import send
 
 JSON = {"content-type": "application/json"}
 
@@ -132,6 +133,23 @@ def counted(url: str) -> dict[str, dict[str, int]]:
     """By revision."""
     found: dict[str, dict[str, int]] = httpx.get(url + COUNTERS_PATH, timeout=30).json()["revisions"]
     return found
+
+
+def test_bytes_that_a_url_or_a_header_cannot_have_are_relayed_or_refused_and_never_an_error_of_the_gateway(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    lead_to(directory, engines[0], 1, record_prompts=10)
+    port, chat = int(url.rpartition(":")[2]), b"/v1/chat/completions"
+    declared = {"Content-Type": b"application/json"}
+    deep = b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    for headers, body in (({"Cookie": b"\xff"}, b"{}"), ({"Authorization": b"Bearer "}, b"{}"), ({}, deep),
+                          ({}, surrogate)):
+        assert send(port, "POST", chat, declared | headers, body, 30).status == 200
+    for method, target in (("GET", b"/v1/models/%00"), ("GET", b"/v1/models/%0d%0aX:1"), ("TRACE", b"/v1/models")):
+        answer = send(port, method, target, {}, b"", 30)
+        assert 400 <= answer.status < 500
+        assert answer.json()["error"]["message"]
 
 
 def test_a_share_of_the_requests_is_exact_over_few_of_them_and_counted(

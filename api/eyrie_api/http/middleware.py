@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote_to_bytes
 
 from anyio import to_thread
 from starlette.datastructures import Headers
@@ -30,7 +30,7 @@ from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.database.audit import Audit
-from eyrie_api.errors import EyrieError, NotFound, TooLarge, Unauthorized
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
 from eyrie_api.http.problems import DATABASE_ERRORS, database_unavailable, is_invalid_statement, refuse
 from eyrie_api.request_origin import check_host, check_json, check_origin
@@ -52,6 +52,13 @@ _AUDIT_ANONYMOUS_EVERY_S = 1.0
 
 def _header(request: Request, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in request["headers"] if key == name), "")
+
+
+def _check_target(request: Request) -> None:
+    """Refuse a NUL in path or query: PostgreSQL has no such text, and no file such a name. Raises InvalidInput."""
+    if "\0" in request["path"] or b"\0" in unquote_to_bytes(request["query_string"]):
+        raise InvalidInput("the path or the query has a NUL character (%00)",
+                           "no id, name or value has one: leave it out")
 
 
 class AccessMiddleware:
@@ -80,6 +87,7 @@ class AccessMiddleware:
             await send(message)
 
         try:
+            _check_target(request)
             access = Scope(await self._caller(request), request_id=request_id)
             access = await self._narrowed(request, access)
             await self._limit(access)
@@ -202,8 +210,8 @@ class AccessMiddleware:
         project = None if access is None else access.project
         verb = _verb(request)
         try:
-            await to_thread.run_sync(self._audit.refused, principal.subject, verb, request["path"], project, status,
-                                     request_id)
+            await to_thread.run_sync(self._audit.refused, principal.subject, verb,
+                                     request["path"].replace("\0", "%00"), project, status, request_id)
         except DATABASE_ERRORS as error:  # the response has been sent
             log.warning("refused %s of %s is not audited: %s", verb, principal.subject, error)
 

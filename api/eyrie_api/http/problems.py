@@ -189,8 +189,8 @@ def _shown(value: Any) -> Any:
     """A value that can be echoed: short, finite, representable in JSON."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int | float):
-        return value if math.isfinite(value) and abs(value) < 2**63 else str(value)[:_SHOWN]
+    if isinstance(value, int | float) and abs(value) < 2**63:
+        return value
     text = value if isinstance(value, str) else _as_json(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 

@@ -90,13 +90,13 @@ class CreatedKey(Frozen):
 class Quotas(Frozen):
     """What a project may use; null is without limit."""
 
-    max_jobs: int | None = Field(None, ge=0, le=1_000_000)
+    max_jobs: int | None = Field(None, strict=True, ge=0, le=1_000_000)
     """Jobs that have not ended, at any one time."""
 
-    max_endpoints: int | None = Field(None, ge=0, le=1_000_000)
+    max_endpoints: int | None = Field(None, strict=True, ge=0, le=1_000_000)
     """Endpoints that are on."""
 
-    requests_per_minute: int | None = Field(None, ge=1, le=10_000_000)
+    requests_per_minute: int | None = Field(None, strict=True, ge=1, le=10_000_000)
     """Of the whole project; every key has the server's limit besides (EYRIE_RATE_LIMIT_PER_MINUTE)."""
 
 

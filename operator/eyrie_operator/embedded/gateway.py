@@ -40,12 +40,13 @@ from typing import Any, TypeVar
 import httpx
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as PathRoute
 
 from eyrie_api.artifacts import write_model
-from eyrie_api.errors import EyrieError, NotFound, PortInUse
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.v1alpha1.model import Frozen
@@ -123,12 +124,15 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
         return True
 
     def check(request: Request) -> None:
-        """Raises Forbidden, UnsupportedMediaType or NotFound."""
+        """Raises Forbidden, UnsupportedMediaType, InvalidInput or NotFound."""
         if is_loopback:
             check_host(request.headers)
         check_origin(request.method, request.headers)
         check_json(request.method, request.headers)
         path: str = request.scope["path"]
+        if not request.scope["raw_path"].isascii() or any(ord(one) < 32 for one in path):
+            raise InvalidInput(f"the path {path[:100]!r} has characters that no path of an engine has",
+                               "send a path of printable ASCII characters")
         if not is_forwarded(path):
             raise NotFound(f"{path[:100]} is not forwarded to engines",
                            "the gateway serves /v1/..., " + ", ".join(sorted(_FORWARDED)))
@@ -137,14 +141,13 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
         try:
             check(request)
         except EyrieError as error:
-            return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error",
-                                           "code": error.reason}}, status_code=error.http_status)
+            return _refused(error.http_status, error.reason, str(error))
         try:
             body = await request.body()
         except ClientDisconnect:
             return Response(status_code=499)
         is_post = request.method == "POST"
-        if is_post and request.url.path == CHAT_PATH:
+        if is_post and request.scope["path"] == CHAT_PATH:
             route = routes.current()
             traffic.record(body, 0 if route is None else route.record_prompts)
         for attempt in (1, 2):
@@ -178,15 +181,24 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
             yield
 
     return Starlette(routes=[PathRoute(COUNTERS_PATH, counters, methods=["GET"]),
-                             PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan)
+                             PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan,
+                     exception_handlers={HTTPException: _on_http_exception})
+
+
+async def _on_http_exception(_request: Request, error: Exception) -> Response:
+    """No route, because of a line break in the path, or a method of none."""
+    assert isinstance(error, HTTPException)
+    return _refused(error.status_code, "InvalidRequest", error.detail)
 
 
 async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Request, body: bytes, *,
                 counted: bool) -> Response:
-    url = routed.url.rstrip("/") + request.url.path
-    if request.url.query:
-        url += f"?{request.url.query}"
-    headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _NOT_SENT]
+    # The path as it was sent: the decoded one may hold what a URL cannot. `request.url` fails for some Host headers.
+    target, query = request.scope["raw_path"], request.scope["query_string"]
+    url = httpx.URL(routed.url).copy_with(raw_path=target + (b"?" + query if query else b""))
+    # Values as bytes, which need not be text; without the blanks around them, which are not part of a value.
+    headers = [(name, value.strip(b" \t")) for name, value in request.headers.raw
+               if name.decode("latin-1").lower() not in _NOT_SENT]
     outgoing = client.build_request(request.method, url, headers=headers, content=body)
     response = await _unless_disconnected(request, client.send(outgoing, stream=True))
     forwarded = {name: value for name, value in response.headers.items() if name.lower() not in _NOT_RELAYED}
@@ -255,6 +267,11 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
             (routed.failed if response.status_code >= 500 else routed.answered)()
     finally:
         await response.aclose()
+
+
+def _refused(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": code}},
+                        status_code=status)
 
 
 def _error(code: str, message: str) -> dict[str, Any]:

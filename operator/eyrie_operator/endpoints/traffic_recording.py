@@ -61,10 +61,10 @@ def write_latest(source: Path, to: Path, latest: int) -> int:
 def _messages(body: bytes) -> bytes | None:
     try:
         parsed: Any = json.loads(body)
-    except ValueError:
+        messages = parsed.get("messages") if isinstance(parsed, dict) else None
+        if not isinstance(messages, list) or not messages:
+            return None
+        row = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
+    except (ValueError, RecursionError):  # lone surrogates and deep nesting too: the engine refuses such a body
         return None
-    messages = parsed.get("messages") if isinstance(parsed, dict) else None
-    if not isinstance(messages, list) or not messages:
-        return None
-    row = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
     return row if len(row) <= _MAX_ROW_BYTES else None

@@ -1,0 +1,130 @@
+"""The processes that campaigns send requests to: an API server, a gateway, an embedded engine on a tiny target."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
+from eyrie_api.processes import free_port
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
+from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record, stop_endpoints
+from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
+from eyrie_pipelines.processes import wait_until
+
+START_S = 120.0
+_API = """
+import sys
+import uvicorn
+from eyrie_api.database.engine import Database
+from eyrie_api.http.server import create_app
+from eyrie_api.settings import Settings
+settings = Settings.from_env()
+app = create_app(settings, database=Database(settings.resolved_database_url))
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", access_log=False)
+"""
+"""`eyrie serve-api` without a broker: chores stay in the outbox, since nothing here is to train."""
+
+
+
+@dataclass(frozen=True)
+class Part:
+    """A listening process."""
+
+    name: str
+    port: int
+    pid: int
+
+    def resident_mib(self) -> float:
+        """Resident memory of the process."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") / 2**20
+
+    def descriptors(self) -> int:
+        """Open file descriptors."""
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+
+@contextmanager
+def api_server(home: Path, database_url: str | None = None, **variables: str) -> Iterator[Part]:
+    """The API as a process, without a token: every caller is an administrator. No worker runs its jobs.
+
+    database_url   None: SQLite in `home`
+    variables      further settings, as environment variables
+    """
+    settings = Settings(home=home, database_url=database_url)
+    database = Database(settings.resolved_database_url)
+    upgrade(database)
+    database.close()
+    port = free_port()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("EYRIE_")}
+    env |= {"EYRIE_HOME": str(home), "EYRIE_DATABASE_URL": settings.resolved_database_url, **variables}
+    with (home / "api.log").open("ab") as log:
+        process = subprocess.Popen([sys.executable, "-c", _API, str(port)], env=env, stdout=log, stderr=log, cwd=home)
+    try:
+        def ready() -> bool:
+            assert process.poll() is None, (home / "api.log").read_text()[-3000:]
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        assert wait_until(ready, START_S), (home / "api.log").read_text()[-3000:]
+        yield Part("api", port, process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def endpoint(home: Path, target: Path) -> Iterator[tuple[Part, Part]]:
+    """A gateway and its engine, as the embedded runtime starts them."""
+    settings = Settings(home=home)
+    database = Database(settings.resolved_database_url)
+    upgrade(database)
+    Endpoints(database).create("default", TargetSpec(model=str(target)),
+                               EndpointServeSpec(port=0, max_concurrency=2, record_prompts=100), "tiny")
+    keeper, directory = EmbeddedEndpoints(settings, database), endpoint_dir(home, "default")
+
+    def serves() -> bool:
+        keeper.reconcile("default")
+        return read_record(directory / ROUTE_FILE, RouteRecord) is not None
+
+    try:
+        assert wait_until(serves, START_S), Endpoints(database).get("default").conditions
+        gateway, engine = read_record(directory / GATEWAY_FILE, GatewayRecord), next(list_engines(directory))[1]
+        assert gateway is not None
+        assert engine.url is not None
+        yield (Part("gateway", gateway.port, gateway.process.pid),
+               Part("engine", int(engine.url.rpartition(":")[2]), engine.process.pid))
+    finally:
+        stop_endpoints(home)
+        database.close()
+
+
+@contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """A directory for the campaign's homes, deleted at its end."""
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"eyrie-{name}-{os.getpid()}-{time.monotonic_ns()}"
+    path.mkdir(mode=0o755)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
