@@ -21,10 +21,12 @@ from eyrie_workers.engines.sglang.launch import launch_arguments, launch_environ
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer, plugin_root, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.targets.agreement import reference_states
+from eyrie_workers.targets.state_source import open_local
 from tests.sglang.mixture_target import write_mixture
 from tests.sglang.servers import MODEL, READY_S, STAND_IN, environment, program
-from tests.sglang.test_parity import TREE, assert_proven, parity
+from tests.sglang.test_parity import NARROW_TREE, assert_proven, parity
 
 LAYERS = (2, 8, 13)
 
@@ -45,18 +47,29 @@ def test_states_of_a_mixture_are_those_of_transformers_expert_by_expert(
     torch.testing.assert_close(aux, theirs, atol=2e-3, rtol=1e-3)
 
 
+def test_a_changed_answer_of_a_mixture_is_judged_by_its_model_in_transformers(tmp_path: Path) -> None:
+    source = open_local(write_mixture(tmp_path / "mixture"), "float32")
+    prompt = [1, 40, 41, 42]
+    _, last = source.packed_states([torch.tensor(prompt)], ())
+    best, second = source.output_head.logits(last[-1]).topk(2).indices.tolist()
+    found = explain(source, "p", prompt, [best], [second])
+    assert found is not None
+    assert (found.position, found.chosen, found.is_tie("float32")) == (0, best, False)
+    assert explain(source, "p", prompt, [best], [best]) is None
+
+
 def test_drafts_for_a_mixture_are_accepted_as_the_reference_engine_accepts_them_for_the_same_dense_model(
         plain: SglangServer, drafter: Path, prompts: list[list[int]], tmp_path: Path) -> None:
     target = write_mixture(tmp_path / "mixture", spread=0.0)
     plan = LaunchPlan(
         target=read_target(str(target), read_config(target)), drafter=read_drafter(str(drafter), read_config(drafter)),
-        machine=profile("cpu"), served_model_name=MODEL, setting=Setting(tree=TREE), dtype="float32", port=free_port(),
-        max_running_requests=8, context_length=1024, max_total_tokens=8192,
+        machine=profile("cpu"), served_model_name=MODEL, setting=Setting(tree=NARROW_TREE), dtype="float32",
+        port=free_port(), max_running_requests=8, context_length=1024, max_total_tokens=8192,
         plugin_root=f"{STAND_IN}:{plugin_root(tmp_path)}")
     server = start_sglang((*launch_arguments(plan), "--skip-server-warmup"), tmp_path / "logs", prefix=program(),
                           environment=environment() | launch_environment(plan))
     try:
         server.wait_ready(READY_S)
-        assert_proven(parity("mixture", plain, server, drafter, TREE, prompts))
+        assert_proven(parity("mixture", plain, server, drafter, NARROW_TREE, prompts))
     finally:
         server.stop(0.0)

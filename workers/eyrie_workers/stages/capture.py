@@ -328,7 +328,7 @@ def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Stor
     path = resolve(spec.target)
     if not (fresh and spec.capture.check_rows):
         return _open(spec, stage, plan, fmt, source, opened), ()
-    if not _fits_device(path) or read_json(path / "config.json").get("quantization_config") is not None:
+    if source == "sglang" and (not _fits_device(path) or read_json(path / "config.json").get("quantization_config")):
         stage.event("LayersNotChecked", "the states are not compared with those of transformers, which cannot load "
                     "this target here: it is quantised, or larger than one GPU", warning=True)
         return _open(spec, stage, plan, fmt, source, opened), ()

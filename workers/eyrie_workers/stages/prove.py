@@ -11,7 +11,7 @@ else one after the other, and makes three checks:
 2. Changed system prompt: the same with another system prompt, which operators change in production.
 3. Parity: the candidate's output equals `off`'s, and it accepts the tokens that the reference engine accepts. The
    servers answer; the reference engine replays their rounds when they are gone, so that it has the memory. Where it
-   cannot hold the target all the same, the answers alone are compared, and the report says so.
+   cannot hold the target all the same, or does not compute it, the answers alone are compared, and the report says so.
 
 All three run even when one fails: promotion decides (`eyrie_api.decisions.promotion`), and its reasons cover all of
 them. When tuning found that speculation pays at none of the declared loads, the stage reports that and starts no
@@ -27,10 +27,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
+from eyrie_api.decisions.target_config import computed_by_reference
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.load import LoadComparison, LoadReport, LoadSpec
 from eyrie_api.v1alpha1.model import Frozen
@@ -50,6 +51,7 @@ from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.report_statistics import crossover
 from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.machine.environment import environment
+from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
@@ -63,7 +65,9 @@ from eyrie_workers.measurement.parity.parity import compare_answers, replay_pari
 from eyrie_workers.measurement.parity.reference import Reference, why_not_held
 from eyrie_workers.measurement.parity.served_answers import Served, request_answers
 from eyrie_workers.stage_program import Result, Stage, run_program
+from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
+from eyrie_workers.targets.state_source import open_local
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "found.jsonl"
@@ -413,12 +417,15 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
         return CheckResult(question=PARITY, parity=report_without_answers(
             kind, tree, len(answers.plain), answers.error))
     target_dir = resolve(spec.target)
-    reference = None
+    reference = judge = None
     why = why_not_held(target_dir, dtype)
-    if why is None:
-        reference = Reference(target_dir, Path(spec.drafter_dir), kind, tree, dtype)
-    elif setting.method == "drafter":
+    if why is not None:
         why = f"rounds not replayed: the reference does not hold the target ({why})"
+    elif computed_by_reference(config := read_json(target_dir / "config.json")):
+        reference = Reference(target_dir, Path(spec.drafter_dir), kind, tree, dtype)
+    else:
+        why = f"rounds not replayed: the reference does not compute {config.get('model_type')}"
+        judge = cache(lambda: open_local(target_dir, dtype))  # loaded when an answer differs
     if setting.method == "ngram":
         why = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
 
@@ -428,8 +435,10 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
             title = f"{name} {index}"
             if reference is not None:
                 return reference.divergence(title, prompts[index], plain[index], drafted[index])
-            place = first_difference(plain[index].token_ids, drafted[index].token_ids)
-            return f"{title}: position {place}", False
+            one, other = plain[index].token_ids, drafted[index].token_ids
+            if judge is not None and (found := explain(judge(), title, prompts[index], one, other)) is not None:
+                return found.line(dtype), found.is_tie(dtype)
+            return f"{title}: position {first_difference(one, other)}", False
 
         return compare_answers(kind, tree, plain, drafted, divergence, note)
 

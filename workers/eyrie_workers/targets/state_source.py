@@ -10,12 +10,15 @@ Which one a job uses is decided by `eyrie_api.decisions.target_config.choose_sou
 # M tokens of all texts, A aux layers, H hidden
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.decisions.target_config import choose_source
+from eyrie_api.v1alpha1.targets import Dtype, TargetSpec
+from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.output_head import OutputHead
 
@@ -48,3 +51,10 @@ def open_source(name: Literal["reference", "transformers"], target: TargetSpec,
     from eyrie_workers.targets.transformers_target import load_transformers_target  # transformers: seconds to import
 
     return load_transformers_target(resolve(target), target.dtype, device)
+
+
+def open_local(target_dir: Path, dtype: Dtype) -> StateSource:
+    """Load the target with the source that computes it without a server. Raises as `load_target`."""
+    name = choose_source(read_json(target_dir / "config.json"), "auto")
+    assert name != "sglang"
+    return open_source(name, TargetSpec(model=str(target_dir), dtype=dtype))

@@ -100,7 +100,7 @@ class ConcurrentBenchmark:
                 one, other = comparable(ours, theirs, request.id)
                 if one == other:
                     continue
-                found = explain(session.target, request.id, request.prompt_ids, other, one,
+                found = explain(session.judge, request.id, request.prompt_ids, other, one,
                                 temperature=ours.temperature, seed=request.seed)
                 assert found is not None
                 lines.append(found.line(session.dtype))

@@ -18,7 +18,7 @@ from torch import Tensor
 from eyrie_api.decisions.near_ties import is_near_tie
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.speculation.noise import gumbel
-from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.state_source import StateSource
 
 _ROWS = 64
 """Positions whose logits are held at once, in float64: 80 MB with a vocabulary of 152k."""
@@ -89,7 +89,7 @@ def _token(token: int | None) -> str:
     return "end" if token is None else f"token {token}"
 
 
-def explain(target: TargetModel, prompt_id: str, prompt_ids: Sequence[int], baseline: Sequence[int],
+def explain(target: StateSource, prompt_id: str, prompt_ids: Sequence[int], baseline: Sequence[int],
             drafted: Sequence[int], *, temperature: float = 0.0, seed: int = 0) -> Divergence | None:
     """Find and explain the first difference between the two answers to one prompt; None when identical.
 
@@ -123,14 +123,15 @@ def _choice(logits_V: Tensor, scores_V: Tensor, token: int, temperature: float) 
     return Choice(gap, magnitude, chosen)
 
 
-def _scores(target: TargetModel, text: Sequence[int], start: int, num_rows: int, temperature: float,
+def _scores(target: StateSource, text: Sequence[int], start: int, num_rows: int, temperature: float,
             seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and scores, by which the tokens text[start], text[start + 1] ... were chosen."""
     with torch.inference_mode():
-        ((_, last_TH),) = target.hidden_states([torch.tensor(text[:start + num_rows - 1], dtype=torch.int64)], ())
+        _, last_TH = target.packed_states([torch.tensor(text[:start + num_rows - 1], dtype=torch.int64)], ())
+        head = target.output_head
         for begin in range(0, num_rows, _ROWS):
             end = min(begin + _ROWS, num_rows)
-            logits_TV = target.logits(last_TH[start - 1 + begin:start - 1 + end]).double().cpu()
+            logits_TV = head.logits(last_TH[start - 1 + begin:start - 1 + end]).double().cpu()
             scores_TV = logits_TV
             if temperature > 0.0:
                 noise_TV = gumbel(seed, start + begin, end - begin, logits_TV.shape[-1]).to(logits_TV)

@@ -20,6 +20,7 @@ from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
+from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, load_suite
 from eyrie_workers.engines.decoding_engine import DecodingEngine, check_temperatures
@@ -42,6 +43,7 @@ from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.state_source import StateSource, open_local
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "cells.jsonl"
@@ -68,7 +70,7 @@ class Session:
     """All prompts of every suite, in the order of `load_suite`."""
 
     spec: BenchmarkSpec
-    dtype: str
+    dtype: Dtype
 
     @cached_property
     def context_length(self) -> int:
@@ -80,6 +82,14 @@ class Session:
         """The reference implementation of the target: the embedded engine's own, otherwise loaded at first use."""
         engine = self.bench.engine
         return engine.target if isinstance(engine, EmbeddedEngine) else load_target(self.target_path, self.dtype)
+
+    @cached_property
+    def judge(self) -> StateSource:
+        """What the target's own choices are read from where answers differ: its reference implementation, or else its
+        model in transformers."""
+        if isinstance(self.bench.engine, EmbeddedEngine) or "target" in self.__dict__:
+            return self.target
+        return open_local(self.target_path, self.dtype)
 
     def units(self, prompts: Iterable[tuple[int, Prompt]], temperatures: Sequence[float],
               repeats: int) -> list[Unit]:
@@ -353,11 +363,11 @@ def report_cells(session: Session, measured: Sequence[tuple[Unit, Entry]],
 
 
 def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) -> Divergence | None:
-    # The reference implementation is loaded only when an answer differs, see `Session.target`.
+    # Loaded only when an answer differs.
     if first_difference(entry.samples[BASELINE].token_ids, entry.samples[variant.title].token_ids) is None:
         return None
     return explain(
-        session.target, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
+        session.judge, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
         entry.samples[variant.title].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
 
 
