@@ -1,8 +1,9 @@
-"""Benchmark and tune in SGLang: what they report, what they refuse, and going on after the stage was killed."""
+"""Benchmark and tune in SGLang: what they report, of rivals too, what they refuse, and going on after a kill."""
 
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -16,7 +17,8 @@ from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
+from eyrie_api.v1alpha1.rivals import RivalSpec
+from eyrie_api.v1alpha1.stages import BenchmarkStage, RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, TuneSpec
 from eyrie_workers.catalog import command
@@ -92,6 +94,22 @@ def test_a_checkpoint_is_benchmarked_in_sglang_and_accepts_what_the_reference_en
     assert descendants(os.getpid()) <= before
 
 
+def test_ngram_lookup_is_a_rival_of_the_benchmark_in_sglang(tmp_path: Path, drafter: Path) -> None:
+    spec = BenchmarkStage.model_validate(measured(drafter) | {
+        "rival": RivalSpec(method="ngram"), "checkpoint": "rival-ngram", "drafter_dir": str(tmp_path / "none")})
+    assert run_program(BenchmarkStage, benchmark, prepare(tmp_path / "stage", spec)) == 0
+    report = read_manifest(tmp_path / "stage").report
+    assert isinstance(report, BenchmarkReport)
+    assert (report.rival, report.family, report.dropped, report.lossless) == (True, "ngram", None, True)
+    assert report.engine is not None
+    assert report.engine.kind == "sglang"
+    for cell in report.cells:
+        assert cell.tree is not None
+        assert (cell.tree.num_steps, cell.tree.top_k) == (5, 1)
+        assert cell.identical == cell.prompts
+    assert sum(sum(cell.accepted_histogram[1:]) for cell in report.cells) > 0
+
+
 def test_sampled_benchmarks_in_sglang_on_a_cpu_are_refused_before_a_server_starts(
         tmp_path: Path, drafter: Path) -> None:
     fields = measured(drafter)
@@ -103,9 +121,10 @@ def test_sampled_benchmarks_in_sglang_on_a_cpu_are_refused_before_a_server_start
     assert not (tmp_path / "stage" / "servers").exists()
 
 
-def test_tuning_in_sglang_killed_in_the_race_leaves_no_server_and_goes_on_with_the_same_trials(
+def test_tuning_in_sglang_killed_in_the_race_leaves_no_server_and_goes_on_with_the_same_trials_and_the_rival(
         tmp_path: Path, drafter: Path) -> None:
-    spec = TuneStage.model_validate(measured(drafter, tune=TuneSpec(
+    rival = RivalDrafter(checkpoint="rival-copy", drafter_dir=str(shutil.copytree(drafter, tmp_path / "rival")))
+    spec = TuneStage.model_validate(measured(drafter, rival=rival, tune=TuneSpec(
         num_steps=(2, 5), top_k=(1, 2), num_draft_tokens=(8,), concurrencies=(1, 2), max_prompts=4, temperatures=(0.0,),
         trials_share=0.5)))
     directory = tmp_path / "tune"
@@ -142,6 +161,11 @@ def test_tuning_in_sglang_killed_in_the_race_leaves_no_server_and_goes_on_with_t
         fastest = max((trial for trial in report.trials if trial.concurrency == load and trial.setting != OFF),
                       key=lambda trial: trial.predicted_speedup)
         assert fastest.setting in tried
+    # What the winner has to beat with `promotion.beat: rivals`: the rival in its own best setting, measured here too.
+    assert report.rival is not None
+    assert (report.rival.checkpoint, report.rival.final.lossless) == (rival.checkpoint, True)
+    assert report.rival.map is not None
+    assert {trial.setting.method for trial in report.rival.trials} == {"off", "drafter"}
     assert descendants(os.getpid()) <= before
 
 

@@ -69,9 +69,8 @@ def test_a_chain_is_drafted_the_same_in_batches_and_from_cached_prefixes(
     assert_proven(parity("chain", plain, chain, drafter, CHAIN, prompts, in_flight=6))
 
 
-@pytest.mark.parametrize("tree", [TREE, NARROW_TREE], ids=DraftTreeShape.label)
 def test_a_tree_is_drafted_as_in_the_reference_engine_alone_and_in_batches(
-        tree: DraftTreeShape, plain: SglangServer, drafter: Path, prompts: list[list[int]], tmp_path: Path) -> None:
-    with serving(flags(*drafting(drafter, tree)), tmp_path) as drafted:
-        assert_proven(parity("tree", plain, drafted, drafter, tree, prompts))
-        assert_proven(parity("tree", plain, drafted, drafter, tree, prompts, in_flight=6))
+        plain: SglangServer, drafter: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    with serving(flags(*drafting(drafter, TREE)), tmp_path) as drafted:
+        assert_proven(parity("tree", plain, drafted, drafter, TREE, prompts))
+        assert_proven(parity("tree", plain, drafted, drafter, TREE, prompts, in_flight=6))
