@@ -51,6 +51,21 @@ def identify(pid: int) -> ProcessId | None:
     return ProcessId(pid=pid, started_ticks=int(fields[19]), boot=boot_id())
 
 
+def find_process(argument: str) -> ProcessId | None:
+    """The leader of a session of this user whose command line has this argument; None when there is none."""
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it ended, or is another user's
+            continue
+        fields = _stat(int(entry.name))
+        if argument.encode() in arguments and fields is not None and fields[3] == entry.name:
+            return identify(int(entry.name))
+    return None
+
+
 def is_alive(process: ProcessId) -> bool:
     """Whether this process is still running."""
     return identify(process.pid) == process

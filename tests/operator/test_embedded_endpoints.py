@@ -27,6 +27,7 @@ from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.hardware import FreeMemory
 from eyrie_operator.embedded.processes import (
+    ENGINE_FILE,
     EngineRecord,
     endpoint_dir,
     list_engines,
@@ -192,6 +193,16 @@ def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_di
     harness.serve(1)
     assert harness.engines()[1].process == engine.process
     assert harness.gateway() == gateway
+    # A control plane that is killed between start and record leaves no record; a damaged one is none either.
+    folder = harness.directory / "engines" / "1"
+    (folder / ENGINE_FILE).unlink()
+    harness.serve(1)
+    assert harness.engines()[1].process == engine.process
+    for damaged in (folder / ENGINE_FILE, harness.directory / ROUTE_FILE, harness.directory / GATEWAY_FILE):
+        damaged.write_bytes(b"{\xff")
+        harness.serve(1)
+        assert (harness.engines()[1].process, harness.gateway().process) == (engine.process, gateway.process)
+        assert ask(url).status_code == 200
     os.kill(engine.process.pid, signal.SIGKILL)
     os.kill(gateway.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not is_alive(engine.process) and not is_alive(gateway.process), 10.0)

@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_operator.endpoints.plan import CANARY_ROUNDS, DRAIN_S, MIN_ROUNDS, plan_endpoint
+from eyrie_operator.endpoints.plan import CANARY_ROUNDS, KILL_MARGIN_S, MIN_ROUNDS, plan_endpoint
 from eyrie_operator.endpoints.state import (
     Activate,
     AnnounceGap,
@@ -81,7 +81,7 @@ def test_where_two_engines_do_not_fit_the_old_one_is_stopped_first_and_the_gap_a
     stopping = engine(1, retiring_since=NOW)
     waiting = plan(wanted, stopping, routed=1, no_room=why)
     assert (waiting.actions, waiting.serving) == ((), "True")
-    late = NOW + timedelta(seconds=DRAIN_S + 1)
+    late = NOW + timedelta(seconds=AT_ONCE.drain_s + KILL_MARGIN_S + 1)
     assert plan(wanted, stopping, routed=1, no_room=why, now=late).actions == (KillEngine(1),)
     # The memory is free now, and it is the candidate's.
     stopped = engine(1, "dead", retiring_since=NOW)
@@ -155,6 +155,15 @@ def test_collapsed_acceptance_goes_back_and_a_thin_window_proves_nothing() -> No
     assert plan(endpoint(1), engine(1, **poor), routed=1).actions == (CloseWindow(1, 1.2, 200.0, None),)
 
 
+def test_acceptance_whose_interval_reaches_the_threshold_is_watched_further_and_does_not_roll_back() -> None:
+    for rounds, decided in ((float(MIN_ROUNDS), []), (4.0 * MIN_ROUNDS, [CloseWindow, RollBack])):
+        seen = engine(2, window_tokens=1.3 * rounds, window_rounds=rounds)
+        assert kinds(plan(endpoint(2), seen, routed=2)) == decided
+    rounds = 20.0 * MIN_ROUNDS  # an acceptance at the threshold is never decided, and its window ends all the same
+    seen = engine(2, window_tokens=1.49 * rounds, window_rounds=rounds)
+    assert kinds(plan(endpoint(2), seen, routed=2)) == [CloseWindow]
+
+
 def test_a_window_is_closed_when_it_is_long_enough_too_but_a_collapse_does_not_wait_for_that() -> None:
     policy = ServePolicy(drift=DriftSpec(window_s=60.0))
     full: dict[str, Any] = {"window_rounds": 2.0 * MIN_ROUNDS, "window_since": NOW}
@@ -190,7 +199,7 @@ def test_acceptance_is_not_judged_while_another_revision_is_coming_up() -> None:
 def test_a_retired_engine_is_killed_only_after_its_grace_and_forgotten_when_dead() -> None:
     retired = engine(1, retiring_since=NOW)
     assert plan(endpoint(2), engine(2), retired, routed=2).actions == ()
-    late = NOW + timedelta(seconds=DRAIN_S + 1)
+    late = NOW + timedelta(seconds=AT_ONCE.drain_s + KILL_MARGIN_S + 1)
     assert plan(endpoint(2), engine(2), retired, routed=2, now=late).actions == (KillEngine(1),)
     assert plan(endpoint(2), engine(2), engine(1, "dead"), routed=2).actions == (DeleteEngine(1),)
 
@@ -236,10 +245,12 @@ def test_an_engine_that_dies_on_trial_is_rejected_and_the_route_is_whole_again()
 
 
 def test_acceptance_that_collapses_on_trial_rejects_and_a_few_rounds_prove_nothing() -> None:
-    poor = engine(2, window_rounds=float(CANARY_ROUNDS), window_tokens=1.2 * CANARY_ROUNDS)
+    poor = engine(2, window_rounds=float(CANARY_ROUNDS), window_tokens=1.1 * CANARY_ROUNDS)
     planned = plan(endpoint(1, 2, state="canary"), engine(1), poor, **on_trial(answered=5))
     assert kinds(planned) == [Reject, Route, RetireEngine]
-    assert (planned.actions[0].reason, "1.20" in planned.actions[0].message) == ("AcceptanceCollapsed", True)
+    assert (planned.actions[0].reason, "1.10" in planned.actions[0].message) == ("AcceptanceCollapsed", True)
+    uncertain = replace(poor, window_tokens=1.3 * CANARY_ROUNDS)
+    assert kinds(plan(endpoint(1, 2, state="canary"), engine(1), uncertain, **on_trial(answered=5))) == [ShareRoute]
     few = replace(poor, window_rounds=CANARY_ROUNDS - 1.0)
     assert kinds(plan(endpoint(1, 2, state="canary"), engine(1), few, **on_trial(answered=5))) == [ShareRoute]
 

@@ -27,8 +27,13 @@ class ServeSpec(Frozen):
     """A new engine that is not healthy within this time is rolled back. Default: 60; 600 for SGLang, which loads
     weights and captures graphs for minutes. Raise it for a target of hundreds of gigabytes."""
 
+    drain_s: float = Field(600.0, gt=0.0, le=86_400.0)
+    """Seconds that a replaced engine on this machine has to finish its answers; it ends as soon as it has. What is not
+    finished then ends with an error in OpenAI's form. On a cluster the administrator's `drain_timeout_s`."""
+
     min_acceptance_ratio: Probability = 0.5
-    """Roll back when served acceptance length falls below this share of the benchmarked one."""
+    """Roll back when served acceptance length falls below this share of the benchmarked one, three standard errors
+    included."""
 
     record_prompts: int = Field(0, ge=0, le=1_000_000)
     """Record the messages of the latest chat requests, this many, to retrain on when traffic drifts; 0 records none.

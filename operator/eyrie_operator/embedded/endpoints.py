@@ -65,7 +65,7 @@ from eyrie_operator.endpoints.state import (
     StartGateway,
     StopGateway,
 )
-from eyrie_pipelines.processes import is_alive, stop_group
+from eyrie_pipelines.processes import find_process, is_alive, stop_group
 
 log = logging.getLogger(__name__)
 
@@ -203,13 +203,15 @@ class EmbeddedEndpoints:
         if previous is not None and is_alive(previous.process):
             return
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "ready.json").unlink(missing_ok=True)
         argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
-        # Race: killed between spawn and record, this control plane leaves an engine that the next one does not know. It
-        # starts another on another port; the unknown one gets no requests and stays until it is killed by hand.
-        gpus = self._room(endpoint, serving, action.revision).gpus if serving.serve.engine.kind == "sglang" else ()
-        process = spawn(argv, folder, folder / "engine.log",
-                        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
+        # Race: a control plane that was killed between spawn and record, or a damaged record, leaves an engine that is
+        # known by its command line alone.
+        process = find_process(str(folder / "ready.json"))
+        if process is None:
+            (folder / "ready.json").unlink(missing_ok=True)
+            gpus = self._room(endpoint, serving, action.revision).gpus if serving.serve.engine.kind == "sglang" else ()
+            process = spawn(argv, folder, folder / "engine.log",
+                            {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
         write_model(folder / ENGINE_FILE, EngineRecord(
             revision=action.revision, process=process, started_at=self._clock(), starts=action.starts,
             alone=action.alone))

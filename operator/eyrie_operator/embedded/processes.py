@@ -14,6 +14,7 @@ This module decides nothing: `endpoints` executes the actions of the plan with i
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel
 
-from eyrie_api.artifacts import verify_part, write_atomically
+from eyrie_api.artifacts import verify_part, write_atomically, write_model
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.processes import last_lines
@@ -39,8 +40,10 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Counters
 from eyrie_operator.endpoints.engine_metrics import read_metrics
-from eyrie_pipelines.processes import ProcessId, identify, is_alive, stop_group
+from eyrie_pipelines.processes import ProcessId, find_process, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
+
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 """Engines do not authenticate: only this machine may connect, whatever address the API is bound to."""
@@ -78,7 +81,11 @@ class EngineRecord(Frozen):
 
 def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
     """Start the endpoint's gateway on its stable port and return once it listens. Raises PortInUse or Transient."""
-    port = read_port(directory)
+    port, running = read_port(directory), find_process(str(directory))
+    if running is not None and port is not None:  # its record was damaged
+        found = GatewayRecord(process=running, host=HOST, port=port)
+        write_model(directory / GATEWAY_FILE, found)
+        return found
     with contextlib.closing(bind(HOST, port if port is not None else wanted_port)) as probe_socket:
         port = int(probe_socket.getsockname()[1])  # 0 has become a free port, which the endpoint keeps
     write_atomically(directory / "port", f"{port}\n")
@@ -160,7 +167,7 @@ def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path)
         return EngineCommand(
             target=target, model=model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
             setting=use.setting, map=use.map, host=HOST, max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY,
-            dtype=serving.target.dtype).argv(ready_file)
+            dtype=serving.target.dtype, drain_s=serve.drain_s).argv(ready_file)
     argv = [sys.executable, "-m", "eyrie_workers.engines.sglang.serve", "--target", str(target), "--model", model,
             "--use", use.model_dump_json(), "--host", HOST, "--dtype", serving.target.dtype,
             "--tp-size", str(serve.engine.tp_size), "--ready-file", str(ready_file)]
@@ -233,8 +240,12 @@ def list_engines(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
 
 
 def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
-    """A record; None when the file does not exist."""
+    """A record; None when the file does not exist or is damaged. What it described is found again: a route is written
+    again, a running process is known by its command line."""
     try:
-        return kind.model_validate_json(path.read_text())
+        return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.warning("%s is damaged and is written again: %s", path, " ".join(str(error).split())[:200])
         return None

@@ -108,7 +108,8 @@ class Routes:
         # The inode is new with every atomic replacement, even within one tick of the file system's clock.
         stamp = (stat.st_ino, stat.st_mtime_ns)
         if stamp != self._seen:
-            with contextlib.suppress(FileNotFoundError):
+            # Damaged: the last good route stays until the control plane has written another.
+            with contextlib.suppress(FileNotFoundError, ValueError):
                 self._record = RouteRecord.model_validate_json(self._path.read_text())
                 # New dicts: requests of the earlier route still count into the old ones, which are dropped.
                 self._seen, self._chosen, self._counted = stamp, {}, {}

@@ -15,6 +15,7 @@ several windows in a row, the traffic has drifted: this is reported once, with a
 Like `jobs.reconcile`, `plan_endpoint` is called repeatedly and keeps no state.
 """
 
+import math
 from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import Literal
@@ -54,8 +55,15 @@ CANARY_ERRORS = 2
 """Failed requests that reject a canary. A single one is no evidence against a revision: any engine loses a request to a
 lack of memory or a broken connection."""
 
-DRAIN_S = 30.0
-"""Time a retired engine has to finish its requests before it is killed."""
+KILL_MARGIN_S = 10.0
+"""After `ServePolicy.drain_s` an engine ends its last answers with an error and exits; one that still runs this long
+after is killed."""
+
+_STANDARD_ERRORS = 3.0
+"""Of an acceptance length that rolls an endpoint back. Two would be few: rounds of one answer resemble each other."""
+
+_MOST_ROUNDS = 20 * MIN_ROUNDS
+"""A window whose acceptance length may or may not be a collapse is continued up to this many rounds."""
 
 _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pause before the n-th restart of an engine that died; then every 30 s, since the cause may be removed meanwhile."""
@@ -69,7 +77,7 @@ def window_tau(engine: ObservedEngine, rounds: int = MIN_ROUNDS) -> float | None
 def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
     """Decide what an endpoint needs next. Pure."""
     if endpoint.desired == "off":
-        return _off(seen, now)
+        return _off(policy, seen, now)
     actions: list[EndpointAction] = [] if seen.gateway_alive else [StartGateway()]
     active, candidate = endpoint.active_revision, endpoint.candidate_revision
     if candidate is not None and candidate != active:
@@ -83,13 +91,13 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoin
     if active is None and endpoint.candidate_revision is None and _drafts(endpoint.revisions[-1]):
         actions.append(ProposeNoDrafter())
     routed = next((action.revision for action in actions if isinstance(action, Route)), seen.routed)
-    actions += _retire_unused({active, candidate, routed}, seen, now)
+    actions += _retire_unused({active, candidate, routed}, policy, seen, now)
     return EndpointPlan(tuple(actions), *_serving(endpoint, seen))
 
 
-def _off(seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
+def _off(policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
     stop: tuple[EndpointAction, ...] = (StopGateway(),) if seen.gateway_alive else ()
-    return EndpointPlan((*stop, *_retire_unused(set(), seen, now)), "False", "Off", "switched off on request")
+    return EndpointPlan((*stop, *_retire_unused(set(), policy, seen, now)), "False", "Off", "switched off on request")
 
 
 def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime,
@@ -101,7 +109,7 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     if engine is None:
         # Race: killed between Route and Activate, and another candidate was proposed since: the routed engine serves.
         serving = seen.engine(endpoint.active_revision) or seen.engine(seen.routed)
-        actions += _start_candidate(candidate, seen, serving, now)
+        actions += _start_candidate(candidate, policy, seen, serving, now)
     elif engine.state == "healthy":
         return _run_canary(endpoint, policy, seen, engine, now, actions)
     elif engine.state == "dead":
@@ -115,7 +123,7 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     return False
 
 
-def _start_candidate(candidate: int, seen: ObservedEndpoint, serving: ObservedEngine | None,
+def _start_candidate(candidate: int, policy: ServePolicy, seen: ObservedEndpoint, serving: ObservedEngine | None,
                      now: datetime) -> list[EndpointAction]:
     """Start the candidate next to the serving engine; where both do not fit, stop that one first."""
     others = [engine for engine in seen.engines if engine.state != "dead" and engine is not serving]
@@ -126,8 +134,7 @@ def _start_candidate(candidate: int, seen: ObservedEndpoint, serving: ObservedEn
     if serving.state == "dead":
         return [StartEngine(candidate, 1, alone=True)]
     if serving.retiring_since is not None:  # being stopped for the candidate
-        overdue = now - serving.retiring_since > timedelta(seconds=DRAIN_S)
-        return [KillEngine(serving.revision)] if overdue else []
+        return [KillEngine(serving.revision)] if _overdue(serving, policy, now) else []
     if not seen.no_room:
         return [StartEngine(candidate, 1)]
     message = (f"revision {serving.revision} is stopped before revision {candidate} starts, and requests wait in "
@@ -208,17 +215,41 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     if collapse is not None:
         # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.
         return [close, RollBack(active, "AcceptanceCollapsed", collapse)]
+    if _may_collapse(revision, tau, policy) and engine.window_rounds < _MOST_ROUNDS:
+        return _drift(revision, policy, seen)
     short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
     return _drift(revision, policy, seen) if short else [close]
 
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:
-    """A message when acceptance is below `min_acceptance_ratio` of the proven one; None when it is not."""
+    """A message when the upper end of acceptance's interval is below `min_acceptance_ratio` of the proven one, else
+    None."""
     proven = None if revision is None else proven_tau(revision, policy.counts_drafted)
-    if tau is None or proven is None or tau >= policy.min_acceptance_ratio * proven:
+    if revision is None or tau is None or proven is None:
         return None
-    return (f"acceptance length fell to {tau:.2f} over {rounds:.0f} rounds, below "
-            f"{policy.min_acceptance_ratio * proven:.2f} = {policy.min_acceptance_ratio:g} x the proven {proven:.2f}")
+    limit, highest = policy.min_acceptance_ratio * proven, highest_tau(revision, tau, rounds)
+    if highest >= limit:
+        return None
+    return (f"acceptance length fell to {tau:.2f} (at most {highest:.2f}) over {rounds:.0f} rounds, below "
+            f"{limit:.2f} = {policy.min_acceptance_ratio:g} x the proven {proven:.2f}")
+
+
+def _may_collapse(revision: Revision, tau: float, policy: ServePolicy) -> bool:
+    """Whether the acceptance length, as measured, would be a collapse."""
+    proven = proven_tau(revision, policy.counts_drafted)
+    return proven is not None and tau < policy.min_acceptance_ratio * proven
+
+
+def highest_tau(revision: Revision, tau: float, rounds: float) -> float:
+    """The upper end of the interval of a mean acceptance length over `rounds`.
+
+    Engines count rounds and tokens, not squares. The variance of values between 1 and n with mean tau is at most
+    (tau - 1)(n - tau) (Bhatia and Davis, 2000), where a round yields at most n = num_steps + 1 tokens.
+    """
+    settings = [revision.use.setting] if revision.use.map is None else [one.setting for one in revision.use.map.points]
+    deepest = max((setting.tree.num_steps for setting in settings if setting.tree is not None), default=1)
+    variance = max(0.0, (tau - 1.0) * (deepest + 1.0 - tau))
+    return tau + _STANDARD_ERRORS * math.sqrt(variance / rounds)
 
 
 def _drift(revision: Revision, policy: ServePolicy, seen: ObservedEndpoint) -> list[EndpointAction]:
@@ -237,8 +268,15 @@ def _drift(revision: Revision, policy: ServePolicy, seen: ObservedEndpoint) -> l
     return [ReportDrift(revision.number, latest, proven, message)]
 
 
-def _retire_unused(wanted: set[int | None], seen: ObservedEndpoint, now: datetime) -> list[EndpointAction]:
-    """Engines outside `wanted`: retired first, killed after DRAIN_S, deleted once dead."""
+def _overdue(engine: ObservedEngine, policy: ServePolicy, now: datetime) -> bool:
+    """Whether a retired engine should have ended by itself."""
+    limit = timedelta(seconds=policy.drain_s + KILL_MARGIN_S)
+    return engine.retiring_since is not None and now - engine.retiring_since > limit
+
+
+def _retire_unused(wanted: set[int | None], policy: ServePolicy, seen: ObservedEndpoint,
+                   now: datetime) -> list[EndpointAction]:
+    """Engines outside `wanted`: retired first, killed when overdue, deleted once dead."""
     actions: list[EndpointAction] = []
     for engine in seen.engines:
         if engine.revision in wanted:
@@ -247,7 +285,7 @@ def _retire_unused(wanted: set[int | None], seen: ObservedEndpoint, now: datetim
             actions.append(DeleteEngine(engine.revision))
         elif engine.retiring_since is None:
             actions.append(RetireEngine(engine.revision))
-        elif now - engine.retiring_since > timedelta(seconds=DRAIN_S):
+        elif _overdue(engine, policy, now):
             actions.append(KillEngine(engine.revision))
     return actions
 

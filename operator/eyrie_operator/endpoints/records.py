@@ -49,8 +49,9 @@ class EndpointRecords:
         """The limits of the job whose drafter is the candidate, else the active one. Such a job cannot be deleted."""
         job = self.promoted_from(endpoint, endpoint.candidate_revision or endpoint.active_revision)
         promotion = job.spec.promotion if job is not None else PromotionPolicy()
-        return ServePolicy(serving.serve.healthy_within_s, serving.serve.min_acceptance_ratio, promotion.canary,
-                           promotion.drift, counts_drafted=serving.serve.engine.kind == "embedded")
+        return ServePolicy(serving.serve.healthy_within_s, serving.serve.min_acceptance_ratio, canary=promotion.canary,
+                           drift=promotion.drift, drain_s=serving.serve.drain_s,
+                           counts_drafted=serving.serve.engine.kind == "embedded")
 
     def promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
         """The job of a revision; None when it was promoted without a job, or its job was deleted."""

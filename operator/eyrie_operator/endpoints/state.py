@@ -76,6 +76,7 @@ class ServePolicy:
 
     health_timeout_s: float = 60.0
     min_acceptance_ratio: float = 0.5
+    drain_s: float = 600.0
     canary: CanarySpec = field(default_factory=CanarySpec)
     drift: DriftSpec = field(default_factory=DriftSpec)
     counts_drafted: bool = False

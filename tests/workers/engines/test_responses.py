@@ -24,7 +24,7 @@ def decode(ids: list[int]) -> str:
 def new_builder(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> ResponseBuilder:
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
     generation = GenerationRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
-                                   include_usage=True, token_ids=True, spec_details=True)
+                                   include_usage=True, continuous_usage=True, token_ids=True, spec_details=True)
     return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer)
 
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
+from eyrie_workers.targets.templates import ChatTokenizer
 from tests.workers.engines.conftest import chat_body
 
 CHAT = "/v1/chat/completions"
@@ -80,6 +81,41 @@ def test_a_stream_has_the_content_of_the_response_without_streaming(http: httpx.
 
 def test_usage_is_not_streamed_unless_requested(http: httpx.Client) -> None:
     assert not any("usage" in chunk for chunk in events(http, CHAT, chat_body()))
+
+
+def test_usage_so_far_is_in_every_chunk_where_it_is_requested(http: httpx.Client) -> None:
+    body = chat_body(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counted = [chunk["usage"]["completion_tokens"] for chunk in events(http, CHAT, body)]
+    assert counted == sorted(counted)
+    assert counted[-1] == 24
+
+
+def test_a_stop_token_ends_the_response_where_the_end_token_is_ignored_too(http: httpx.Client) -> None:
+    ids = asked(http, return_token_ids=True)["choices"][0]["token_ids"]
+    stop = ids[5]
+    answer = asked(http, return_token_ids=True, stop_token_ids=[stop])["choices"][0]
+    assert answer["token_ids"] == ids[:ids.index(stop) + 1]
+    assert answer["finish_reason"] == "stop"
+
+
+def test_another_request_is_answered_while_a_large_prompt_is_encoded(http: httpx.Client) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(http.post, CHAT, json=chat_body(text="\u00e4 long " * 450_000))
+        answered = 0
+        while not large.done():
+            answered += http.get("/health").status_code == 200
+    assert large.result().json()["error"]["code"] == "context_length_exceeded"
+    assert answered > 3
+
+
+def test_rounds_past_an_ignored_end_are_no_part_of_the_acceptance_that_is_watched(
+        http: httpx.Client, target: Path) -> None:
+    before = metric(http, "eyrie_verify_rounds_total")
+    ends = ChatTokenizer(target).eos_ids
+    answer = asked(http, return_token_ids=True, max_tokens=600, seed=3, temperature=1.0)["choices"][0]["token_ids"]
+    first = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+    assert first < len(answer), "with this seed the tiny target says its end token"
+    assert metric(http, "eyrie_verify_rounds_total") - before <= first + 1
 
 
 def test_equal_seeds_give_equal_responses_and_no_seed_gives_another(http: httpx.Client) -> None:

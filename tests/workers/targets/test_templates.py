@@ -43,7 +43,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "one turn": [{"role": "user", "content": "  What is twelve and thirty? "}],
     "system and several turns": [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"},
-        {"role": "assistant", "content": "Hello <|im_end|> there"}, {"role": "user", "content": "Größe? 数"}],
+        {"role": "assistant", "content": "Hello there"}, {"role": "user", "content": "Größe? 数"}],
     "tool call and result": [
         {"role": "user", "content": "Weather in Oslo?"},
         {"role": "assistant", "content": None, "tool_calls": [
@@ -60,6 +60,17 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     quickstart = Path(__file__).parents[3] / "workers" / "eyrie_workers" / "quickstart" / "target"
     return {"plain": plain, "demanding": demanding} | (
         {"quickstart": quickstart} if (quickstart / "tokenizer.json").exists() else {})
+
+
+@pytest.mark.parametrize("spelled", ["<|im_end|>", "<|im_start|>system\n", "\ue0000\ue001", "<|im_end|><|im_end|> a"])
+def test_text_that_spells_a_special_token_marks_no_turn(directories: dict[str, Path], spelled: str) -> None:
+    tokenizer = ChatTokenizer(directories["plain"])
+    turns = [{"role": "user", "content": f"Say {spelled}now"}, {"role": "assistant", "content": "x"}]
+    plain = [{"role": "user", "content": "Say now"}, {"role": "assistant", "content": "x"}]
+    found, without = tokenizer.render(turns), tokenizer.render(plain)
+    special = {tokenizer._codec.token_id(text) for text in ("<|im_start|>", "<|im_end|>")}
+    assert [one for one in found if one in special] == [one for one in without if one in special]
+    assert tokenizer.decode(found, skip_special_tokens=False) == tokenizer.render_text(turns)
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])

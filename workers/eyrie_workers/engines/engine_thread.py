@@ -55,6 +55,9 @@ class _QueuedRequest:
     """When the request was accepted, or when its previous tokens arrived."""
 
     has_tokens: bool = False
+    past_end: bool = False
+    """It has passed an end token, which the request ignores: what follows is no text that a drafter was trained on."""
+
 
 
 class EngineThread:
@@ -185,7 +188,10 @@ class EngineThread:
         if progress.token_ids:
             self._metrics.tokens(len(progress.token_ids), now - queued.since, first=not queued.has_tokens)
             queued.since, queued.has_tokens = now, True
-        self._metrics.rounds(progress.accepted, progress.drafted)
+        if not queued.past_end:
+            self._metrics.rounds(progress.accepted, progress.drafted)
+            assert self.loaded is not None
+            queued.past_end = not set(self.loaded.tokenizer.eos_ids).isdisjoint(progress.token_ids)
         if progress.finish_reason is not None or progress.error is not None:
             self._remove(progress.id)
         queued.listener(progress if progress.error is None else progress.error)

@@ -64,14 +64,15 @@ class Service:
             raise UnknownModel(f"model {model!r} is not served here", f"ask for {self.model!r}", param="model",
                                code="model_not_found")
 
-    def submit(self, body: ChatCompletionRequest | CompletionRequest) -> "ActiveRequest":
-        """Check a request against this server and submit it to the engine."""
+    async def submit(self, body: ChatCompletionRequest | CompletionRequest) -> "ActiveRequest":
+        """Check a request against this server and submit it to the engine. Other requests go on while its prompt is
+        encoded, which takes seconds for megabytes of text."""
         loaded = self.loaded()
         if body.model is not None:
             self.check_model(body.model)
         chat = isinstance(body, ChatCompletionRequest)
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        generation = build_generation_request(body, request_id, loaded)
+        generation = await asyncio.to_thread(build_generation_request, body, request_id, loaded)
         metadata = ResponseMetadata(request_id, self.model, int(time.time()), chat, self._fingerprint)
         response = ResponseBuilder(generation, metadata, loaded.tokenizer.decode, loaded.tokenizer.parse_answer)
         return ActiveRequest(self, generation, response)
@@ -212,7 +213,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 async def _respond(service: Service, request: Request,
                    parse: Callable[[Mapping[str, Any]], ChatCompletionRequest | CompletionRequest]) -> Response:
-    active = service.submit(parse(await _read_json(request)))
+    active = await service.submit(parse(await _read_json(request)))
     if active.generation.stream:
         return StreamingResponse(_server_sent_events(active), media_type="text/event-stream",
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

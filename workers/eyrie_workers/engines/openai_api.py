@@ -84,6 +84,9 @@ class StreamOptions(_Closed):
     """What a stream contains besides text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Usage so far in every chunk, as in vLLM and SGLang."""
+
     include_obfuscation: bool = False
 
 
@@ -145,6 +148,7 @@ class _SharedFields(_Closed):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
@@ -194,6 +198,9 @@ class ChatCompletionRequest(_SharedFields):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, such as `enable_thinking`."""
+
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
 
@@ -309,8 +316,8 @@ def _parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
 def _reject_unless_default(name: str, value: Any) -> None:
     if value is None or any(value == default and type(value) is type(default) for default in _UNSUPPORTED[name]):
         return
-    raise InvalidRequest(f"{name} = {value!r} is not supported by this engine", f"leave {name} out", param=name,
-                  code="unsupported_parameter")
+    raise InvalidRequest(f"{name} = {value!r} is not supported by the embedded engine",
+                         f"leave {name} out, or serve with `engine: sglang`", param=name, code="unsupported_parameter")
 
 
 def _invalid_request(error: ValidationError) -> InvalidRequest:

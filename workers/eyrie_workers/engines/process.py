@@ -73,6 +73,8 @@ class EngineCommand:
     max_concurrency: int = 8
     dtype: Dtype = "float32"
     threads: int | None = None
+    drain_s: float | None = None
+    """Time to finish running responses after SIGTERM; default: the server's."""
 
     def argv(self, ready_file: Path | None = None) -> list[str]:
         """The command line of the engine server."""
@@ -93,6 +95,8 @@ class EngineCommand:
                      "--num-draft-tokens", str(tree.num_draft_tokens)]
         if self.threads is not None:
             argv += ["--threads", str(self.threads)]
+        if self.drain_s is not None:
+            argv += ["--drain-s", f"{self.drain_s:g}"]
         if ready_file is not None:
             argv += ["--ready-file", str(ready_file)]
         return argv

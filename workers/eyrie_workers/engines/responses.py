@@ -39,6 +39,9 @@ class GenerationRequest:
     has_tools: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Usage so far in every chunk."""
+
     token_ids: bool
     spec_details: bool
 
@@ -49,7 +52,8 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
     tools = None
     if isinstance(body, ChatCompletionRequest):
         tools = body.offered_tools
-        prompt_ids = loaded.tokenizer.render([message.for_template() for message in body.messages], tools)
+        prompt_ids = loaded.tokenizer.render([message.for_template() for message in body.messages], tools,
+                                             variables=body.chat_template_kwargs)
     else:
         prompt_ids = _prompt_ids(body, loaded)
     seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
@@ -57,11 +61,12 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         id=request_id, prompt_ids=tuple(prompt_ids),
         max_new_tokens=fit_context(len(prompt_ids), body.token_limit, loaded.engine.max_length),
         sampling=body.sampling(), seed=seed,
-        stop_ids=() if body.ignore_eos else tuple(loaded.tokenizer.eos_ids),
+        stop_ids=(*(() if body.ignore_eos else loaded.tokenizer.eos_ids), *(body.stop_token_ids or ())),
     )
     return GenerationRequest(
         engine_request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
         token_ids=body.return_token_ids, spec_details=body.return_spec_tokens_details,
     )
 
@@ -137,11 +142,12 @@ class ResponseBuilder:
         chunk = self.metadata.wrap([chunk_choice(self.metadata, text="", role="assistant")], chunk=True)
         if self.generation.token_ids:
             chunk["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
-        return chunk
+        return self._with_usage(chunk)
 
     def chunk(self, text: str) -> dict[str, Any]:
         """A chunk with text and the token ids appended since the previous chunk."""
-        return self.metadata.wrap([self._with_ids(chunk_choice(self.metadata, text=text))], chunk=True)
+        choice = self._with_ids(chunk_choice(self.metadata, text=text))
+        return self._with_usage(self.metadata.wrap([choice], chunk=True))
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The last chunks of a stream: text or tool calls held back so far, the finish reason, usage if requested."""
@@ -155,9 +161,9 @@ class ResponseBuilder:
         chunks = []
         if remaining or calls:
             choice = chunk_choice(self.metadata, text=remaining or None, tool_calls=calls)
-            chunks.append(self.metadata.wrap([self._with_ids(choice)], chunk=True))
+            chunks.append(self._with_usage(self.metadata.wrap([self._with_ids(choice)], chunk=True)))
         last = self._with_ids(chunk_choice(self.metadata, reason="tool_calls" if calls else self.finish))
-        chunks.append(self.metadata.wrap([last], chunk=True) | self._extension())
+        chunks.append(self._with_usage(self.metadata.wrap([last], chunk=True) | self._extension()))
         if self.generation.include_usage:
             chunks.append(self.metadata.wrap([], chunk=True) | {"usage": self.usage()})
         return chunks
@@ -184,6 +190,9 @@ class ResponseBuilder:
             choice["token_ids"] = self.token_ids[self._reported:]
             self._reported = len(self.token_ids)
         return choice
+
+    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        return chunk | {"usage": self.usage()} if self.generation.continuous_usage else chunk
 
     def _extension(self) -> dict[str, Any]:
         return {"sglext": {"spec_tokens_details": self.details().as_sglang()}} if self.generation.spec_details else {}

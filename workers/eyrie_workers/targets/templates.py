@@ -4,8 +4,10 @@ The template is a Jinja program shipped with the tokenizer. It runs as in transf
 same globals and `tojson`), without importing transformers: that import costs seconds at every start of a stage program
 or an engine process. Only a tokenizer without `tokenizer.json` is loaded with `AutoTokenizer`.
 
-One intended difference: a tool call's `arguments` given as a JSON string (the OpenAI wire format) is parsed before it
-reaches the template. Templates print arguments with `tojson`, and a string would come out quoted twice.
+Two intended differences. Text of a message that spells a special token (`<|im_end|>`) is encoded as text, so that no
+client can end or begin a turn; SGLang's own server encodes it as the token. And a tool call's `arguments` given as a
+JSON string (the OpenAI wire format) is parsed before it reaches the template. Templates print arguments with `tojson`,
+and a string would come out quoted twice.
 
 `parse_answer` parses the tool-call forms of common templates: Hermes and Qwen (`<tool_call>{...}</tool_call>`),
 and a whole answer that is one JSON call or a list of calls (Llama 3.1 with `parameters`, and the plainest templates).
@@ -30,6 +32,10 @@ from eyrie_workers.targets.config import read_config, read_json
 
 Message = dict[str, Any]
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "\ue000", "\ue001"
+_PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+"""Stands in the rendered text for a special token that a message spells."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -37,6 +43,7 @@ class _Codec(Protocol):
     """Text to ids and back."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode_plain(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
 
@@ -53,9 +60,19 @@ class _FastCodec:
             raise UnsupportedTarget(f"{file} cannot be read: {error}", "save the tokenizer again") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._plain: Tokenizer | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        if self._plain is None:
+            # A copy: the flag belongs to the tokenizer, which other threads encode with.
+            plain = type(self._tokenizer).from_str(self._tokenizer.to_str())
+            plain.encode_special_tokens = True
+            self._plain = plain
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -81,6 +98,9 @@ class _TransformersCodec:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    def encode_plain(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
@@ -102,17 +122,32 @@ class ChatTokenizer:
         self._special = _special_tokens(path, settings)
         self._templates = _read_templates(path, settings)
         self.eos_ids = self._end_ids()
+        self._markers = _marker_pattern(fast)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of the conversation, ending where the assistant's answer begins.
 
+        Text of a message that spells a special token is encoded as text: only the template marks turns.
+
         variables   for the template (`chat_template_kwargs` of the OpenAI extensions); they replace none of its own
 
         Raises NoChatTemplate when the tokenizer has none, InvalidInput when the template refuses the conversation.
         """
+        spelled: list[str] = []
+        if self._markers is not None:
+            messages = [_place_markers(message, self._markers, spelled) for message in messages]
+            tools = [_place_markers(tool, self._markers, spelled) for tool in tools or ()] or None
         text = self.render_text(messages, tools, add_generation_prompt, variables)
-        return self._codec.encode(text, add_special_tokens=False)
+        if not spelled:
+            return self._codec.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for place, part in enumerate(_PLACE.split(text)):  # text, number, text, ..., text
+            if place % 2:
+                ids += self._codec.encode_plain(spelled[int(part)])
+            elif part:
+                ids += self._codec.encode(part, add_special_tokens=False)
+        return ids
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                     add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None) -> str:
@@ -193,6 +228,27 @@ def _as_call(text: str) -> Message | None:
     if isinstance(arguments, str):
         return {"name": value["name"], "arguments": arguments}
     return {"name": value["name"], "arguments": json.dumps(arguments)} if isinstance(arguments, dict) else None
+
+
+def _marker_pattern(file: Path) -> re.Pattern[str] | None:
+    """Matches the special tokens of a `tokenizer.json`, longest first; None without that file or without any."""
+    added = (read_json(file).get("added_tokens") or []) if file.exists() else []
+    markers = sorted({str(token["content"]) for token in added if token.get("special")}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, [*markers, _OPEN]))) if markers else None
+
+
+def _place_markers(value: Any, markers: re.Pattern[str], spelled: list[str]) -> Any:
+    """The value with every special token in its strings replaced by a place, and appended to `spelled`."""
+    if isinstance(value, str):
+        def place(found: re.Match[str]) -> str:
+            spelled.append(found[0])
+            return f"{_OPEN}{len(spelled) - 1}{_CLOSE}"
+        return markers.sub(place, value)
+    if isinstance(value, Mapping):
+        return {key: _place_markers(item, markers, spelled) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_place_markers(item, markers, spelled) for item in value]
+    return value
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Message:
