@@ -150,7 +150,7 @@ bench-codecs: setup  ## acceptance length by codec of the hidden states; ten min
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
 CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
-.PHONY: campaign-model campaign-fuzz
+.PHONY: campaign-model campaign-fuzz campaign-tenancy campaigns-short
 SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
@@ -158,6 +158,15 @@ campaign-model: setup  ## the reconcilers against simulated worlds: random kills
 
 campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and engine; schemathesis (installed for this target)
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN)
+
+campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
+	@$(BIN)/python -m tests.campaigns.tenancy $(CAMPAIGN)
+
+# Four minutes. Without schemathesis, which would have to be downloaded.
+campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
+	@$(BIN)/python -m tests.campaigns.model --seconds 20 > /dev/null
+	@$(BIN)/python -m tests.campaigns.tenancy --seconds 40 > /dev/null
+	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 120 > /dev/null
 
 $(SCHEMATHESIS): tests/campaigns/schemathesis.txt
 	@$(PYTHON) -m venv .eyrie/schemathesis

@@ -87,8 +87,8 @@ class AccessMiddleware:
             await send(message)
 
         try:
-            _check_target(request)
             access = Scope(await self._caller(request), request_id=request_id)
+            _check_target(request)
             access = await self._narrowed(request, access)
             await self._limit(access)
             request.setdefault("state", {})["access"] = access
