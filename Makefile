@@ -150,7 +150,7 @@ bench-codecs: setup  ## acceptance length by codec of the hidden states; ten min
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
 CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
-.PHONY: campaign-model campaign-fuzz campaign-tenancy campaigns-short
+.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaigns-short
 SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
@@ -162,11 +162,15 @@ campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and 
 campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
 	@$(BIN)/python -m tests.campaigns.tenancy $(CAMPAIGN)
 
-# Four minutes. Without schemathesis, which would have to be downloaded.
+campaign-chaos: setup  ## kills at random moments over many short jobs; counts add up over runs
+	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN)
+
+# Five minutes. Without schemathesis, which would have to be downloaded.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
 	@$(BIN)/python -m tests.campaigns.model --seconds 20 > /dev/null
 	@$(BIN)/python -m tests.campaigns.tenancy --seconds 40 > /dev/null
-	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 120 > /dev/null
+	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 100 > /dev/null
+	@$(BIN)/python -m tests.campaigns.chaos --seconds 45 > /dev/null
 
 $(SCHEMATHESIS): tests/campaigns/schemathesis.txt
 	@$(PYTHON) -m venv .eyrie/schemathesis

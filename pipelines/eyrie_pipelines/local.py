@@ -84,7 +84,7 @@ class RunObservation(Frozen):
     """The latest run of a job, from its files and the process table."""
 
     state: RunState
-    """none: never started. gone: the leader died without a result (killed, or the machine went down)."""
+    """none: never started. gone: a process of the run died and no stage failed (killed, or the machine went down)."""
 
     handle: RunHandle | None = None
     result: RunResult | None = None
@@ -111,8 +111,8 @@ class LocalRunner:
         if run.handle is None:
             return ObservedRun()
         failure = None
-        if run.result is not None and run.result.state == "failed":
-            failure = _failure_of(run.result)
+        if run.result is not None and run.result.failure is not None:
+            failure = _failure_of(run.result.failure)
         return ObservedRun(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts,
                            run_id=run.handle.run_id,
                        failure=failure, leftovers=run.state != "running" and bool(live_processes(self._dir(job_id))))
@@ -153,10 +153,7 @@ class LocalRunner:
         return self._home / "jobs" / job_id
 
 
-def _failure_of(result: RunResult) -> RunFailed:
-    first = result.failure
-    if first is None:
-        return RunFailed(None, "", "PipelineFailed", result.message, "read run/pipeline.log, then retry the job")
+def _failure_of(first: RunFailure) -> RunFailed:
     return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
 
 
@@ -210,7 +207,9 @@ def observe(job_dir: Path) -> RunObservation:
     # gone.
     result = _read(run_dir / "result.json", RunResult)
     if result is not None and result.run_id == handle.run_id:
-        return RunObservation(state=result.state, handle=handle, result=result)
+        # Without a stage's own record a process between leader and stage program died: that run is gone, not failed.
+        lost = result.state == "failed" and result.failure is None
+        return RunObservation(state="gone" if lost else result.state, handle=handle, result=result)
     return RunObservation(state="running" if alive else "gone", handle=handle)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,18 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
     assert group_members(first.process.pid) == []
     wait_for_start(rehearsal, "train/base")
     assert rehearsal.starts().count("regenerate") == 1
+
+
+def test_a_run_that_failed_without_a_failed_stage_is_gone_since_a_process_of_it_was_killed(job_dir: Path) -> None:
+    me, now = identify(os.getpid()), datetime.now(UTC)
+    assert me is not None
+    (job_dir / "run").mkdir()
+    handle = local.RunHandle(run_id="r", job_id="j", attempt=1, process=me, started_at=now)
+    write_model(job_dir / "run/run.json", handle)
+    write_model(job_dir / "run/result.json", local.RunResult(run_id="r", state="failed", message="task failed",
+                                                             finished_at=now))
+    assert local.observe(job_dir).state == "gone"
+    (job_dir / "run/run.json").unlink()  # names this process, which the fixture would end
 
 
 def test_a_reused_pid_is_not_mistaken_for_the_leader(job_dir: Path) -> None:

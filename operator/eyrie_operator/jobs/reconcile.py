@@ -164,7 +164,8 @@ def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
         failed = RunFailed(None, "", "RunKeepsDying",
                            f"the run was started {seen.run.starts} times and its process died each time",
-                           "check the system log for the out-of-memory killer, then retry the job")
+                           "read run/pipeline.log and check the system log for the out-of-memory killer, then retry "
+                           "the job")
         return _plan(seen, _failed(conditions, failed, now), now)
     if not seen.has_capacity:
         waiting = observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now)
