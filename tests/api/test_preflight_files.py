@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,16 @@ TARGETS: dict[str, tuple[Break, str]] = {
                                    "'else'. The innermost block that needs to be closed is 'for'.; correct the "
                                    "template"),
 }
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
+        settings: Settings, tmp_path: Path, file: str) -> None:
+    target = target_directory(tmp_path / "target")
+    (target / file).unlink()
+    os.mkfifo(target / file)
+    with pytest.raises(InvalidInput):
+        check(job_spec(target={"model": str(target)}), settings)
 
 
 @pytest.mark.parametrize("kind", TARGETS)

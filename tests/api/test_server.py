@@ -1,6 +1,7 @@
 """The HTTP surface on a real port: jobs, idempotency, problems, guards, OpenAPI, and noise."""
 
 import json
+import re
 import socket
 from collections.abc import Callable
 from functools import cache
@@ -148,9 +149,22 @@ def test_an_unknown_route_and_a_wrong_method_are_problems(server: Running) -> No
     problem(httpx.get(server.url + "/v1alpha1/nothing"), 404, "NotFound")
     for path in ("/v1alpha1/jobs/a%00b", "/v1alpha1/jobs?name=%00", "/v1alpha1/jobs?project=%00"):
         problem(httpx.get(server.url + path), 422, "InvalidInput")
+    for query in ("label=a=b&" * 3000, "name=" + "x" * 9000, "label=a=b&" * 17):
+        problem(httpx.get(f"{server.url}{JOBS}?{query}"), 422, "InvalidInput")
     answer = httpx.put(server.url + JOBS, json={})
     problem(answer, 405, "MethodNotAllowed")
     assert answer.headers["allow"] == "GET, POST"
+
+
+def test_the_page_of_the_api_shows_every_request_and_loads_nothing_from_elsewhere(server: Running) -> None:
+    page, document = httpx.get(server.url + "/docs"), httpx.get(server.url + "/openapi.json").json()
+    assert page.status_code == 200
+    assert re.findall(r"(?:src|href)=\"(?!#|/openapi.json)", page.text) == []
+    assert "<script" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"<b>{method.upper()}</b> <code>{path}</code>" in page.text
 
 
 def test_a_body_that_is_not_json_by_name_is_refused(server: Running) -> None:

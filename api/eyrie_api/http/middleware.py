@@ -46,6 +46,7 @@ Observe = Callable[[str, str, int, float], None]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _REAUTHENTICATE_S = 5.0
+_MAX_QUERY_BYTES, _MAX_PARAMETERS = 8192, 64
 _AUDIT_ANONYMOUS_EVERY_S = 1.0
 """Refused changes of unauthenticated callers are audited at most once in this time: anyone could fill the table."""
 
@@ -55,7 +56,12 @@ def _header(request: Request, name: bytes) -> str:
 
 
 def _check_target(request: Request) -> None:
-    """Refuse a NUL in path or query: PostgreSQL has no such text, and no file such a name. Raises InvalidInput."""
+    """Refuse a NUL in path or query, since PostgreSQL has no such text and no file such a name, and queries that cost
+    more to parse than any answer is worth. Raises InvalidInput."""
+    query = request["query_string"]
+    if len(query) > _MAX_QUERY_BYTES or query.count(b"&") >= _MAX_PARAMETERS:
+        raise InvalidInput(f"the query has {len(query)} bytes and {query.count(b'&') + 1} parameters, above "
+                           f"{_MAX_QUERY_BYTES} or {_MAX_PARAMETERS}", "ask with fewer filters")
     if "\0" in request["path"] or b"\0" in unquote_to_bytes(request["query_string"]):
         raise InvalidInput("the path or the query has a NUL character (%00)",
                            "no id, name or value has one: leave it out")

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from eyrie_api.database.engine import Database
-from eyrie_api.http import problems
+from eyrie_api.http import api_page, problems
 from eyrie_api.http.authentication import Authenticator
 from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
@@ -66,13 +66,14 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     database = database or Database(settings.resolved_database_url)
     control = Control.over(settings, database, wake, checks, queues)
     app = FastAPI(title="Eyrie", version=importlib.metadata.version("eyrie"), description=DESCRIPTION,
-                  responses=_REFUSALS, redirect_slashes=False, lifespan=_few_threads)
+                  responses=_REFUSALS, redirect_slashes=False, lifespan=_few_threads, docs_url=None, redoc_url=None)
     app.state.control = control
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.telemetry = operations.Telemetry(control)
     routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations)]
     for router in routers:
         app.include_router(router)
+    api_page.install(app)
     # A flat list of routes for the Allow header: newer versions of FastAPI keep an included router as one entry.
     app.state.routes = [route for router in (app.router, *routers) for route in router.routes
                         if isinstance(route, Route)]

@@ -14,6 +14,8 @@ _MAX_JSON_BYTES = 1 << 28
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UnsupportedTarget for a file that is not one or cannot be read."""
+    if path.exists() and not path.is_file():  # opening a FIFO waits for its other end, a device may never end
+        raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_JSON_BYTES + 1)

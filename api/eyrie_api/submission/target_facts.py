@@ -106,6 +106,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` of a target. Raises TargetNotFound or UnsupportedTarget."""
     path = directory / "config.json"
     try:
+        if not path.is_file():  # opening a FIFO waits for its other end
+            raise FileNotFoundError(path)
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise TargetNotFound(f"target.model {str(directory)!r} has no readable config.json",

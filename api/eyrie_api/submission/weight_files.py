@@ -155,6 +155,8 @@ def _without_safetensors(directory: Path) -> UnsupportedTarget:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file. Raises UnsupportedTarget for a truncated or another file."""
     try:
+        if path.exists() and not path.is_file():
+            raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
         size = path.stat().st_size
         with path.open("rb") as file:
             first = file.read(8)

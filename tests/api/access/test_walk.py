@@ -40,8 +40,6 @@ Kind = Literal[
 ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/openapi.json"): ("nobody's", None),
     ("GET", "/docs"): ("nobody's", None),
-    ("GET", "/docs/oauth2-redirect"): ("nobody's", None),
-    ("GET", "/redoc"): ("nobody's", None),
     ("GET", "/healthz"): ("nobody's", None),
     ("GET", "/readyz"): ("nobody's", None),
     ("GET", "/version"): ("nobody's", None),

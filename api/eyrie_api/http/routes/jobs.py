@@ -103,7 +103,7 @@ def list_jobs(
     phase: Phase | None = None,
     name: Annotated[str | None, Query(max_length=63)] = None,
     target: Annotated[str | None, Query(max_length=4096)] = None,
-    label: Annotated[list[str] | None, Query(description="key=value; may be repeated")] = None,
+    label: Annotated[list[str] | None, Query(max_length=16, description="key=value; may be repeated")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
     cursor: Annotated[str | None, Query(max_length=512, description="next_cursor of the page before")] = None,
 ) -> JobList:
