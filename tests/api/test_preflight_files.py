@@ -147,7 +147,7 @@ TARGETS: dict[str, tuple[Break, str]] = {
 }
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", WEIGHTS])
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
         settings: Settings, tmp_path: Path, file: str) -> None:
     target = target_directory(tmp_path / "target")

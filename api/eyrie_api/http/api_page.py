@@ -38,14 +38,13 @@ _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_
 <body>
 <main>
 <h1>{{ info.title }} API {{ info.version }}</h1>
-<p>{{ info.description }}</p>
+<p>{{ info.description | replace("`", "") }}</p>
 <p>The same as <a href="/openapi.json">OpenAPI document</a>.
 Errors are problems (RFC 9457) with a reason and a hint.</p>
 <h2>Requests</h2>
 {% for one in operations %}
 <details>
-<summary><b>{{ one.method }}</b> <code>{{ one.path }}</code> {{ one.summary }}</summary>
-<p>{{ one.description }}</p>
+<summary><b>{{ one.method }}</b> <code>{{ one.path }}</code> {{ one.description }}</summary>
 {% if one.parameters %}
 <table><thead><tr><th>parameter</th><th>in</th><th>type</th><th>meaning</th></tr></thead><tbody>
 {% for parameter in one.parameters %}
@@ -97,7 +96,7 @@ def render(document: dict[str, Any]) -> str:
 def _operation(method: str, path: str, one: dict[str, Any]) -> dict[str, Any]:
     answers = [_schema_name(answer) for status, answer in one.get("responses", {}).items() if status.startswith("2")]
     return {
-        "method": method, "path": path, "summary": one.get("summary", ""), "description": one.get("description", ""),
+        "method": method, "path": path, "description": one.get("description", ""),
         "parameters": [parameter | {"kind": _kind(parameter.get("schema", {}))}
                        for parameter in one.get("parameters", ())],
         "body": _schema_name(one.get("requestBody", {})), "answer": next((name for name in answers if name), "")}

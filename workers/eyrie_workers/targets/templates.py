@@ -118,7 +118,7 @@ class ChatTokenizer:
         file = path / "tokenizer_config.json"
         settings = read_json(file) if file.exists() else {}
         fast = path / "tokenizer.json"
-        self._codec: _Codec = _FastCodec(fast) if fast.exists() else _TransformersCodec(path)
+        self._codec: _Codec = _FastCodec(fast) if fast.is_file() else _TransformersCodec(path)
         self._special = _special_tokens(path, settings)
         self._templates = _read_templates(path, settings)
         self.eos_ids = self._end_ids()
@@ -232,7 +232,7 @@ def _as_call(text: str) -> Message | None:
 
 def _marker_pattern(file: Path) -> re.Pattern[str] | None:
     """Matches the special tokens of a `tokenizer.json`, longest first; None without that file or without any."""
-    added = (read_json(file).get("added_tokens") or []) if file.exists() else []
+    added = (read_json(file).get("added_tokens") or []) if file.is_file() else []
     markers = sorted({str(token["content"]) for token in added if token.get("special")}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, [*markers, _OPEN]))) if markers else None
 
