@@ -145,6 +145,10 @@ def test_a_body_that_is_no_job_is_a_problem_whatever_it_is(server: Running, cont
     problem(response, 422, "InvalidInput")
 
 
+def test_a_label_with_a_nul_is_stored_or_refused(server: Running) -> None:
+    assert post(server, JOBS, job_body(labels={"team": "\0"})).status_code in (202, 422)
+
+
 def test_an_unknown_route_and_a_wrong_method_are_problems(server: Running) -> None:
     problem(httpx.get(server.url + "/v1alpha1/nothing"), 404, "NotFound")
     for path in ("/v1alpha1/jobs/a%00b", "/v1alpha1/jobs?name=%00", "/v1alpha1/jobs?project=%00"):

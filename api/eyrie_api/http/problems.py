@@ -16,7 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
-from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
+from sqlalchemy.exc import DataError, InterfaceError, OperationalError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -85,6 +85,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
     for kind in DATABASE_ERRORS:
         app.add_exception_handler(kind, _on_database_error)
+    app.add_exception_handler(DataError, _on_unstorable)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -97,6 +98,14 @@ async def _on_database_error(request: Request, error: Exception) -> Response:
     if is_invalid_statement(error):
         return await _on_bug(request, error)
     return refuse(database_unavailable(error, request.method, request.url.path), request.url.path)
+
+
+async def _on_unstorable(request: Request, error: Exception) -> Response:
+    """PostgreSQL refuses a value of the request that SQLite stores, such as a text with a NUL."""
+    log.warning("%s %s: a value cannot be stored: %s", request.method, request.url.path, error)
+    return refuse(InvalidInput("a value of the request cannot be stored: a text has a NUL, or a number is too large",
+                               "leave out characters that are not text, and keep integers below 2^63"),
+                  request.url.path)
 
 
 def is_invalid_statement(error: Exception) -> bool:
