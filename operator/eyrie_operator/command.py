@@ -2,6 +2,7 @@
 
     eyrie up [--detach]    start the control plane of this machine; its home holds database, jobs, log and `plane.json`
     eyrie down             stop it; jobs stop at their next pause point and resume at the next `up`
+    eyrie doctor           what is damaged in a home, and its repair
     eyrie worker           further chore workers, where the broker is Redis
     eyrie serve-api        on a cluster: the API server alone, as one of any number of replicas
     eyrie migrate          migrate the database, or wait until it is migrated (--check)
@@ -30,6 +31,8 @@ from eyrie_api.cli.commands import app
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.verbs import Json, verb
 from eyrie_api.client import DEFAULT_SERVER
+from eyrie_api.database.engine import Database
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.engine import EngineKind
@@ -108,6 +111,42 @@ def down(home: Home = None, as_json: Json = False) -> None:
         stop_orphans(settings)
     words = f"Stopped {plane.url}." if plane else f"No control plane is running on {settings.home}."
     Screen(as_json=as_json).show({"stopped": plane is not None, "home": str(settings.home.absolute())}, words)
+
+
+@app.command()
+@verb
+def doctor(
+    home: Home = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what can be, with the control plane down.")] = False,
+    digests: Annotated[bool, typer.Option("--digests", help="Read every file of every stage as well.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find what is damaged or does not belong together in a home: database, job directories, manifests, records.
+
+    Ends with 74 when something is found and not repaired.
+    """
+    from eyrie_operator import doctor as examination
+
+    screen, settings = Screen(as_json=as_json), settings_for(home, None, None)
+    if settings.database_url is None and not (settings.home / "eyrie.db").is_file():
+        raise ArtifactMissing(f"{settings.home} holds no eyrie.db", "name the home (--home DIR), or restore a backup")
+    if repair and running_plane(settings.home) is not None:
+        raise Conflict("the control plane of this home is running", "stop it first: eyrie down")
+    database = Database(settings.resolved_database_url)
+    try:
+        found = list(examination.examine(examination.Home(settings.home.absolute(), database, digests)))
+    finally:
+        database.close()
+    if repair:
+        found = [examination.repair(settings.home.absolute(), one) for one in found]
+    left = [one for one in found if not one.repaired]
+    words = [f"{'repaired' if one.repaired else one.reason}  {one.where}\n  {one.message}"
+             + ("" if one.repaired else f"\n  hint: {one.hint}") for one in found]
+    words.append(f"{len(found)} findings, {len(found) - len(left)} repaired" if found else
+                 f"{settings.home}: nothing is damaged" + ("" if digests else "; --digests reads every file as well"))
+    screen.show([one.model_dump() for one in found], "\n".join(words))
+    if left:
+        raise typer.Exit(ArtifactCorrupt.exit_code)
 
 
 @app.command()

@@ -96,11 +96,11 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST if path.is_dir() else path
     try:
-        text = file.read_text()
+        data = file.read_bytes()
     except FileNotFoundError:
         raise ArtifactMissing(f"no manifest at {file}", "run the stage that writes it, or retry the job") from None
     try:
-        return Manifest.model_validate_json(text)
+        return Manifest.model_validate_json(data)
     except ValidationError as error:
         raise ArtifactCorrupt(f"manifest {file} is invalid: {error.errors()[0]['msg']}",
                               "delete the stage's directory and retry the job") from error

@@ -217,8 +217,8 @@ def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
     def _prepare(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # sqlite3 must not begin transactions implicitly; `_begin` does
         cursor = connection.cursor()
-        # WAL with synchronous=NORMAL loses nothing to kill -9; a power cut may lose the last commits, never the file.
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON"):
+        # synchronous=FULL: what was confirmed survives a power cut too. NORMAL would lose the last commits.
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 

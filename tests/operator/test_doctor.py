@@ -1,0 +1,102 @@
+"""`eyrie doctor`: each kind of damage is found and named, and repaired where that is possible."""
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.migrations import upgrade
+from eyrie_api.v1alpha1.status import JobStatus, StageStatus
+from eyrie_operator.doctor import SET_ASIDE, Finding, Home, examine, repair
+from tests.api.samples import job_spec
+from tests.operator.test_reconcile import manifest
+
+
+class Made:
+    """A home with one job that has finished its first stage and runs the second."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        home.mkdir()
+        self.database = Database(f"sqlite:///{home / 'eyrie.db'}")
+        upgrade(self.database)
+        jobs = Jobs(self.database)
+        self.job = jobs.submit(job_spec()).id
+        done = StageStatus(stage="capture", state="Succeeded")
+        running = StageStatus(stage="train", key="base", state="Running")
+        jobs.save_status(self.job, JobStatus(phase="Running", stages=(done, running)))
+        for stage in (done, running):
+            jobs.set_stage(self.job, stage)
+        self.stage = home / "jobs" / self.job / "stages" / "capture"
+        self.stage.mkdir(parents=True)
+        write_model(self.stage / "manifest.json", manifest())
+
+    def found(self, *, digests: bool = False) -> list[Finding]:
+        return list(examine(Home(self.home, self.database, digests)))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path / "home")
+
+
+def test_an_intact_home_has_no_finding(made: Made) -> None:
+    assert made.found(digests=True) == []
+
+
+def test_a_database_older_than_its_files_shows_as_directories_that_no_row_knows_and_they_are_kept(made: Made) -> None:
+    (made.home / "jobs" / "job-of-yesterday").mkdir()
+    [one] = made.found()
+    assert (one.reason, one.where) == ("UnknownDirectory", "jobs/job-of-yesterday")
+    assert repair(made.home, one).repaired
+    assert (made.home / SET_ASIDE / "jobs" / "job-of-yesterday").is_dir()
+    assert made.found() == []
+
+
+def test_a_running_job_without_its_files_is_named_with_what_to_do(made: Made) -> None:
+    shutil.rmtree(made.home / "jobs" / made.job)
+    [one] = made.found()
+    assert (one.reason, one.repair) == ("JobWithoutFiles", "none")
+    assert f"eyrie cancel {made.job}" in one.hint
+
+
+def test_a_damaged_manifest_is_found_and_its_stage_runs_again(made: Made) -> None:
+    (made.stage / "manifest.json").write_bytes(b"{\xff")
+    [one] = made.found()
+    assert (one.reason, one.where) == ("StageDamaged", f"jobs/{made.job}/stages/capture")
+    assert repair(made.home, one).repaired
+    assert [finding.reason for finding in made.found()] == ["StageMissing"], "until the retried job has run it"
+
+
+def test_a_damaged_page_of_the_database_is_found(made: Made) -> None:
+    made.database.close()
+    with sqlite3.connect(made.home / "eyrie.db") as raw:
+        raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    file = made.home / "eyrie.db"
+    data = bytearray(file.read_bytes())
+    data[4096:len(data)] = bytes(len(data) - 4096)
+    file.write_bytes(data)
+    assert {one.reason for one in made.found()} == {"DatabaseDamaged"}
+
+
+def test_the_command_prints_findings_and_ends_with_74_until_they_are_repaired(made: Made) -> None:
+    def doctor(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "eyrie_operator.command", "doctor", "--home", str(made.home), *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    (made.home / "endpoints" / "gone").mkdir(parents=True)
+    first, repaired, last = doctor("--json"), doctor("--repair"), doctor()
+    assert (first.returncode, repaired.returncode, last.returncode) == (74, 0, 0), first.stderr + repaired.stderr
+    assert [one["where"] for one in json.loads(first.stdout)] == ["endpoints/gone"]
+    assert "nothing is damaged" in last.stdout
+    shutil.rmtree(made.home)
+    missing = doctor()
+    assert missing.returncode == 66
+    assert not made.home.exists()
