@@ -66,7 +66,8 @@ test-architectures: setup  ## tiny targets of thirty architectures, captured thr
 # is for the fast tier: here a fixture trains for minutes.
 test-sglang: setup  ## the real SGLang on the CPU, with and without a drafter (needs 3 GB of disk, 6 GB of memory)
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
-	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 $(SGLANG_LIMIT_S) $(BIN)/pytest -v --timeout 1200 tests/sglang
+	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 $(SGLANG_LIMIT_S) $(BIN)/pytest -v --timeout 1200 \
+		-m "$(if $(SHORT),not slow,slow or not slow)" --durations 15 tests/sglang
 
 test-vllm: setup  ## vLLM's CPU build with an exported drafter, its rounds compared with ours (needs 2.2 GB of disk)
 	@PYTHON="$(PYTHON)" bash tests/vllm/environment/setup
@@ -165,11 +166,10 @@ campaign-tenancy: setup  ## every route as another project, as viewer, with revo
 campaign-chaos: setup  ## kills at random moments over many short jobs; counts add up over runs
 	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN)
 
-# Five minutes. Without schemathesis, which would have to be downloaded.
+# Four minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
-	@$(BIN)/python -m tests.campaigns.model --seconds 20 > /dev/null
 	@$(BIN)/python -m tests.campaigns.tenancy --seconds 40 > /dev/null
-	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 100 > /dev/null
+	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null
 	@$(BIN)/python -m tests.campaigns.chaos --seconds 45 > /dev/null
 
 $(SCHEMATHESIS): tests/campaigns/schemathesis.txt

@@ -47,6 +47,7 @@ def test_states_of_a_mixture_are_those_of_transformers_expert_by_expert(
     torch.testing.assert_close(aux, theirs, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_changed_answer_of_a_mixture_is_judged_by_its_model_in_transformers(tmp_path: Path) -> None:
     source = open_local(write_mixture(tmp_path / "mixture"), "float32")
     prompt = [1, 40, 41, 42]

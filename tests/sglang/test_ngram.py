@@ -38,6 +38,7 @@ def ngram(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_every_round_of_every_request_accepts_what_our_trie_accepts_as_both_go_on_remembering(
         plain: SglangServer, ngram: SglangServer, prompts: list[list[int]]) -> None:
     """The last prompts are the first ones again: what was remembered of them drafts them nearly whole."""

@@ -63,6 +63,7 @@ def test_a_chain_is_drafted_as_in_the_reference_engine_request_by_request(
     assert_proven(parity("chain", plain, chain, drafter, CHAIN, prompts))
 
 
+@pytest.mark.slow
 def test_a_chain_is_drafted_the_same_in_batches_and_from_cached_prefixes(
         plain: SglangServer, chain: SglangServer, drafter: Path, prompts: list[list[int]]) -> None:
     """Six requests at a time, of texts this server has answered before: their prefixes come from its cache."""

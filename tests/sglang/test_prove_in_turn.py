@@ -26,6 +26,7 @@ def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ended_is_replaced_but_not_for_ever(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ProveSpec(loads=(1,), requests=4, max_new_tokens=8, parity_prompts=2, system_prompt="")

@@ -39,6 +39,7 @@ def variant(drafter: Path, to: Path, **changed: Any) -> Path:
     # SGLang counts the positions behind the present one, our window counts that one too.
     ({"norm_before_fc": True, "sliding_window": WINDOW}, ("--speculative-draft-window-size", str(WINDOW - 1))),
 ], ids=["fc_norm and norm_output", "norm_before_fc and sliding window"])
+@pytest.mark.slow
 def test_a_variant_of_the_drafter_accepts_the_same_rounds_in_sglang(
         changed: dict[str, Any], more: tuple[str, ...], plain: SglangServer, drafter: Path, prompts: list[list[int]],
         tmp_path: Path) -> None:
