@@ -14,7 +14,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.v1alpha1.status import JobStatus, StageStatus
-from eyrie_operator.doctor import SET_ASIDE, Finding, Home, examine, repair
+from eyrie_operator.cli.doctor import SET_ASIDE, Finding, Home, examine, repair
 from tests.api.samples import job_spec
 from tests.operator.test_reconcile import manifest
 
