@@ -92,7 +92,7 @@ def show_address(plane: Plane, screen: Screen, *, already: bool = False) -> None
     """Print the URL, and the next command."""
     # The printed command must work unchanged: --server is added only when the URL is not the default.
     where = "" if plane.url == DEFAULT_SERVER else f" --server {plane.url}"
-    words = (f"{'Already up' if already else 'Eyrie is up'}: {plane.url}  (API and docs: {plane.url}/docs; state: "
+    words = (f"{'Already up' if already else 'Eyrie is up'}: {plane.url}  (console; API: {plane.url}/docs; state: "
              f"{plane.home})\nNext: eyrie train --target <model> --data <chats.jsonl>{where}")
     screen.show({"url": plane.url, "pid": plane.pid, "home": str(plane.home.absolute()), "already": already}, words)
 

@@ -6,6 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
+from eyrie_api import quantities
 from eyrie_api.cli import tables
 from eyrie_api.cli.watch import JobCancelled, JobFailed, closing_words, verdict, watch_view
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -43,13 +44,13 @@ FAILED = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", mes
     (-3, "0s"),
 ])
 def test_durations_read_as_people_say_them(seconds: float | None, words: str) -> None:
-    assert tables.duration(seconds) == words
+    assert quantities.duration(seconds) == words
 
 
 @pytest.mark.parametrize(("value", "words"), [
     (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5.0 TiB"), (2**62, "4096.0 PiB")])
 def test_sizes_are_binary(value: int, words: str) -> None:
-    assert tables.size(value) == words
+    assert quantities.size(value) == words
 
 
 def test_a_running_stage_shows_done_total_rate_and_time_left() -> None:

@@ -8,6 +8,7 @@ otherwise; 2 is a wrong command line.
 
 import subprocess
 import sys
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -292,6 +293,21 @@ def leaderboard(
     with connect(server) as client:
         entries = client.leaderboard(target=target, family=family)
     Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
+
+
+@app.command("open")
+@verb
+def open_console(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name. Default: the home page.")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Open the console in a browser, and print its address."""
+    with connect(server) as client:
+        path = "/" if job is None else f"/console/jobs/{find_job(client, job).id}"
+        url = client.base_url + path
+    opened = not as_json and webbrowser.open(url)
+    Screen(as_json=as_json).show({"url": url}, url if opened else f"{url}  (no browser here: open it yourself)")
 
 
 @app.command()

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.artifacts.storage_usage import StorageUsage
-from eyrie_api.cli.tables import size
 from eyrie_api.client import Client
+from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.status import Job
 
 _PAGE = 200

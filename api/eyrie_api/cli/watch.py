@@ -25,7 +25,6 @@ from eyrie_api.cli.tables import (
     STATE_STYLE,
     count,
     decision_line,
-    duration,
     entry_line,
     event_text,
     in_order,
@@ -34,6 +33,7 @@ from eyrie_api.cli.tables import (
     utc_now,
 )
 from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.status import Event, Job, StageStatus
 
 FINAL = frozenset({"Succeeded", "Failed", "Cancelled"})

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from eyrie_api.database.engine import Database
 from eyrie_api.http import api_page, problems
 from eyrie_api.http.authentication import Authenticator
+from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
 from eyrie_api.http.middleware import AccessMiddleware, RequestTimer
@@ -70,7 +71,8 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.control = control
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.telemetry = operations.Telemetry(control)
-    routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations)]
+    parts = (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations, pages)
+    routers = [part.router for part in parts]
     for router in routers:
         app.include_router(router)
     api_page.install(app)

@@ -21,12 +21,13 @@ from eyrie_api.artifacts import write_atomically
 from eyrie_api.artifacts.stage_manifests import read_manifests
 from eyrie_api.cli import chat
 from eyrie_api.cli.screen import Screen
-from eyrie_api.cli.tables import duration, times
+from eyrie_api.cli.tables import times
 from eyrie_api.cli.watch import verdict, watch
 from eyrie_api.client import Client
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.processes import free_port
+from eyrie_api.quantities import duration
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
@@ -102,7 +103,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     stop(home, screen, quietly=True)
     shutil.rmtree(home, ignore_errors=True)
     plane = start_detached(demo_settings(home).model_copy(update={"port": free_port()}))
-    screen.note(f"control plane: {plane.url}  (log: {home / 'plane.log'})")
+    screen.note(f"follow it in a browser: {plane.url}  (log: {home / 'plane.log'})")
     with Client(plane.url) as client:
         created = client.create_job(demo_job(short, engine, target))
         screen.note(f"POST {plane.url}/v1alpha1/jobs  ->  202, job {created.id}\n")

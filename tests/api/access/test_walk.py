@@ -40,6 +40,10 @@ Kind = Literal[
 ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/openapi.json"): ("nobody's", None),
     ("GET", "/docs"): ("nobody's", None),
+    ("GET", "/"): ("many", None),
+    ("GET", "/console/jobs/{job_id}"): ("one", None),
+    ("GET", "/console/endpoints/{name}"): ("one", None),
+    ("GET", "/console/static/{file}"): ("nobody's", None),
     ("GET", "/healthz"): ("nobody's", None),
     ("GET", "/readyz"): ("nobody's", None),
     ("GET", "/version"): ("nobody's", None),
@@ -99,7 +103,7 @@ def of_kind(*kinds: Kind) -> list[tuple[str, str, Any]]:
 
 def filled(path: str, ids: dict[str, str]) -> str:
     """The path with its parameters, and the query that some routes need."""
-    made = re.sub(r"{(\w+)(?::path)?}", lambda found: ids[found[1]], path)
+    made = re.sub(r"{(\w+)(?::path)?}", lambda found: ({"file": "console.css"} | ids)[found[1]], path)
     if path.endswith("/logs"):
         made += f"?stage=benchmark&key={ids['key']}"
     if "/artifacts/" in path:

@@ -16,7 +16,8 @@ from typing import TextIO
 
 from pydantic import ValidationError
 
-from eyrie_api.cli.tables import count, duration
+from eyrie_api.cli.tables import count
+from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.records import STAGE_RECORD, ProgressRecord, StageRecord
 
 _LIVE_EVERY_S = 1.0

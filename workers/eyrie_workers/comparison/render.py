@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.cli.tables import duration, size
+from eyrie_api.quantities import duration, size
 from eyrie_workers.comparison.answer import QUESTION
 from eyrie_workers.comparison.claims import VERSIONS, ratio
 from eyrie_workers.comparison.report import CompareReport, Figures, VariantReport

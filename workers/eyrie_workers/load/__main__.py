@@ -20,8 +20,9 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.cli.screen import Screen
-from eyrie_api.cli.tables import count, duration
+from eyrie_api.cli.tables import count
 from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
 from eyrie_workers.conversations.suites import load_suite

@@ -1,0 +1,113 @@
+"""The console's pages: what they show is what the API answers, nothing comes from elsewhere, and text stays text.
+
+Chromium has looked at them by hand; no browser takes part here.
+"""
+
+import hashlib
+import re
+from html import unescape
+from pathlib import Path
+
+import httpx
+import pytest
+
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.http.console import pages
+from eyrie_api.http.server import create_app
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
+from eyrie_api.v1alpha1.targets import TargetSpec
+from tests.api.samples import job_spec
+
+HOSTILE = '"><script>alert(1)</script>'
+
+
+@pytest.fixture
+def client(settings: Settings, database: Database) -> httpx.Client:
+    from starlette.testclient import TestClient
+
+    return TestClient(create_app(settings, database=database), base_url="http://127.0.0.1:8642")
+
+
+def text_of(page: httpx.Response) -> str:
+    assert page.status_code == 200, page.text
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", page.text)).split())
+
+
+def test_an_empty_installation_says_what_to_do(client: httpx.Client) -> None:
+    shown = text_of(client.get("/"))
+    assert "No endpoint yet" in shown
+    assert "eyrie train --target" in shown
+
+
+def test_a_running_job_shows_its_stages_with_progress_rate_and_time_left(
+        client: httpx.Client, database: Database) -> None:
+    jobs = Jobs(database)
+    job = jobs.submit(job_spec(name="nightly"))
+    stages = (StageStatus(stage="regenerate", state="Succeeded"),
+              StageStatus(stage="capture", state="Running", progress=Progress(
+                  done=300, total=1200, unit="rows", rate=12.5, eta_s=72.0, message="shard 3")))
+    for stage in stages:
+        jobs.set_stage(job.id, stage)
+    jobs.save_status(job.id, JobStatus(phase="Running", stages=stages))
+    page = client.get(f"/console/jobs/{job.id}")
+    shown = text_of(page)
+    for words in ("nightly Running", "regenerate Succeeded", "capture Running", "25 % of 1200 rows, 12.5/s, 1m12s left",
+                  "shard 3", f"eyrie cancel {job.id}"):
+        assert words in shown, words
+    assert 'hx-trigger="every 2s"' in page.text, "until it ends"
+    assert "nightly" in text_of(client.get("/"))
+
+
+def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Client, database: Database) -> None:
+    jobs = Jobs(database)
+    job = jobs.submit(job_spec(name="broken"))
+    failed = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", message="40 GB are needed",
+                         hint="free some")
+    jobs.set_stage(job.id, failed)
+    jobs.save_status(job.id, JobStatus(phase="Failed", stages=(failed,)))
+    assert "Needs a person Job broken failed in capture 40 GB are needed free some" in text_of(client.get("/"))
+    page = client.get(f"/console/jobs/{job.id}")
+    assert "DiskTooSmall : 40 GB are needed free some" in text_of(page)
+    assert "every 2s" not in page.text, "an ended job is not asked for again"
+
+
+def test_an_endpoint_shows_its_revisions_and_history(client: httpx.Client, database: Database) -> None:
+    endpoints = Endpoints(database)
+    endpoints.create("assistant", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
+    endpoints.propose("assistant", job_id=None, checkpoint="base-step-7", drafter_dir="/d", reason="better", tau=2.5,
+                      tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+    shown = text_of(client.get("/console/endpoints/assistant"))
+    assert "base-step-7 3/1/4" in shown
+    assert "2.50" in shown
+    assert "assistant" in text_of(client.get("/"))
+    assert client.get("/console/endpoints/none").status_code == 404
+
+
+def test_pages_load_nothing_from_elsewhere_and_run_nothing_inline(client: httpx.Client, database: Database) -> None:
+    job = Jobs(database).submit(job_spec(labels={"note": HOSTILE}))
+    for path in ("/", f"/console/jobs/{job.id}"):
+        page = client.get(path)
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert re.findall(r"<script(?![^>]*src=\"/console/static/)|<style|\son\w+=|\sstyle=", page.text) == []
+        assert re.findall(r"(?:src|href)=\"(?:https?:)?//", page.text) == []
+        assert HOSTILE not in page.text
+        for file in re.findall(r"/console/static/([\w.]+)", page.text):
+            assert client.get(f"/console/static/{file}").status_code == 200
+    assert client.get("/console/static/LICENSES.md").status_code == 404
+
+
+def test_the_libraries_are_the_files_of_their_packages() -> None:
+    static = Path(pages.HERE) / "static"
+    rows = (static / "LICENSES.md").read_text()
+    listed = dict(re.findall(r"^\| ([\w.]+) \|.*\| ([0-9a-f]{64}) \|$", rows, re.MULTILINE))
+    assert set(listed) == {name for name in pages.STATIC if ".min." in name}
+    for name, digest in listed.items():
+        assert hashlib.sha256((static / name).read_bytes()).hexdigest() == digest, name
+    assert sum((static / name).stat().st_size for name in pages.STATIC) < 500_000
