@@ -168,12 +168,12 @@ def test_a_broken_target_is_refused(settings: Settings, tmp_path: Path, kind: st
         assert str(caught.value) == text.replace("{d}", str(target))
 
 
-ROWS = '{"instruction": "Say hi", "output": "hi"}\n'
-ALPACA = "none of its first {n} rows is a conversation; the first: {fault}; give one JSON object per line with " \
-         "`messages` (OpenAI) or `conversations` (ShareGPT)"
+ROWS = '{"question": "Say hi", "answer": "hi"}\n'
+NO_CONVERSATION = "none of its first {n} rows is a conversation; the first: {fault}; give one JSON object per line " \
+         "with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` (Alpaca)"
 JQ = "convert it to JSON lines: jq -c '.[]' chats.json > chats.jsonl"
 DATA: dict[str, tuple[str, bytes, str]] = {
-    "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", ALPACA.format(n=2, fault="not JSON")),
+    "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", NO_CONVERSATION.format(n=2, fault="not JSON")),
     "gzip": ("chats.jsonl.gz", gzip.compress(b"{}"), "compressed with gzip, which is not read; gunzip it"),
     "zip": ("chats.jsonl", b"PK\x03\x04 and more", "a zip archive, which is not read; unzip it"),
     "UTF-16": ("chats.jsonl", ROWS.encode("utf-16"), "UTF-16 text, which is not read; convert it: iconv -f UTF-16 -t "
@@ -189,11 +189,12 @@ DATA: dict[str, tuple[str, bytes, str]] = {
                                                    "name it .jsonl if it is JSON lines"),
     "truncated parquet": ("chats.parquet", b"PAR1" + bytes(100), "does not end as a parquet file does: it is "
                                                                  "truncated; copy or write it again"),
-    "other fields": ("chats.jsonl", (ROWS * 70).encode(), ALPACA.format(
-        n=64, fault="no `messages` or `conversations` or `conversation` in the row, which has instruction, output")),
+    "other fields": ("chats.jsonl", (ROWS * 70).encode(), NO_CONVERSATION.format(
+        n=64, fault="no `messages` or `conversations` or `conversation` or `instruction` in the row, which has "
+                   "answer, question")),
     "empty conversations": ("chats.jsonl", b'{"messages": []}\n' * 3,
-                            ALPACA.format(n=3, fault="the conversation is empty or not a list")),
-    "one long line": ("chats.jsonl", b"x" * ((8 << 20) + 1), ALPACA.format(n=1, fault="longer than 8 MiB")),
+                            NO_CONVERSATION.format(n=3, fault="the conversation is empty or not a list")),
+    "one long line": ("chats.jsonl", b"x" * ((8 << 20) + 1), NO_CONVERSATION.format(n=1, fault="longer than 8 MiB")),
 }
 
 

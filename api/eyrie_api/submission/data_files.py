@@ -21,7 +21,7 @@ _SAMPLE_BYTES = 1 << 18
 MAX_ROW_BYTES = 8 << 20
 """The longest line that the regenerate stage reads."""
 
-_KEYS = {"messages": ("messages",), "sharegpt": ("conversations", "conversation")}
+_KEYS = {"messages": ("messages",), "sharegpt": ("conversations", "conversation"), "alpaca": ("instruction",)}
 _FOREIGN = (
     (b"\x1f\x8b", "compressed with gzip", "gunzip it"),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unzstd it"),
@@ -32,7 +32,8 @@ _FOREIGN = (
     (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
 )
 _CONVERT = "convert it to JSON lines: jq -c '.[]' chats.json > chats.jsonl"
-_ONE_PER_LINE = "give one JSON object per line with `messages` (OpenAI) or `conversations` (ShareGPT)"
+_ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` "
+                 "(Alpaca)")
 
 
 def check_data_file(source: DataSource, path: Path) -> None:
@@ -118,6 +119,8 @@ def _fault(line: bytes, layout: str) -> str | None:
     if held is None:
         fields = ", ".join(sorted(map(str, row))[:6]) or "no fields"
         return f"no {' or '.join(f'`{key}`' for key in keys)} in the row, which has {fields}"
+    if isinstance(held, str) and "instruction" in row:
+        return None if held.strip() else "the instruction is empty"
     if not isinstance(held, list) or not held:
         return "the conversation is empty or not a list"
     return None

@@ -13,8 +13,9 @@ class DataSource(Frozen):
     path: str = Field(min_length=1, max_length=4096)
     """JSONL or parquet file, Hub data set id, or `quickstart` for locally generated conversations."""
 
-    format: Literal["auto", "messages", "sharegpt"] = "auto"
-    """Row layout: OpenAI `messages`, ShareGPT `conversations`, or decided by the first readable row."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
+    """Row layout: OpenAI `messages`, ShareGPT `conversations`, Alpaca's `instruction`, or decided by the first readable
+    row."""
 
     split: str = "train"
     """Split of a Hub data set."""

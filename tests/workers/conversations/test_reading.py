@@ -102,6 +102,61 @@ def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
     assert [(m["role"], m["content"]) for m in chat.messages] == [("system", "x"), ("user", "one two")]
 
 
+FUNCTIONS = json.dumps([TOOLS[0]["function"]])
+
+
+@pytest.mark.parametrize("calls", ['weather(city="Oslo")', '[weather(city="Oslo")]',
+                                   '[{"name": "weather", "arguments": {"city": "Oslo"}}]'])
+def test_a_row_as_dolci_publishes_it_keeps_its_tools_calls_and_results(tmp_path: Path, calls: str) -> None:
+    def turn(role: str, content: str | None, functions: str | None = None, function_calls: str | None = None) -> Any:
+        return {"role": role, "content": content, "functions": functions, "function_calls": function_calls}
+
+    row = {"id": "x", "source_dataset": "y", "messages": [
+        turn("system", "Be brief.", functions=FUNCTIONS), turn("user", "Weather in Oslo?"),
+        turn("assistant", None, function_calls=calls), turn("environment", '{"sky": "clear"}'),
+        turn("assistant", "Clear."), turn("user", "Thanks!"), turn("assistant", None)]}
+    (chat,) = usable(read(write(tmp_path / "a.jsonl", row)))
+    assert list(chat.tools) == TOOLS
+    expected = json.loads(json.dumps(TOOL_CHAT["messages"][:-1]).replace("abcdefghi", "call00000"))
+    assert list(chat.prompt) == expected, "the empty last turn is where the target answers"
+
+
+def test_calls_and_results_in_hermes_tags_become_calls_and_results(tmp_path: Path) -> None:
+    row = {"tools": FUNCTIONS, "conversations": [
+        {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Weather in Oslo?"},
+        {"from": "gpt", "value": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'},
+        {"from": "tool", "value": '<tool_response>\n{"sky": "clear"}\n</tool_response>'},
+        {"from": "gpt", "value": "Clear."}, {"from": "human", "value": "Thanks!"}]}
+    (chat,) = usable(read(write(tmp_path / "a.jsonl", row)))
+    expected = json.loads(json.dumps(TOOL_CHAT["messages"][:-1]).replace("abcdefghi", "call00000"))
+    assert list(chat.prompt) == expected
+
+
+def test_an_alpaca_row_is_a_question_with_its_input_below(tmp_path: Path) -> None:
+    rows = [{"instruction": "Translate.", "input": "Guten Tag", "output": "Good day"},
+            {"instruction": "Name a town.", "input": "", "output": "Oslo"}]
+    one, two = usable(read(write(tmp_path / "a.jsonl", *rows)))
+    assert [message["content"] for message in one.messages] == ["Translate.\n\nGuten Tag", "Good day"]
+    assert [message["content"] for message in two.prompt] == ["Name a town."]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_kept_whatever_its_field_is_called(tmp_path: Path, key: str) -> None:
+    row = {"messages": [user("Hi"), {"role": "assistant", "content": "Hello", key: "They greet."}, user("And?")]}
+    (chat,) = usable(read(write(tmp_path / "a.jsonl", row)))
+    assert chat.messages[1]["reasoning_content"] == "They greet."
+
+
+@pytest.mark.parametrize("text", ["weather('Oslo')", "weather(city=town)", "import os", "x = 1", "f(",
+                                  "__import__('os').system('x')"])
+def test_a_call_that_is_no_call_with_named_literals_is_refused_and_never_run(tmp_path: Path, text: str) -> None:
+    row = {"messages": [user("x"), {"role": "assistant", "content": None, "function_calls": text},
+                        {"role": "environment", "content": "y"}]}
+    (bad,) = read(write(tmp_path / "a.jsonl", row))
+    assert isinstance(bad, QuarantinedRow)
+    assert "neither JSON nor calls in Python's syntax" in bad.reason
+
+
 MALFORMED: list[tuple[Any, str]] = [
     ("", "empty line"),
     ("   ", "empty line"),

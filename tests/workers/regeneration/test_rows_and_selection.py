@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from eyrie_api.errors import ArtifactCorrupt, NoChatTemplate
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling, read_rows
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.generation_client import row_seed
+from eyrie_workers.regeneration.selection import losses
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
 
@@ -172,3 +174,15 @@ def test_a_conversation_the_template_refuses_is_quarantined_and_a_missing_templa
     template.unlink()
     with pytest.raises(NoChatTemplate):
         run(tmp_path / "two", rows, ChatTokenizer(target))
+
+
+def test_a_source_that_loses_rows_is_reported_with_its_reasons_and_first_lines() -> None:
+    def lost(source: str, line: int, reason: str, kind: Any = "malformed") -> QuarantinedRow:
+        return QuarantinedRow(source=source, line=line, reason=reason, kind=kind)
+
+    rows = [*(lost("a.jsonl", line, f"turn {line} has unknown role 'wizard'") for line in (3, 5, 8, 9)),
+            lost("a.jsonl", 2, "empty line"), lost("b.jsonl", 1, "empty line"),
+            *(lost("b.jsonl", line, "shared with a suite", "benchmark") for line in range(2, 50))]
+    assert losses(rows, {"a.jsonl": 15, "b.jsonl": 19}) == [
+        "a.jsonl: 5 rows (25%) cannot be used, 15 are answered: turn N has unknown role 'wizard' (4 rows, lines 3, 5, "
+        "8); empty line (1 rows, lines 2)"]

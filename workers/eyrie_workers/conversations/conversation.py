@@ -5,15 +5,20 @@ arguments as a JSON string; tool results that name the call they answer. Every r
 renders, a hash identifies and an endpoint receives the same value for any file format.
 
 Kept: system prompts, all turns, tool definitions, tool calls, tool results, earlier reasoning. Changed: `developer`
-becomes `system`, text parts are joined, missing call ids are filled in by position. Refused, with a reason
+becomes `system`, text parts are joined, missing call ids are filled in by position, an empty last answer is left out.
+Read besides OpenAI's and ShareGPT's turns: those of Dolci (tools as `functions` of the system turn, calls as
+`function_calls` in JSON or Python's syntax, results by `environment`), Hermes's `<tool_call>` tags, and Alpaca's
+`instruction`, `input`, `output`. Refused, with a reason
 (`Malformed`): everything that a chat template or an endpoint would refuse or silently alter, because training on
 conversations that cannot occur in serving has no use.
 
 Pure: values in, values out.
 """
 
+import ast
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +29,16 @@ ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
     "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
+    "environment": "tool", "ipython": "tool",
 }
 """Role names in data sets and their normal form. `function_call`, a turn of its own in some ShareGPT files, is handled
 separately."""
 
 _MAX_DEPTH = 64
 _CALL_TURNS = ("function_call", "tool_call")
+_TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_TAGGED_RESULT = re.compile(r"\A\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class Malformed(ValueError):
@@ -55,14 +64,14 @@ class Conversation:
 def conversation(value: object, source: str, line: int, layout: str) -> Conversation:
     """The conversation in one decoded row.
 
-    layout   "messages" (OpenAI) or "sharegpt" (`conversations`).
+    layout   "messages" (OpenAI), "sharegpt" (`conversations`) or "alpaca" (`instruction`).
 
     Raises Malformed with the reason when the row breaks a rule.
     """
     if not isinstance(value, Mapping):
         raise Malformed(f"a row must be an object, this is {_kind(value)}")
-    turns = _turns(value, layout)
-    tools = _tools(value.get("tools"))
+    turns = _answered(_instruction(value) if layout == "alpaca" else _turns(value, layout))
+    tools = _tools(value.get("tools")) or _tools(turns[0].get("functions"))
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     if layout == "sharegpt" and isinstance(value.get("system"), str) and value["system"].strip() \
             and messages[0]["role"] != "system":
@@ -84,6 +93,8 @@ def detect_layout(value: object) -> str | None:
             return "messages"
         if "conversations" in value or "conversation" in value:
             return "sharegpt"
+        if "instruction" in value:
+            return "alpaca"
     return None
 
 
@@ -139,6 +150,25 @@ def _turns(value: Mapping[str, Any], layout: str) -> list[Mapping[str, Any]]:
     return turns
 
 
+def _instruction(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """An Alpaca row as turns: the input stands below the instruction."""
+    instruction, given = value.get("instruction"), value.get("input")
+    if not isinstance(instruction, str):
+        raise Malformed(f"`instruction` must be text, this is {_kind(instruction)}")
+    text = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
+    answer = value.get("output")
+    return [{"role": "user", "content": text},
+            *([{"role": "assistant", "content": answer}] if isinstance(answer, str) else [])]
+
+
+def _answered(turns: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The turns without an empty last answer: the target answers there in any case."""
+    last = turns[-1]
+    is_answer = ROLES.get(str(last.get("role", last.get("from")))) == "assistant"
+    empty = not any(last.get(key) for key in ("content", "value", "tool_calls", "function_call", "function_calls"))
+    return turns[:-1] if is_answer and empty and len(turns) > 1 else turns
+
+
 def _message(turn: Mapping[str, Any], number: int) -> Message:
     name = turn.get("role", turn.get("from"))
     content = turn["content"] if "content" in turn else turn.get("value")
@@ -150,10 +180,18 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
     if message["role"] == "assistant":
         if calls := _calls(turn, number):
             message["tool_calls"] = calls
-        if isinstance(turn.get("reasoning_content"), str):
-            message["reasoning_content"] = turn["reasoning_content"]
+        elif message["content"] and (tagged := _TAGGED_CALL.findall(message["content"])):
+            message["tool_calls"] = [call for text in tagged for call in _calls_in_text(text, number)]
+            message["content"] = _TAGGED_CALL.sub("", message["content"]).strip() or None
+        reasoning = next((turn[key] for key in _REASONING if isinstance(turn.get(key), str) and turn[key]), None)
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
     elif message["role"] == "tool":
+        if message["content"] is not None:
+            message["content"] = _TAGGED_RESULT.sub(r"\1", message["content"])
         message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    if message["content"] is None and message["role"] == "system" and turn.get("functions"):
+        message["content"] = ""  # it lists tools alone
     if message["content"] is None and "tool_calls" not in message:
         raise Malformed(f"turn {number} ({message['role']}) has no content")
     if message["role"] == "user" and not message["content"].strip():
@@ -180,6 +218,8 @@ def _calls(turn: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     calls = turn.get("tool_calls")
     if calls is None and turn.get("function_call") is not None:  # OpenAI's form before tools
         calls = [turn["function_call"]]
+    if calls is None and turn.get("function_calls"):  # Dolci's
+        return _calls_in_text(turn["function_calls"], number)
     if calls is None:
         return []
     if not isinstance(calls, list):
@@ -209,8 +249,33 @@ def _calls_in_text(content: object, number: int) -> list[dict[str, Any]]:
     try:
         value = json.loads(content) if isinstance(content, str) else content
     except json.JSONDecodeError:
-        raise Malformed(f"turn {number} is a function call, but its text is not JSON") from None
+        value = _python_calls(str(content))
+        if value is None:
+            raise Malformed(f"turn {number} is a function call, but its text is neither JSON nor calls in Python's "
+                            "syntax") from None
     return [_call(call, number) for call in (value if isinstance(value, list) else [value])]
+
+
+def _python_calls(text: str) -> list[dict[str, Any]] | None:
+    """Calls like `weather(city="Oslo", days=2)`, one per line or in a list, whose arguments are literals with names;
+    None for any other text. Parsed, never evaluated."""
+    try:
+        body = ast.parse(text.strip(), mode="exec").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    calls: list[dict[str, Any]] = []
+    for statement in body:
+        if not isinstance(statement, ast.Expr):
+            return None
+        for node in statement.value.elts if isinstance(statement.value, ast.List | ast.Tuple) else [statement.value]:
+            if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+                return None
+            try:
+                arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords if one.arg}
+            except (ValueError, TypeError, SyntaxError, RecursionError):
+                return None
+            calls.append({"name": ast.unparse(node.func), "arguments": arguments})
+    return calls or None
 
 
 def _tools(tools: object) -> tuple[dict[str, Any], ...]:

@@ -48,7 +48,7 @@ def read_conversations(source: DataSource) -> Iterator[Conversation | Quarantine
         layout = layout or detect_layout(value)
         try:
             if layout is None:
-                raise Malformed("neither `messages` nor `conversations` in the row")
+                raise Malformed("neither `messages` nor `conversations` nor `instruction` in the row")
             yield conversation(value, source.path, line, layout)
         except Malformed as error:
             yield QuarantinedRow(source=source.path, line=line, reason=str(error))

@@ -11,8 +11,9 @@ ETA. Rows are streamed; only the ids seen (and the signatures of near-duplicate 
 
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,6 +39,10 @@ HELD_OUT = "held_out.jsonl"
 SELECTED = "selection.jsonl"
 REJECTED = "selection.quarantine.jsonl"
 SUMMARY = "selection.json"
+REPORTED_LOSS = 0.05
+"""Share of a source's rows beyond which their loss is reported before anything is answered."""
+
+_NUMBER = re.compile(r"\d+")
 
 
 class SelectionSummary(Frozen):
@@ -120,6 +125,28 @@ def rejected(directory: Path) -> Iterator[QuarantinedRow]:
     with (directory / REJECTED).open("rb") as file:
         for line in file:
             yield QuarantinedRow.model_validate_json(line)
+
+
+def losses(rejected_rows: Iterable[QuarantinedRow], usable: Mapping[str, int]) -> list[str]:
+    """A sentence for each source that loses more than `REPORTED_LOSS` of its rows: reasons by number, with the first
+    lines of each. Pure.
+
+    usable   rows to answer, by source
+    """
+    by_source: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row in rejected_rows:
+        if row.kind in ("malformed", "too-long"):
+            by_source[row.source][_NUMBER.sub("N", row.reason)].append(row.line)
+    found = []
+    for source, reasons in by_source.items():
+        lost = sum(map(len, reasons.values()))
+        total = lost + usable.get(source, 0)
+        if lost > REPORTED_LOSS * total:
+            most = sorted(reasons.items(), key=lambda item: -len(item[1]))
+            words = "; ".join(f"{reason} ({len(lines)} rows, lines {', '.join(map(str, lines[:3]))})"
+                              for reason, lines in most[:5])
+            found.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: {words}")
+    return found
 
 
 def forget(directory: Path) -> None:

@@ -155,6 +155,9 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
     stage.event("DataSplit", f"{summary.rows_read} rows read: {summary.rows_selected} to answer, "
                 f"{summary.rows_held_out} held out, {summary.rows_quarantined} quarantined, "
                 f"{summary.duplicates} duplicates", warning=summary.rows_quarantined > 0)
+    usable = Counter(row.source for row in selection.selected(stage.out_dir))
+    for words in selection.losses(selection.rejected(stage.out_dir), usable):
+        stage.event("RowsLost", words, warning=True)
     if summary.rows_selected == 0:
         reasons = Counter(row.reason for row in selection.rejected(stage.out_dir)).most_common(3)
         why = "; ".join(f"{reason} ({count})" for reason, count in reasons)
