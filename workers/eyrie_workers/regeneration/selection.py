@@ -145,7 +145,8 @@ def losses(rejected_rows: Iterable[QuarantinedRow], usable: Mapping[str, int]) -
             most = sorted(reasons.items(), key=lambda item: -len(item[1]))
             words = "; ".join(f"{reason} ({len(lines)} rows, lines {', '.join(map(str, lines[:3]))})"
                               for reason, lines in most[:5])
-            found.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: {words}")
+            found.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: "
+                         f"{words}")
     return found
 
 
