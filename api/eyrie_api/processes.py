@@ -5,6 +5,7 @@ Used by the operator, the pipeline runner, the engines and the tests. Signals an
 """
 
 import errno
+import re
 import secrets
 import socket
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ from pathlib import Path
 # server's own bind, or while the server restarts.
 _PORTS = range(15_000, 30_000)
 _TAIL_BYTES = 256 * 1024  # enough for a traceback and SGLang's longest lines; an engine's log may have gigabytes
+# Colours and cursor movements (ECMA-48, section 5.4), and other control characters: a quoted line becomes part of a
+# condition, which people read in a terminal that would obey them.
+_CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]"
+                       r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LINE_CHARACTERS = 300  # of a quoted line: SGLang logs all its 500 settings in one
 
 
@@ -42,7 +47,8 @@ def log_lines(log_file: Path) -> list[str]:
             text = log.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    return [line.strip()[:_LINE_CHARACTERS] for line in text.splitlines() if line.strip()]
+    lines = (_CONTROLS.sub("", line).strip() for line in text.splitlines())
+    return [line[:_LINE_CHARACTERS] for line in lines if line]
 
 
 def last_lines(log_file: Path, num: int = 3, without: Sequence[str] = ()) -> str:

@@ -1,13 +1,15 @@
 """The same rows on PostgreSQL: on the session's server, or on the empty database EYRIE_TEST_POSTGRES_URL names."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import delete, update
+from sqlalchemy import delete, make_url, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -17,7 +19,7 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
 from eyrie_api.database.jobs import JobFilter, Jobs, Metric
-from eyrie_api.database.migrations import downgrade, upgrade
+from eyrie_api.database.migrations import downgrade, schema_state, upgrade
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.database.results import ResultFilter, Results
@@ -30,6 +32,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, benchmark_report, ended, job_spec
+from tests.servers.postgres import program
 
 URL = os.environ.get("EYRIE_TEST_POSTGRES_URL")
 
@@ -54,6 +57,29 @@ def postgres(request: pytest.FixtureRequest) -> Iterator[Database]:
     yield opened
     downgrade(opened)
     opened.close()
+
+
+@pytest.mark.skipif(URL is not None, reason="the dump is restored into a database that this test makes")
+def test_a_restored_dump_has_the_jobs_and_continues_their_numbers(
+        request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """The commands are those of docs/operations.md."""
+    server = request.getfixturevalue("postgres_server")
+    source, target, dump = server.create(), server.create(), str(tmp_path / "eyrie.dump")
+    with_job = Database(server.url(source))
+    upgrade(with_job)
+    job = Jobs(with_job).submit(job_spec(name="kept"))
+    with_job.close()
+    url = make_url(server.url(source))
+    where = ["--host", str(url.host), "--port", str(url.port), "--username", str(url.username)]
+    subprocess.run([program("pg_dump"), *where, "--format=custom", "--file", dump, source], check=True, timeout=60)
+    subprocess.run([program("pg_restore"), *where, "--exit-on-error", "--dbname", target, dump], check=True, timeout=60)
+    restored = Database(server.url(target))
+    assert schema_state(restored) == "current"
+    assert Jobs(restored).get(job.id) == job
+    before = Jobs(restored).count_events()
+    Jobs(restored).record_event(job.id, "Restored", "goes on")
+    assert Jobs(restored).count_events() == before + 1
+    restored.close()
 
 
 def in_threads(work: object, count: int) -> None:

@@ -25,6 +25,12 @@ def test_a_log_tail_is_its_last_lines_without_blank_ones_and_without_the_phrases
     assert last_lines(log, num=2, without=("SystemExit",)) == "three | four"
 
 
+def test_colours_and_other_control_sequences_are_no_part_of_a_quoted_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\x1b[2m2026\x1b[0m \x1b[31;1mERROR\x1b[0m \x1b]0;title\x07broken\x00\n\x1b[2K\n")
+    assert last_lines(log) == "2026 ERROR broken"
+
+
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_a_log_without_a_line_has_no_output(text: str, tmp_path: Path) -> None:
     assert last_lines(tmp_path / "missing") == "no output"
