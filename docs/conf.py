@@ -17,7 +17,7 @@ html_theme = "furo"
 html_title = "Eyrie"
 html_static_path: list[str] = []
 html_copy_source = False
-# Links to files beside the pages (examples, JSON, the repository's own files) are links to text, not to pages.
+# Links to files that are no pages (examples, JSON, the repository's own files) are links to text, not to pages.
 suppress_warnings = ["myst.xref_missing"]
 
 

@@ -52,3 +52,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "exaone4": {"sliding_window": 8},
 }
+
+RUN_IN_SGLANG: tuple[str, ...] = (
+    "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "deepseek_v3", "glm4_moe", "olmo3",
+)
+"""Served with a drafter in the real SGLang on a CPU by tests/sglang: states as transformers', answers as without."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from eyrie_api.decisions.capture_support import PLUGIN_ARCHITECTURES, SUPPORTED_BY_SGLANG
 from eyrie_api.decisions.target_config import FAMILIES
-from tests.architectures.catalog import ARCHITECTURES
+from tests.architectures.catalog import ARCHITECTURES, RUN_IN_SGLANG
+from tests.architectures.vllm_classes import DRAFTED, SERVED
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "targets.md"
 _BEGIN, _END = "<!-- table: tests/architectures/table.py -->\n", "<!-- end of table -->\n"
@@ -20,15 +21,17 @@ def rendered() -> str:
     """The table in Markdown."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    lines = ["| `model_type` | class | states from | trained | engine sglang | engine embedded |",
-             "|---|---|---|---|---|---|"]
+    lines = ["| `model_type` | class | states from | trained | engine sglang | drafted for in vLLM | engine embedded |",
+             "|---|---|---|---|---|---|---|"]
     for model_type in ARCHITECTURES:
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
         served = "with Eyrie's model package" if name in PLUGIN_ARCHITECTURES else \
             "yes" if name in SUPPORTED_BY_SGLANG else "no capture hook"
+        served += ", run" if model_type in RUN_IN_SGLANG else ""
+        vllm = "yes" if name in DRAFTED else "no capture hook" if name in SERVED else "not registered"
         known = model_type in FAMILIES
         lines.append(f"| {model_type} | {name} | {'reference' if known else 'transformers'} | yes | {served} | "
-                     f"{'yes' if known else 'no'} |")
+                     f"{vllm} | {'yes' if known else 'no'} |")
     return _BEGIN + "\n".join(lines) + "\n" + _END
 
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,14 +24,19 @@ NUM_EXPERTS, ACTIVE = 4, 2
 _SHARED_SIZE = 16
 
 
-def write_mixture(directory: Path, spread: float = 0.02, seed: int = 0) -> Path:
-    """Write the checkpoint with its tokenizer; return its directory. An existing one is replaced."""
+def begin_from_quickstart(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A new directory with the shipped target's tokenizer; its config and its weights. An existing one is replaced."""
     source = resolve(TargetSpec(model=QUICKSTART))
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(source / name, directory / name)
-    config = json.loads((source / "config.json").read_text())
+    return json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+
+
+def write_mixture(directory: Path, spread: float = 0.02, seed: int = 0) -> Path:
+    """Write the checkpoint with its tokenizer; return its directory. An existing one is replaced."""
+    config, llama = begin_from_quickstart(directory)
     hidden, width = config["hidden_size"], config["intermediate_size"]
     config |= {
         "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": NUM_EXPERTS,
@@ -41,7 +47,7 @@ def write_mixture(directory: Path, spread: float = 0.02, seed: int = 0) -> Path:
 
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(source / "model.safetensors").items():
+    for name, weight in llama.items():
         prefix, dense, projection = name.partition(".mlp.")
         if not dense:
             weights[name] = weight

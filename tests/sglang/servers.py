@@ -7,18 +7,21 @@ without the flag SGLang takes a share of the machine's memory.
 """
 
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.checkpoints import checkpoint_algorithm
-from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
+from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer, start_sglang
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +45,13 @@ def sglang_python() -> Path:
 def program() -> tuple[str, ...]:
     """What stands in for `python -m sglang.launch_server`."""
     return (str(sglang_python()), str(STAND_IN / "serve_on_cpu.py"))
+
+
+def let_stages_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables by which stage programs find this SGLang."""
+    monkeypatch.setenv(PROGRAM, shlex.join(program()))
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
 
 
 def environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from tests.sglang.test_parity import CHAIN, parity
 
 @pytest.mark.parametrize(("damage", "cause"), [
     (layers_shifted, "the layers one after those of training"),
-    (norm_flipped, "its final norm, unlike training"),
+    pytest.param(norm_flipped, "its final norm, unlike training", marks=pytest.mark.slow),
 ], ids=["layer ids shifted by one", "norm flag flipped"])
 def test_a_drafter_served_wrongly_loses_speed_fails_parity_and_the_cause_is_named(
         damage: Callable[[Path], None], cause: str, plain: SglangServer, drafter: Path, prompts: list[list[int]],

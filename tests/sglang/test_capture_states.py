@@ -1,7 +1,6 @@
 """Hidden states captured through SGLang's servers: the states, what survives a kill, and nothing left behind."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +18,10 @@ from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.sglang.capture_states import SglangStates
-from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.capture import capture, is_whole
 from eyrie_workers.targets.loading import load_target, resolve
-from tests.sglang.servers import descendants, environment, program
+from tests.sglang.servers import descendants, let_stages_start_it
 from tests.workers.stages.test_capture import artifact, wait_for_shards, write_rows
 
 TARGET = TargetSpec(model="quickstart", dtype="float32")
@@ -32,9 +30,7 @@ IN_MEMORY = Path("/dev/shm")
 
 @pytest.fixture(autouse=True)
 def _sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    let_stages_start_it(monkeypatch)
     yield
     assert list(IN_MEMORY.glob("eyrie-states-*")) == []
 

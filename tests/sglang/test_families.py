@@ -54,7 +54,9 @@ def assert_same_rounds(report: ParityReport) -> None:
     assert len(report.histogram) == report.tree.num_steps + 1
 
 
-@pytest.mark.parametrize(("family", "tree"), [("eagle1", CHAIN), ("eagle1", TREE), ("standalone", TREE)])
+@pytest.mark.parametrize(("family", "tree"), [
+    pytest.param("eagle1", CHAIN, marks=pytest.mark.slow), ("eagle1", TREE),
+    pytest.param("standalone", TREE, marks=pytest.mark.slow)])
 def test_a_family_is_drafted_as_in_the_reference_engine_request_by_request(
         family: str, tree: DraftTreeShape, plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
     drafter = trained_drafter(family)

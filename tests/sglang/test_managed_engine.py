@@ -1,7 +1,6 @@
 """SGLang as a `DecodingEngine`: the contract of all engines, and servers that end."""
 
 import os
-import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,10 @@ from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.sglang.managed_engine import GREEDY_ONLY, SglangEngine
-from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer
+from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
-from tests.sglang.servers import descendants, environment, program
+from tests.sglang.servers import descendants, let_stages_start_it
 from tests.workers.engines.engine_contract import DRAFTED, LOOKUP, OFF, check_contract
 
 CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
@@ -27,9 +26,7 @@ PLAN = ServerPlan("sglang", TargetSpec(model="quickstart", dtype="float32"), max
 
 @pytest.fixture(autouse=True)
 def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    let_stages_start_it(monkeypatch)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -22,10 +21,9 @@ from eyrie_api.v1alpha1.stages import BenchmarkStage, RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, TuneSpec
 from eyrie_workers.catalog import command
-from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.benchmark import benchmark
-from tests.sglang.servers import alive, descendants, environment, program
+from tests.sglang.servers import alive, descendants, let_stages_start_it
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 SGLANG = EngineSpec(kind="sglang")
@@ -35,9 +33,7 @@ SGLANG = EngineSpec(kind="sglang")
 def _sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the machine's measuring lock is not ours
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    let_stages_start_it(monkeypatch)
 
 
 def measured(drafter: Path, **fields: Any) -> dict[str, Any]:
@@ -121,6 +117,7 @@ def test_sampled_benchmarks_in_sglang_on_a_cpu_are_refused_before_a_server_start
     assert not (tmp_path / "stage" / "servers").exists()
 
 
+@pytest.mark.slow
 def test_tuning_in_sglang_killed_in_the_race_leaves_no_server_and_goes_on_with_the_same_trials_and_the_rival(
         tmp_path: Path, drafter: Path) -> None:
     rival = RivalDrafter(checkpoint="rival-copy", drafter_dir=str(shutil.copytree(drafter, tmp_path / "rival")))

@@ -4,7 +4,6 @@ The mixture computes what the shipped Llama computes (`mixture_target`), so the 
 that SGLang's mixture accepts must be those of the reference engine with the Llama, which knows no mixture.
 """
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,13 @@ from eyrie_workers.engines.sglang.capture_states import SglangStates
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
-from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer, plugin_root, start_sglang
+from eyrie_workers.engines.sglang.process import SglangServer, plugin_root, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.targets.agreement import reference_states
 from eyrie_workers.targets.state_source import open_local
 from tests.sglang.mixture_target import write_mixture
-from tests.sglang.servers import MODEL, READY_S, STAND_IN, environment, program
+from tests.sglang.servers import MODEL, READY_S, STAND_IN, environment, let_stages_start_it, program
 from tests.sglang.test_parity import NARROW_TREE, assert_proven, parity
 
 LAYERS = (2, 8, 13)
@@ -33,9 +32,7 @@ LAYERS = (2, 8, 13)
 
 def test_states_of_a_mixture_are_those_of_transformers_expert_by_expert(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    let_stages_start_it(monkeypatch)
     target = write_mixture(tmp_path / "mixture", spread=0.5)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 2048, (length,), generator=generator) for length in (7, 120)]

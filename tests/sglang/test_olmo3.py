@@ -15,11 +15,7 @@ import torch
 
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
@@ -27,12 +23,10 @@ from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.measurement.parity.parity import prove_parity
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.objective import StepContext
-from tests.packed_rows import pack_rows
+from tests.sglang.fitted_drafter import fit_drafter
 from tests.sglang.servers import READY_S, ROOT, STAND_IN, environment, program
 from tests.tiny import tiny_target
 
@@ -62,32 +56,17 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def drafter(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     asked = [Request(f"r{index}", prompt, NEW_TOKENS) for index, prompt in enumerate(prompts(16, seed=2))]
     answers = Engine(target, max_concurrency=32).generate(asked)
     texts = [torch.tensor([*request.prompt_ids, *answer.token_ids])
              for request, answer in zip(asked, answers, strict=True)]
     aux_layers = choose_aux_layers(target.config.num_layers, target.config.layer_types).aux_layers
     assert aux_layers == (2, 4, 6)
-    rows = []
-    for request, text, (aux, last) in zip(asked, texts, target.hidden_states(texts, aux_layers), strict=True):
-        rows.append((text, torch.arange(len(text)) >= len(request.prompt_ids), aux.clone(), last.clone()))
-    family = family_named("eagle3")
+    answered = [(len(request.prompt_ids), text, aux, last) for request, text, (aux, last) in zip(
+        asked, texts, target.hidden_states(texts, aux_layers), strict=True)]
     assert target.path is not None
-    ends = read_target_embeddings(target.path, False)
-    spoken = torch.cat([text[row[1]] for text, row in zip(texts, rows, strict=True)]).unique()
-    module = family.create(DrafterSpec(), target.config, ends, aux_layers, DraftVocabulary(spoken, 320), 0)
-    objective = family.objective(module, ends, TrainSpec(ttt_length=3, unrolled_fraction=1.0, single_step_ratio=0.0),
-                                 128, torch.float32)
-    optimiser = torch.optim.Adam(module.parameters(), lr=2e-3)
-    for step in range(60):
-        loss = objective(pack_rows(rows), StepContext(step, 60, 0)).loss
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    directory = tmp_path_factory.mktemp("drafter") / "olmo3-drafter"
-    family.save(directory, module, "float32", None)
-    return directory
+    return fit_drafter(tmp_path_factory.mktemp("drafter") / "olmo3-drafter", target.path, target.config, aux_layers,
+                       answered)
 
 
 def serve(target: TargetModel, drafter: Path, setting: Setting, logs: Path) -> SglangServer:

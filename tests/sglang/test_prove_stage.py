@@ -1,7 +1,6 @@
 """The prove stage with SGLang as the serving engine: the gate that a promotion to SGLang passes through, whole."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +18,10 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.prove import prove
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
-from tests.sglang.servers import READY_S, alive, descendants, environment, program, wait_for
+from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it, wait_for
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 
@@ -49,9 +47,7 @@ def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers run on this CPU; the machine's measuring lock is not used."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    let_stages_start_it(monkeypatch)
 
 
 @pytest.mark.usefixtures("sglang")
@@ -94,6 +90,7 @@ def test_killed_stage_and_killed_server_leave_no_process_and_lose_no_check(tmp_p
     assert all(not one.total.failed for one in report.load.levels)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sglang")
 def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwards(
         tmp_path: Path, drafter: Path) -> None:

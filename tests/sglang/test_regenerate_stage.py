@@ -24,7 +24,7 @@ from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
-from tests.sglang.servers import READY_S, alive, descendants, environment, program, wait_for
+from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it, wait_for
 
 ROWS = 24
 
@@ -53,9 +53,7 @@ def content(rows: list[AnsweredRow]) -> list[tuple[object, ...]]:
 
 def test_rows_of_own_sglang_servers_equal_the_references_although_stage_and_server_were_killed(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    let_stages_start_it(monkeypatch)
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"What is {i} and {i + 1}?"}]}) + "\n"
                             for i in range(ROWS)))

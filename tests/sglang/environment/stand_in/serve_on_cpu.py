@@ -3,13 +3,15 @@
 Speculation on CPU needs SGLang's `intel_amx` attention backend (`torch_native` has no draft decode), and SGLang allows
 that backend only where the processor has AMX. With the stand-in kernels no such instruction is executed, so the machine
 is declared to have it, through SGLang's own hook for saying what kind of machine this is. The one Triton kernel that a
-served class uses without such instructions is replaced as well. Both stand at module level because the server's child
-processes are spawned and import this module again, under another name.
+served class uses without such instructions is replaced as well, and so is the wait for the GPU that classes for MTP
+layers end their loading with. All of it stands at module level because the server's child processes are spawned and
+import this module again, under another name.
 """
 
 import os
 import sys
 
+import torch
 from sgl_kernel.mixture import fused_gate_sigmoid_mul_add
 from sglang.kernels.ops.elementwise import elementwise
 from sglang.srt.plugins import load_plugins
@@ -18,6 +20,7 @@ from sglang.srt.server_args import prepare_server_args
 
 override_platform(has_amx=True).install()
 elementwise.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add  # before a model's module imports it by name
+torch.cuda.synchronize = lambda device=None: None  # a torch without CUDA raises
 
 
 def main() -> None:

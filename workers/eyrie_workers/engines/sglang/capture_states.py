@@ -53,7 +53,7 @@ ROOM = 8
 """Tokens that SGLang wants behind a prompt: no longer row fits the target's context."""
 
 _FILE_BYTES = 2**16
-"""Of one text's files beside its states: headers, and pages that are not full."""
+"""Of one text's files besides its states: headers, and pages that are not full."""
 
 _TIMEOUT_S = 3600.0
 _IN_MEMORY = Path("/dev/shm")

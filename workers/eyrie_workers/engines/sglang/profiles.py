@@ -134,7 +134,7 @@ BACKENDS: dict[str, _Backend] = {
     "trtllm_mla": _Backend(("cuda",), (100, 120), page_sizes=(64, 32), trees=False, mla="only"),
     "cutedsl_mla": _Backend(("cuda",), (100, 103), page_sizes=(64, 32), trees=False, mla="only"),
     "aiter": _Backend(("rocm",), trees=False),
-    "intel_amx": _Backend(("cpu",), paged_trees=False, mla="no", window=""),
+    "intel_amx": _Backend(("cpu",), paged_trees=False, window=""),
     "torch_native": _Backend(("cpu",), mla="no", speculates=False),
 }
 

@@ -8,6 +8,10 @@ registered with PyTorch's library under the names and argument orders used there
     extend_attention_cpu   several new queries per request: attends over the slots before them and over the new tokens
                            among themselves: causally, all, or by the tree mask [B, N, N] that verification passes
 
+Latent attention (MLA) comes in two forms. Decoding, verifying and continuing a prefix attend in the latent space: one
+key-value head, whose values are the beginning of its keys. A prompt without a prefix passes keys and values of every
+head, of another size than the cached latents, and attends to those alone.
+
 Sums are taken in float64 and rounded once: a query's result then hardly depends on how many others shared its call, and
 drafted and undrafted servers can be compared token by token in float32.
 
@@ -61,13 +65,20 @@ def extend_attention(query: Tensor, key: Tensor | None, value: Tensor | None, ou
                      max_len_extend: int, sm_scale: float, logit_cap: float, is_cross_attn: bool,
                      sliding_window: int, encoder_lens: Tensor | None, sinks: Tensor | None,
                      tree_mask: Tensor | None, is_causal: bool) -> None:
-    """query, output [T, W, E], requests one after another; the new tokens' keys are in their slots already."""
+    """query, output [T, W, E], requests one after another; the new tokens' keys are in their slots already, unless
+    those are latents and `key` [T, K, E] has the heads' own."""
+    unfolded = key is not None and value is not None and key.shape[1:] != k_buffer.shape[1:]
     _refuse(k_scale, v_scale, logit_cap, is_cross_attn, sinks)
     sizes = (req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), extend_start_loc.tolist())
     for row, (request, length, num_new, start) in enumerate(zip(*sizes, strict=True)):
         if num_new == 0:
             continue
-        slots = req_to_token[request, :length].long()
+        if unfolded:
+            assert length == num_new, "keys of the heads alone cannot attend to a cached prefix of latents"
+            keys, values = key[start: start + num_new], value[start: start + num_new]
+        else:
+            slots = req_to_token[request, :length].long()
+            keys, values = k_buffer[slots], v_buffer[slots]
         seen = torch.ones(num_new, length, dtype=torch.bool)
         if tree_mask is not None:
             nodes = tree_mask.flatten()[row * num_new * num_new: (row + 1) * num_new * num_new]
@@ -78,8 +89,7 @@ def extend_attention(query: Tensor, key: Tensor | None, value: Tensor | None, ou
             # A node's position is the count of what it sees before the window cuts, less one.
             positions = seen.sum(1) - 1
             seen &= torch.arange(length) > (positions - sliding_window)[:, None]
-        output[start: start + num_new] = _attend(query[start: start + num_new], k_buffer[slots], v_buffer[slots],
-                                                 sm_scale, seen)
+        output[start: start + num_new] = _attend(query[start: start + num_new], keys, values, sm_scale, seen)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, sm_scale: float, seen: Tensor | None) -> Tensor:

@@ -1,0 +1,117 @@
+"""A target's own MTP layers as a rival in the real SGLang: benchmarked, tuned and proven from a directory of theirs.
+
+The target is the shipped Llama as a GLM-4.5-MoE with one random MTP layer (`mtp_target`).
+"""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.decisions.mtp_layers import MTP_ARCHITECTURES
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
+from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
+from eyrie_api.v1alpha1.rivals import RivalSpec
+from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import TuneSpec
+from eyrie_workers.stage_program import run_program
+from eyrie_workers.stages.benchmark import benchmark
+from eyrie_workers.stages.prove import prove
+from eyrie_workers.stages.tune import tune
+from tests.sglang.mtp_target import write_mtp_target
+from tests.sglang.servers import environment, let_stages_start_it, sglang_python
+
+CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
+_REWRITE = """
+import json, sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+from sglang.srt.configs.model_config import ModelConfig
+found = {}
+for name in json.loads(sys.argv[1]):
+    config = MagicMock(); config.architectures = [name]
+    asked = SimpleNamespace(is_draft_model=True, hf_config=config, hf_text_config=config, speculative_algorithm="EAGLE",
+                            sliding_window_size=None, is_draft_quantization_explicit=False, quantization=None)
+    ModelConfig._config_draft_model(asked)
+    found[name] = asked.hf_config.architectures[0]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the machine's measuring lock is not ours
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    let_stages_start_it(monkeypatch)
+
+
+def test_sglang_takes_each_listed_target_given_as_draft_model_for_its_mtp_layers() -> None:
+    done = subprocess.run([str(sglang_python()), "-c", _REWRITE, json.dumps(MTP_ARCHITECTURES)], capture_output=True,
+                          text=True, timeout=120, check=True, env=environment())
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    assert [name for name in MTP_ARCHITECTURES if not found[name].endswith(("MTP", "NextN"))] == []
+
+
+def run(home: Path, kind: Any, program_of: Any, spec: Any) -> Any:
+    home.mkdir()
+    (home / "spec.json").write_text(spec.model_dump_json())
+    assert run_program(kind, program_of, ["--spec", str(home / "spec.json"), "--out", str(home / "manifest.json")]) == 0
+    return read_manifest(home / "manifest.json").report
+
+
+@pytest.mark.slow
+def test_mtp_layers_are_benchmarked_tuned_and_proven_without_changing_an_answer(tmp_path: Path) -> None:
+    suites = tuple(SuiteSpec(name=name, path=f"quickstart:{name}", max_prompts=2) for name in ("chat", "code"))
+    drafter = tmp_path / "benchmark" / "drafter"
+    fields: dict[str, Any] = {
+        "job_id": "j", "checkpoint": "rival-nextn", "candidate": "rival-nextn", "drafter_dir": str(drafter),
+        "target": TargetSpec(model=str(write_mtp_target(tmp_path / "target")), dtype="float32"),
+        "engine": EngineSpec(kind="sglang"),
+        "benchmark": BenchmarkSpec(suites=suites, max_new_tokens=24, tree=CHAIN, temperatures=(0.0,))}
+
+    report = run(tmp_path / "benchmark", BenchmarkStage, benchmark, BenchmarkStage.model_validate(
+        fields | {"rival": RivalSpec(method="nextn")}))
+    assert isinstance(report, BenchmarkReport)
+    assert (report.rival, report.family, report.dropped, report.lossless) == (True, "nextn", None, True)
+    assert sum(sum(cell.accepted_histogram[1:]) for cell in report.cells) > 0, "no draft of the MTP layer was accepted"
+    config = json.loads((drafter / "config.json").read_text())
+    assert (config["architectures"], config["eyrie"]) == (["Glm4MoeForCausalLM"], {"drafter": "mtp"})
+
+    # Three settings at one load: all are measured, and acceptance is theirs.
+    tuned = run(tmp_path / "tune", TuneStage, tune, TuneStage.model_validate(fields | {"tune": TuneSpec(
+        num_steps=(1, 2), top_k=(1,), concurrencies=(1,), max_prompts=4, temperatures=(0.0,), ngram=False)}))
+    assert isinstance(tuned, TuneReport)
+    assert tuned.final.lossless
+    events = (tmp_path / "tune" / "events.jsonl").read_text()
+    assert "Eyrie cannot replay this drafting" in events
+
+    # A random layer may pay at no load, and off would be proven: the map is left out, so its best shape is.
+    manifest = read_manifest(tmp_path / "tune" / "manifest.json")
+    write_model(tmp_path / "tune" / "manifest.json", manifest.model_copy(update={
+        "report": tuned.model_copy(update={"map": None})}))
+    proven = run(tmp_path / "prove", ProveStage, prove, ProveStage.model_validate(fields | {
+        "tune_dir": str(tmp_path / "tune"), "max_concurrency": 4,
+        "prove": ProveSpec(loads=(1,), requests=4, max_new_tokens=24, parity_prompts=4)}))
+    assert isinstance(proven, ProveReport)
+    assert proven.parity is not None
+    assert proven.parity.passed, proven.parity.reasons
+    assert "rounds not replayed: Eyrie does not compute the target's MTP layers" in " ".join(proven.parity.reasons)
+
+
+def test_a_checkpoint_without_its_mtp_layers_is_a_dropped_rival(tmp_path: Path) -> None:
+    target = write_mtp_target(tmp_path / "target", with_mtp=False)
+    suite = SuiteSpec(name="chat", path="quickstart:chat", max_prompts=1)
+    home = tmp_path / "benchmark"
+    report = run(home, BenchmarkStage, benchmark, BenchmarkStage(
+        job_id="j", checkpoint="rival-nextn", candidate="rival-nextn", drafter_dir=str(home / "drafter"),
+        target=TargetSpec(model=str(target), dtype="float32"), engine=EngineSpec(kind="sglang"),
+        rival=RivalSpec(method="nextn"),
+        benchmark=BenchmarkSpec(suites=(suite,), max_new_tokens=8, tree=CHAIN, temperatures=(0.0,))))
+    assert report.dropped == "rivals: nextn: the target's checkpoint has no MTP layers"
