@@ -4,11 +4,11 @@
 
 Three measurements on one machine. The tuner, as the stage runs it. The grid: every setting at every concurrency, for as
 many blocks as the tuner would give its finalists, interleaved. The finalists: at each concurrency the tuner's choice,
-the grid's best few and off, measured again on other blocks, because the best of fifty noisy figures is biased upwards
-on the blocks that selected it.
+SGLang's default for a Llama, the grid's best few and off, measured again on other blocks, because the best of fifty
+noisy figures is biased upwards on the blocks that selected it.
 
-The report has how far the tuner's choice is behind the best, and the cost of finding it: trials (settings tried at a
-concurrency), blocks, and seconds, probe and replay included.
+The report has how far the tuner's choice is behind the best, how far the default and a random choice are, and the cost
+of finding it: trials (settings tried at a concurrency), blocks, and seconds, probe and replay included.
 
 All measurements are in ledgers next to the report, from which an interrupted run resumes. A benchmark, not a test.
 """
@@ -17,11 +17,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, BenchmarkSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment, TuneReport
@@ -38,8 +39,10 @@ from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.tune import PROFILE, Tuning, draw_prompts, tune
 from tests.benchmarks.experiments.fits import rank_correlation
 
-_FINALISTS = 3  # of the grid, in addition to the tuner's choice and off
-_FINAL_SHARE = 2  # times the grid's rungs: the difference to resolve is a percent or two
+_FINALISTS = 3  # of the grid, in addition to the tuner's choice, the default and off
+_FINAL_SHARE = 3  # times the grid's rungs: the difference to resolve is a percent or two
+SGLANG_DEFAULT = Setting(tree=DraftTreeShape(num_steps=5, top_k=4, num_draft_tokens=8))
+"""What SGLang 0.5.23 drafts with for LlamaForCausalLM by default (`_auto_choose_speculative_params`)."""
 GRID, FINALISTS = "grid.jsonl", "finalists.jsonl"
 
 
@@ -71,6 +74,13 @@ class Verdict(Frozen):
 
     behind_interval: Interval | None
     """95 %, blocks in pairs."""
+
+    default_behind: float | None
+    """The same of SGLang's default; None where the grid does not have it."""
+
+    default_behind_interval: Interval | None
+    random_behind: float
+    """Mean over the grid of each setting's share behind the grid's best: what a random choice costs."""
 
     trials: int
     trials_possible: int
@@ -123,13 +133,15 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
         grid, final = (_tuning(spec, stage, runner, settings, uses, profile, directory / name)
                        for name in (GRID, FINALISTS))
         rows, verdicts = [], []
-        for concurrency in sorted(set(spec.tune.concurrencies)):
-            rungs = grid.most_rungs(concurrency)
-            everyone = measure_all(grid, concurrency, settings, range(rungs))
+        concurrencies = sorted(set(spec.tune.concurrencies))
+        races = measure_grid(grid, concurrencies, settings)
+        for concurrency in concurrencies:
+            rungs, everyone = grid.most_rungs(concurrency), races[concurrency]
             rows += [_row(grid, everyone, setting, concurrency) for setting in settings]
             chosen = _choice(report, concurrency)
             ranked = sorted(settings, key=lambda setting: -everyone.speedup(setting))
-            finalists = list(dict.fromkeys([OFF, chosen, *ranked[:_FINALISTS]]))
+            asked = [SGLANG_DEFAULT] if SGLANG_DEFAULT in settings else []
+            finalists = list(dict.fromkeys([OFF, chosen, *asked, *ranked[:_FINALISTS]]))
             last = measure_all(final, concurrency, finalists, range(rungs, rungs + _FINAL_SHARE * rungs))
             verdicts.append(_verdict(report, [row for row in rows if row.concurrency == concurrency], everyone, last,
                                      chosen))
@@ -144,6 +156,27 @@ def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[
     ledger = JsonlLedger(path, BlockRun, digest_model(spec))
     blocks = Blocks(runner, ledger, {run.key: run for run in ledger.entries})
     return Tuning(spec, stage, blocks, settings, uses, profile)
+
+
+def measure_grid(tuning: Tuning, concurrencies: Sequence[int], settings: Sequence[Setting]) -> dict[int, Race]:
+    """A race without elimination at every concurrency. Where not all servers fit, each setting's is started once and
+    measured at every concurrency before the next."""
+    resident = tuning.blocks.engine.num_resident
+    if resident is None or len(settings) <= resident:
+        return {one: measure_all(tuning, one, settings, range(tuning.most_rungs(one))) for one in concurrencies}
+    races = {one: Race(tuning.profile.predictions(one), len(settings)) for one in concurrencies}
+    for number, setting in enumerate(settings, start=1):  # `off` first: the others' answers are compared with its
+        for concurrency, race in races.items():
+            rungs = range(tuning.most_rungs(concurrency))
+            if any((concurrency, temperature, rung, setting.label()) not in tuning.runs for rung in rungs
+                   for temperature in tuning.spec.tune.temperatures):
+                for error in tuning.blocks.engine.start({setting.label(): tuning.uses[setting.label()]}).values():
+                    raise error
+                tuning.blocks.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
+            race.active = [setting]
+            tuning.measure_rungs(race, concurrency, rungs)
+        print(f"grid: {number} of {len(settings)} settings", file=sys.stderr, flush=True)
+    return races
 
 
 def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], rungs: range) -> Race:
@@ -182,7 +215,7 @@ def _verdict(report: TuneReport, rows: Sequence[GridRow], everyone: Race, last: 
     concurrency = rows[0].concurrency
     grid_best = max(rows, key=lambda row: row.speedup).setting
     best = max(last.blocks, key=last.speedup)
-    interval = last.interval(chosen, best)
+    default = SGLANG_DEFAULT if SGLANG_DEFAULT in last.blocks else None
     tried = [t for t in report.trials if t.concurrency == concurrency and t.blocks]
     drafted = [row for row in rows if row.setting != OFF]
     widths = [(row.speedup_interval.high / row.speedup_interval.low) ** 0.5 - 1.0 for row in drafted
@@ -190,7 +223,10 @@ def _verdict(report: TuneReport, rows: Sequence[GridRow], everyone: Race, last: 
     return Verdict(
         concurrency=concurrency, chosen=chosen, grid_best=grid_best, best=best,
         behind_in_grid=1.0 - everyone.speedup(chosen, grid_best), behind=1.0 - last.speedup(chosen, best),
-        behind_interval=Interval(low=1.0 - interval.high, high=1.0 - interval.low) if interval else None,
+        behind_interval=_behind(last, chosen, best),
+        default_behind=None if default is None else 1.0 - last.speedup(default, best),
+        default_behind_interval=None if default is None else _behind(last, default, best),
+        random_behind=mean(1.0 - row.speedup / everyone.speedup(grid_best) for row in rows),
         trials=len(tried), trials_possible=len(rows), blocks=sum(trial.blocks for trial in tried),
         blocks_possible=sum(map(len, everyone.blocks.values())), seconds=sum(trial.seconds for trial in tried),
         seconds_possible=sum(row.seconds for row in rows),
@@ -199,11 +235,18 @@ def _verdict(report: TuneReport, rows: Sequence[GridRow], everyone: Race, last: 
         dispersion=median(widths) if widths else 0.0)
 
 
+def _behind(race: Race, setting: Setting, best: Setting) -> Interval | None:
+    interval = race.interval(setting, best)
+    return Interval(low=1.0 - interval.high, high=1.0 - interval.low) if interval else None
+
+
 def _summary(one: Verdict) -> str:
     interval = f" ({one.behind_interval.low:+.1%} to {one.behind_interval.high:+.1%})" if one.behind_interval else ""
     return (f"concurrency {one.concurrency}: chose {one.chosen.label()}; best of the finalists {one.best.label()}, "
             f"{one.behind:.1%} faster{interval}; grid's best {one.grid_best.label()}, {one.behind_in_grid:.1%} faster "
-            f"on its own blocks. Trials {one.trials} of {one.trials_possible}, blocks {one.blocks} of "
+            f"on its own blocks. Behind the best: SGLang's default "
+            f"{'-' if one.default_behind is None else format(one.default_behind, '.1%')}, a random choice "
+            f"{one.random_behind:.1%}. Trials {one.trials} of {one.trials_possible}, blocks {one.blocks} of "
             f"{one.blocks_possible}, seconds {one.seconds:.0f} of {one.seconds_possible:.0f}. Predictions: median "
             f"error {one.prediction_error:.1%}, rank correlation {one.rank_correlation:.2f}; a grid figure is good to "
             f"{one.dispersion:.1%}.")

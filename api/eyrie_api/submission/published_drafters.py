@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eyrie_api.decisions.mtp_layers import require_mtp_architecture
 from eyrie_api.decisions.plan import TargetFacts
 from eyrie_api.decisions.sweep import Candidate
 from eyrie_api.errors import InvalidInput
@@ -19,8 +20,11 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], facts: TargetFacts | None) -> None:
-    """Raises InvalidInput for a drafter that is missing or whose config.json is of another target, naming both values.
-    """
+    """Raises InvalidInput for a drafter that is missing or whose config.json is of another target, naming both values;
+    UnsupportedTarget for MTP layers that SGLang does not draft with."""
+    target = target_dir(spec.target)
+    if target is not None and any(rival.method == "nextn" for rival in spec.rivals):
+        require_mtp_architecture(read_config(target))
     for field, path, revision in _named(spec, candidates):
         directory = _directory(field, path, revision)
         if directory is not None and facts is not None:
@@ -28,9 +32,9 @@ def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], fac
 
 
 def _named(spec: JobSpec, candidates: Sequence[Candidate]) -> Iterator[tuple[str, str, str | None]]:
-    for rival in spec.rival_drafters:
-        assert rival.path is not None
-        yield f"rivals: {rival.path!r}", rival.path, rival.revision
+    for rival in spec.rivals:
+        if rival.path is not None:
+            yield f"rivals: {rival.path!r}", rival.path, rival.revision
     for head in dict.fromkeys(one.drafter.head for one in candidates if one.drafter.head is not None):
         yield f"drafter.init_from {head.path!r}", head.path, head.revision
 

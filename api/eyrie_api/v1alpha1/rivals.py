@@ -3,7 +3,8 @@
 A drafter from elsewhere (a published head, or a small language model) is one more checkpoint of the benchmark stage,
 which first copies it into the job in the form that the engines load. N-gram look-up is benchmarked in the same way,
 in a chain; tuning compares it at every load besides. No drafter is the baseline of every speed-up: its line of the
-leaderboard is taken from the other benchmarks.
+leaderboard is taken from the other benchmarks. The target's own MTP layers (`nextn`) are a drafter of which only SGLang
+knows how to compute it; the benchmark stage copies them from the target's checkpoint.
 """
 
 import re
@@ -18,10 +19,10 @@ NAME_PREFIX = "rival-"
 
 
 class RivalSpec(Frozen):
-    """One rival. Short form: a path or Hub id, `ngram` or `off`."""
+    """One rival. Short form: a path or Hub id, `nextn`, `ngram` or `off`."""
 
-    method: Literal["drafter", "ngram", "off"] = "drafter"
-    """What it drafts with; `drafter` needs a path."""
+    method: Literal["drafter", "nextn", "ngram", "off"] = "drafter"
+    """What it drafts with; `drafter` needs a path. `nextn` is the target's own MTP layers, in engine `sglang`."""
 
     path: str | None = Field(None, min_length=1, max_length=4096)
     """Directory or Hub id: EAGLE-1/2 and EAGLE-3 in the form of their authors, of SGLang or of speculators; DFlash;
@@ -38,17 +39,19 @@ class RivalSpec(Frozen):
     def _short_form(cls, given: Any) -> Any:
         if not isinstance(given, str):
             return given
-        if given.lower() == "nextn":
-            raise ValueError("rival 'nextn': the target's own MTP layers cannot be measured yet: the embedded engine "
-                             "does not compute them, and engine sglang starts drafters from a directory; leave it out")
-        return {"method": given} if given in ("ngram", "off") else {"path": given}
+        return {"method": given.lower()} if given.lower() in ("nextn", "ngram", "off") else {"path": given}
 
     @model_validator(mode="after")
     def _path_of_a_drafter(self) -> "RivalSpec":
         if (self.method == "drafter") != (self.path is not None):
-            raise ValueError(f"rivals: method {self.method!r} with path {self.path!r}: a drafter needs the path, ngram "
-                             "and off have none")
+            raise ValueError(f"rivals: method {self.method!r} with path {self.path!r}: a drafter needs the path, and "
+                             "nextn, ngram and off have none")
         return self
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether it drafts with weights: a published drafter's, or the target's own MTP layers."""
+        return self.method in ("drafter", "nextn")
 
     @property
     def checkpoint(self) -> str:

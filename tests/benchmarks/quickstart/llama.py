@@ -1,8 +1,9 @@
 """A Llama for training on two CPU cores, and its export to the Hugging Face layout.
 
-Mathematically `LlamaForCausalLM`; the difference is bookkeeping. Query, key and value are one matrix, gate and up
-are one matrix, and attention is masked by document, so several conversations share a row without seeing each other.
-Weights are stored as transformers names them only on export; a test compares the logits of both.
+Mathematically `LlamaForCausalLM`, or with `olmo` `Olmo3ForCausalLM`; the difference is bookkeeping. Query, key and
+value are one matrix, gate and up are one matrix, and attention is masked by document, so several conversations share
+a row without seeing each other. Weights are stored as transformers names them only on export; a test compares the
+logits of both.
 
 Shapes: B rows, T tokens in a row, H hidden, N heads, G key-value heads, D head size, V vocabulary.
 """
@@ -42,6 +43,9 @@ class Shape:
     full_attention_every: int = 4
     """With a window: of so many layers the last has full attention, as in Olmo 3."""
 
+    olmo: bool = False
+    """Norms behind attention and MLP instead of before them, and over all queries and all keys: Olmo 3."""
+
     @property
     def layer_types(self) -> tuple[str, ...]:
         """Attention by layer, in the words of `config.json`."""
@@ -52,7 +56,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention and gated MLP, each behind a norm, each added to the residual."""
+    """Attention and gated MLP, each added to the residual; a norm before each, or with `olmo` behind."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -60,6 +64,9 @@ class Block(nn.Module):
         hidden, head = shape.hidden_size, shape.head_dim
         self.input_norm = nn.Parameter(torch.ones(hidden))
         self.post_norm = nn.Parameter(torch.ones(hidden))
+        if shape.olmo:
+            self.q_norm = nn.Parameter(torch.ones(shape.num_heads * head))
+            self.k_norm = nn.Parameter(torch.ones(shape.num_kv_heads * head))
         self.qkv = nn.Linear(hidden, (shape.num_heads + 2 * shape.num_kv_heads) * head, bias=False)
         self.o = nn.Linear(shape.num_heads * head, hidden, bias=False)
         self.gate_up = nn.Linear(hidden, 2 * shape.intermediate_size, bias=False)
@@ -68,16 +75,23 @@ class Block(nn.Module):
     def forward(self, x_BTH: Tensor, cos_TD: Tensor, sin_TD: Tensor, mask_B1TT: Tensor) -> Tensor:
         s = self.shape
         rows, length, _ = x_BTH.shape
-        normed = F.rms_norm(x_BTH, (s.hidden_size,), self.input_norm, s.norm_eps)
-        qkv = self.qkv(normed).view(rows, length, s.num_heads + 2 * s.num_kv_heads, s.head_dim).transpose(1, 2)
-        q, k, v = qkv.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
+        qkv = self.qkv(x_BTH if s.olmo else self._normed(x_BTH, self.input_norm))
+        q, k, v = qkv.split([n * s.head_dim for n in (s.num_heads, s.num_kv_heads, s.num_kv_heads)], dim=-1)
+        if s.olmo:
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        q, k, v = (part.view(rows, length, -1, s.head_dim).transpose(1, 2) for part in (q, k, v))
         q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)
         repeats = s.num_heads // s.num_kv_heads
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT)
-        x_BTH = x_BTH + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
-        gate, up = self.gate_up(F.rms_norm(x_BTH, (s.hidden_size,), self.post_norm, s.norm_eps)).chunk(2, -1)
-        return x_BTH + self.down(F.silu(gate) * up)
+        attended = self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+        x_BTH = x_BTH + (self._normed(attended, self.input_norm) if s.olmo else attended)
+        gate, up = self.gate_up(x_BTH if s.olmo else self._normed(x_BTH, self.post_norm)).chunk(2, -1)
+        added = self.down(F.silu(gate) * up)
+        return x_BTH + (self._normed(added, self.post_norm) if s.olmo else added)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.shape.norm_eps)
 
 
 class Llama(nn.Module):
@@ -132,7 +146,7 @@ def attention_mask(documents_BT: Tensor, dtype: torch.dtype, window: int | None 
 
 
 def hugging_face_weights(model: Llama) -> dict[str, Tensor]:
-    """The weights under the names of transformers' `LlamaForCausalLM`, in the model's own dtype."""
+    """The weights under the names of transformers' class for the shape, in the model's own dtype."""
     s = model.shape
     own = model.state_dict()
     out = {"model.embed_tokens.weight": own["embed.weight"], "model.norm.weight": own["norm"],
@@ -147,10 +161,16 @@ def hugging_face_weights(model: Llama) -> dict[str, Tensor]:
             to + "self_attn.o_proj.weight": own[source + "o.weight"],
             to + "mlp.gate_proj.weight": gate, to + "mlp.up_proj.weight": up,
             to + "mlp.down_proj.weight": own[source + "down.weight"],
-            to + "input_layernorm.weight": own[source + "input_norm"],
-            to + "post_attention_layernorm.weight": own[source + "post_norm"],
         }
-        if s.sliding_window is not None:  # Qwen2 has biases on these three
+        if s.olmo:
+            out |= {to + "post_attention_layernorm.weight": own[source + "input_norm"],
+                    to + "post_feedforward_layernorm.weight": own[source + "post_norm"],
+                    to + "self_attn.q_norm.weight": own[source + "q_norm"],
+                    to + "self_attn.k_norm.weight": own[source + "k_norm"]}
+        else:
+            out |= {to + "input_layernorm.weight": own[source + "input_norm"],
+                    to + "post_attention_layernorm.weight": own[source + "post_norm"]}
+        if s.sliding_window is not None and not s.olmo:  # Qwen2 has biases on these three
             out |= {f"{to}self_attn.{name}_proj.bias": torch.zeros(weight.shape[0], dtype=weight.dtype)
                     for name, weight in (("q", q), ("k", k), ("v", v))}
     return {name: weight.detach().contiguous() for name, weight in out.items()}
@@ -159,15 +179,19 @@ def hugging_face_weights(model: Llama) -> dict[str, Tensor]:
 def hugging_face_config(shape: Shape, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
     """`config.json`. `rope_theta` is written in both the old and the new place, for transformers 4 and 5.
 
-    With a window it is a Qwen2, the family that is this one but for biases (zero here) and may slide by layer.
+    With a window it is a Qwen2, the family that is this one but for biases (zero here) and may slide by layer. With
+    `olmo` it is an Olmo 3 as its published checkpoints spell it.
     """
-    sliding: dict[str, Any] = {} if shape.sliding_window is None else {
+    sliding: dict[str, Any] = {
+        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": shape.sliding_window,
+        "layer_types": list(shape.layer_types), "rope_scaling": None,
+    } if shape.olmo else {} if shape.sliding_window is None else {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
         "sliding_window": shape.sliding_window, "layer_types": list(shape.layer_types),
         # read where `layer_types` is not: transformers checks that the two agree in kind
         "max_window_layers": 0,
     }
-    return {
+    config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
@@ -178,6 +202,9 @@ def hugging_face_config(shape: Shape, eos_token_id: int, pad_token_id: int) -> d
         "initializer_range": 0.02, "bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id,
         "torch_dtype": "bfloat16", "dtype": "bfloat16",
     } | sliding
+    if shape.olmo:
+        del config["rope_parameters"]
+    return config
 
 
 def describe(shape: Shape) -> dict[str, Any]:

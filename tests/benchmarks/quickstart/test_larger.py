@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from eyrie_api.errors import TargetNotFound
 from eyrie_api.submission.target_facts import target_dir
-from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE, TargetSpec
+from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE, QUICKSTART_OLMO, TargetSpec
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.quickstart import card as write_card
@@ -102,13 +102,15 @@ def test_a_course_trains_resumes_from_its_state_and_is_found_by_name(tmp_path: P
     assert write_card.readme({**card, "curve": [], "finished": False}).startswith("# Eyrie quickstart large target")
 
 
-def test_the_hybrid_is_a_qwen2_with_windows_to_transformers_and_to_us(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [(QUICKSTART_HYBRID, "qwen2"), (QUICKSTART_OLMO, "olmo3")])
+def test_targets_with_windows_are_known_to_transformers_and_to_us(name: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    shape = course(QUICKSTART_HYBRID, sliding_window=5).shape
+    shape = course(name, sliding_window=5).shape
     own = Llama(shape)
     for parameter in own.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     pretrain.export(own, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
     theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32).eval()
     assert theirs.config.layer_types == list(shape.layer_types)
     assert shape.layer_types.count("sliding_attention") == 3

@@ -32,7 +32,7 @@ def test_the_grid_is_measured_whole_and_the_finalists_on_blocks_of_their_own(
     work = tmp_path / "report.work"
     grid, finalists = ((work / name).read_text().count("\n") - 1 for name in (GRID, FINALISTS))
     assert grid == len(settings) * 4
-    assert finalists % 8 == 0
+    assert finalists % 12 == 0
     again = run(spec, tmp_path / "report.json")  # everything is in the ledgers
     assert again.grid == report.grid
     assert again.verdicts == report.verdicts

@@ -101,7 +101,8 @@ class CompareSpec(Frozen):
         if len(set(titles)) != len(titles):
             raise ValueError(f"rivals {titles} has a duplicate: copy one of them to a directory of another name")
         if any(rival.method != "drafter" for rival in self.rivals):
-            raise ValueError("rivals names n-gram or off, which every comparison has: leave it out")
+            raise ValueError("rivals names ngram or off, which every comparison has, or nextn, which only SGLang "
+                             "computes: leave it out")
         if self.benchmark.tree.top_k == 1 or self.benchmark.tree.static:
             raise ValueError(f"benchmark.tree {self.benchmark.tree.label()} is not a dynamic tree: chains and static "
                              "trees are derived from it; give a top_k above 1")

@@ -17,6 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.card import Card, read_card
@@ -25,6 +26,7 @@ from eyrie_workers.drafters.eagle3.config_rules import architecture_rules, autho
 from eyrie_workers.drafters.eagle3.directory_format import ENGINES
 from eyrie_workers.drafters.registry import family_of
 from eyrie_workers.drafters.validation.finding import Finding, error, errors_first, warning
+from eyrie_workers.drafters.validation.mtp_layers import check_mtp_layers
 from eyrie_workers.drafters.validation.target import read_target
 from eyrie_workers.drafters.validation.validator import DrafterFiles, ValidationRequest
 from eyrie_workers.targets.loading import resolve
@@ -48,6 +50,8 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
     config, config_findings = _read_config(directory)
     if config is None:
         return (*config_findings, *general)
+    if holds_mtp_layers(config):
+        return errors_first([*check_mtp_layers(config, target), *general])
     family = family_of(config.get("architectures"))
     if family is None:
         return (*architecture_rules(config), *general)

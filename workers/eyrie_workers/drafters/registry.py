@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
-from eyrie_api.errors import InvalidInput
+from eyrie_api.decisions.mtp_layers import holds_mtp_layers
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.families import FAMILIES, DrafterFamily
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, read_config
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
@@ -57,9 +58,13 @@ def open_drafter(directory: Path, target: TargetModel) -> Drafter:
     """Load the drafter in `directory` for decoding with `target`.
 
     Raises ArtifactMissing when files are missing, CheckpointInvalid when it is damaged, of no known family or trained
-    for another target.
+    for another target, UnsupportedTarget for the target's own MTP layers.
     """
-    architectures = read_config(directory).get("architectures")
+    config = read_config(directory)
+    if holds_mtp_layers(config):
+        raise UnsupportedTarget(f"{directory} holds MTP layers of the target, which Eyrie does not compute",
+                                "use engine sglang")
+    architectures = config.get("architectures")
     family = family_of(architectures)
     if family is None:
         raise CheckpointInvalid(f"{directory} holds a drafter of architecture {json.dumps(architectures)}",

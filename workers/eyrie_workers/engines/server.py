@@ -33,6 +33,7 @@ from eyrie_api.artifacts import write_atomically
 from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import is_loopback_host
+from eyrie_api.slow_clients import TimedProtocol
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Method
@@ -134,7 +135,7 @@ def serve(options: ServerOptions, listening: socket.socket) -> int:
     metrics = EngineMetrics()
     engine = EngineThread(lambda: load(options), metrics, max_waiting=options.max_waiting)
     app = create_app(Service(engine, metrics, options.model), is_loopback=is_loopback_host(options.host))
-    server = _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False,
+    server = _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False, http=TimedProtocol,
                                             timeout_graceful_shutdown=math.ceil(options.drain_s) + _DELIVER_S),
                              engine, options.drain_s)
     host, port = listening.getsockname()[:2]

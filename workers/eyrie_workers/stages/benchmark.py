@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from eyrie_api.artifacts import write_model
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import BenchmarkReport
 from eyrie_api.v1alpha1.rivals import RivalSpec
@@ -25,6 +25,7 @@ from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.conversations.suites import select
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, files_of
+from eyrie_workers.drafters.mtp import copy_mtp_layers
 from eyrie_workers.drafters.published import adopt, fetch
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine.environment import environment
@@ -64,23 +65,27 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     if spec.rival is None:
         return _measure(spec, stage)
     try:
-        family = _adopt(spec, spec.rival) if spec.rival.method == "drafter" else spec.rival.method
+        family = _adopt(spec, spec.rival)
         result = _measure(spec, stage)
-    except (CheckpointInvalid, ArtifactMissing, ArtifactCorrupt, EngineFailed, Unlaunchable) as error:
+    except (CheckpointInvalid, UnsupportedTarget, ArtifactMissing, ArtifactCorrupt, EngineFailed,
+            Unlaunchable) as error:
         stage.event("RivalDropped", f"{spec.checkpoint}: {error.message}; {error.hint}", warning=True)
         return _write_report(BenchmarkReport(
             checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=(), rival=True,
             dropped=error.message, lossless=False, speedup=0.0, baseline_tokens_per_s=0.0,
             environment=environment(spec.target.dtype), seconds=0.0), stage, [])
     assert isinstance(result.report, BenchmarkReport)
-    adopted = files_of(Path(spec.drafter_dir)) if spec.rival.method == "drafter" else []
+    adopted = files_of(Path(spec.drafter_dir)) if spec.rival.has_drafter else []
     return _write_report(result.report.model_copy(update={"rival": True, "family": family}), stage,
                          [*result.files, *adopted])
 
 
 def _adopt(spec: BenchmarkStage, rival: RivalSpec) -> str:
-    """Copy the rival's drafter into the output of this stage; returns its family."""
-    assert rival.path is not None
+    """Copy the rival's drafter, if it has one, into the output of this stage; returns its family."""
+    if rival.method == "nextn":
+        copy_mtp_layers(resolve(spec.target), Path(spec.drafter_dir))
+    if rival.path is None:
+        return rival.method
     target = resolve(spec.target)
     try:
         return adopt(fetch("rivals: path", rival.path, rival.revision), Path(spec.drafter_dir), target).name

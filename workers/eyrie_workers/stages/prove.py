@@ -31,6 +31,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
+from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.decisions.target_config import computed_by_reference
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.load import LoadComparison, LoadReport, LoadSpec
@@ -421,6 +422,9 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     why = why_not_held(target_dir, dtype)
     if why is not None:
         why = f"rounds not replayed: the reference does not hold the target ({why})"
+    elif holds_mtp_layers(read_json(Path(spec.drafter_dir) / "config.json")):
+        why = "rounds not replayed: Eyrie does not compute the target's MTP layers"
+        judge = cache(lambda: open_local(target_dir, dtype))
     elif computed_by_reference(config := read_json(target_dir / "config.json")):
         reference = Reference(target_dir, Path(spec.drafter_dir), kind, tree, dtype)
     else:

@@ -390,8 +390,8 @@ def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Se
     try:
         engines = _reference_engines(EmbeddedEngine(session.target, session.dtype), settings, uses)
     except UnsupportedTarget as error:
-        stage.event("NoReference", f"acceptance is taken from the anchors, because Eyrie has no implementation of the "
-                    f"target to replay drafting in: {error.message}", warning=True)
+        stage.event("NoReference", f"acceptance is taken from the anchors, because Eyrie cannot replay this drafting: "
+                    f"{error.message}", warning=True)
     return profiling.measure_from_outside(blocks.runner, engines, settings, anchored, prompts, spec.tune, digest,
                                           stage.pause_point, blocks.measure)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.families import FAMILIES, SGLangAlgorithm
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds
@@ -97,6 +98,11 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
 
 def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint:
     """Read an exported drafter's `config.json`. Raises Unlaunchable naming the missing field."""
+    if holds_mtp_layers(config):  # windows are the target's, and SGLang's class for these layers knows them
+        text = config.get("text_config")
+        return DrafterCheckpoint(directory=directory, algorithm=checkpoint_algorithm(config), context_length=
+                                 context_length(text if isinstance(text, Mapping) else config, directory),
+                                 quantised=_quantised(config))
     own = config.get("eyrie")
     window = config.get("sliding_window")
     if window is None and isinstance(own, Mapping):
@@ -115,8 +121,10 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint
 def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:
     """SGLang's algorithm for a checkpoint of these `architectures`; None when there is none.
 
-    A language model that SGLang supports as a target is a STANDALONE drafter.
+    A language model that SGLang supports as a target is a STANDALONE drafter; its MTP layers alone are an EAGLE one.
     """
+    if holds_mtp_layers(config):
+        return "EAGLE"
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     for row in FAMILIES.values():
