@@ -22,6 +22,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.slow_clients import TimedProtocol
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
@@ -69,7 +70,7 @@ class Plane:
         app = create_app(settings, database=self._database, wake=self._chores.wake,
                          checks={"chores": lambda: self._chores.is_running},
                          queues=queue_lengths(celery, settings))
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, http=TimedProtocol,
                                                      timeout_graceful_shutdown=_GRACEFUL_S))
 
     def __enter__(self) -> "Plane":

@@ -33,12 +33,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from eyrie_api.artifacts import code_version, digest_model, write_model
+from pydantic import ValidationError
+
+from eyrie_api.artifacts import MANIFEST, code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.records import STAGE_RECORD, ProgressRecord
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.processes import ProcessId, group_members, identify, is_alive, stop_group
 from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
@@ -52,6 +55,7 @@ GRACE_S = 5.0
 repeated."""
 
 _START_TIMEOUT_S = 60.0
+_TAIL_BYTES = 1 << 16
 _ALREADY_RUNNING_EXIT_CODE = 3
 
 ModelT = TypeVar("ModelT", bound=Frozen)
@@ -64,7 +68,10 @@ class RunHandle(Frozen):
     job_id: str
     attempt: int
     starts: int = 1
-    """How often this attempt was started: more than once if the leader or the machine died."""
+    """How often this attempt was started without progress since: more than once if the leader or the machine died."""
+
+    work: tuple[int, float] = (0, 0.0)
+    """The stages' work when it was started (`work_done`)."""
 
     process: ProcessId
     started_at: datetime
@@ -163,7 +170,7 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
 
     `incumbent` is what serves at the job's endpoint; it is fixed at the first start of an attempt. Processes that an
     earlier leader left behind are stopped first. Raises Conflict when a run of this job is alive, RunNotStarted when
-    the process ended at once (the message contains the end of its log). """
+    the process ended at once (the message contains the end of its log), Transient when it was killed."""
     job_dir = job_dir.resolve()
     seen = observe(job_dir)
     if seen.state == "running":
@@ -187,6 +194,9 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
         code = child.poll()
         if code == _ALREADY_RUNNING_EXIT_CODE:  # race: another process started a run after `observe`
             raise Conflict(f"a run of job {job_id} is alive", "cancel it first")
+        if code is not None and code < 0:
+            raise Transient(f"the run of job {job_id} was killed by signal {-code} before it wrote its record",
+                            "it is started again; check the system log for the out-of-memory killer")
         if code is not None:
             log_file = run_dir / "pipeline.log"
             raise RunNotStarted(f"the run of job {job_id} ended with {code} at once: {last_lines(log_file)}",
@@ -258,9 +268,10 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
         assert process is not None
         run_id = f"{job.id}-{attempt}-{process.started_ticks}-{process.pid}"
         before = _read(run_dir / "run.json", RunHandle)
-        starts = before.starts + 1 if before is not None and before.attempt == attempt else 1
+        work = work_done(job_dir)
+        starts = before.starts + 1 if before is not None and (before.attempt, before.work) >= (attempt, work) else 1
         write_model(run_dir / "run.json", RunHandle(run_id=run_id, job_id=job.id, attempt=attempt, starts=starts,
-                                                    process=process, started_at=datetime.now(UTC)))
+                                                    work=work, process=process, started_at=datetime.now(UTC)))
         for name in ("result.json", "failure.json"):  # of an earlier run; observers ignore a result with another run_id
             (run_dir / name).unlink(missing_ok=True)
         failure = _run_under_kfp(job_dir, job)
@@ -269,6 +280,30 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
             run_id=run_id, state=state, failure=read_failure(job_dir), message=failure or "",
             finished_at=datetime.now(UTC)))
         return 0 if failure is None else 1
+
+
+def work_done(job_dir: Path) -> tuple[int, float]:
+    """Finished stages, and the progress of the others in their own units. A run that dies again and again but gets
+    further each time is not one that keeps dying."""
+    finished, done = 0, 0.0
+    stages = job_dir / "stages"
+    for directory in (*stages.glob("*/"), *stages.glob("*/*/")):
+        if (directory / MANIFEST).exists():
+            finished += 1
+        elif (directory / "events.jsonl").exists():
+            done += _last_progress(directory / "events.jsonl")
+    return finished, done
+
+
+def _last_progress(events: Path) -> float:
+    with events.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValidationError):  # torn, or cut by the seek
+                record = STAGE_RECORD.validate_json(line)
+                if isinstance(record, ProgressRecord):
+                    return record.done
+    return 0.0
 
 
 def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:

@@ -9,7 +9,7 @@ whose leader dies `MAX_STARTS` times is given up on purpose. When a job has ende
 - one decision, one promotion decision event, one end; each stage finished once, each stage's own event is there once;
 - every manifest is there, and all files have their digests; no process of it is left.
 
-Counts are added up over runs in the state file: `--state FILE` (delete it to begin anew).
+Counts are added up over runs in the state file: `--state FILE` (delete it to start from zero).
 
     python -m tests.campaigns.chaos [--seed 1] [--seconds 240] [--state FILE] [--out FILE]
 """

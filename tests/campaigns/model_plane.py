@@ -531,6 +531,6 @@ class PlaneWorld:
             expect(endpoint.revisions[-1].checkpoint is None and not living,
                    "without a drafter that becomes healthy the target alone is tried", endpoint=endpoint)
             return
-        expect(living == [endpoint.active_revision], "no engine is left beside the active one", living=living,
+        expect(living == [endpoint.active_revision], "no engine is left but the active one", living=living,
                active=endpoint.active_revision)
         expect(self.gateway and self._routed_engine() is not None, "the route leads to the active engine")

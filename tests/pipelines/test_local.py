@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
-from eyrie_api.errors import Conflict
+from eyrie_api.errors import Conflict, Transient
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.records import ProgressRecord
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
@@ -255,10 +256,38 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
     # What serves was looked up when the attempt began; a start after a death keeps it.
     second = local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
     assert load_job(str(job_dir)).incumbent is None
-    assert second.starts == 2
+    assert second.starts == 1, "a stage has finished since"
     assert group_members(first.process.pid) == []
     wait_for_start(rehearsal, "train/base")
     assert rehearsal.starts().count("regenerate") == 1
+
+
+def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang", "hang", "hang", "hang"])
+    events = job_dir / "stages" / "regenerate" / "events.jsonl"
+    counted = []
+    for number, done in enumerate((None, None, 7.0, 7.0)):
+        if done is not None:
+            events.parent.mkdir(parents=True, exist_ok=True)
+            record = ProgressRecord(time=datetime.now(UTC), done=done).model_dump_json()
+            events.write_text(f'{record}\n{{"kind": "event", "torn')
+        handle = local.start(job_dir, "job-1", spec_of())
+        counted.append(handle.starts)
+        assert wait_until(lambda number=number: rehearsal.starts().count("regenerate") == number + 1, LIMIT_S)  # type: ignore[misc]
+        os.killpg(handle.process.pid, signal.SIGKILL)
+        assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
+    assert counted == [1, 2, 1, 2]
+
+
+def test_a_leader_that_is_killed_before_its_record_is_started_again(
+        job_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    with pytest.raises(Transient, match="killed by signal 9 before it wrote its record"):
+        local.start(job_dir, "job-1", spec_of())
+    assert local.observe(job_dir).state == "none"
 
 
 def test_a_run_that_failed_without_a_failed_stage_is_gone_since_a_process_of_it_was_killed(job_dir: Path) -> None:

@@ -129,7 +129,7 @@ def test_rivals_are_benchmarked_after_the_candidates_and_off_is_the_baseline_of_
 
 
 @pytest.mark.parametrize(("rivals", "says"), [
-    (("org/a", "other/a"), "rival-a is named twice"), (("nextn",), "MTP layers cannot be measured"),
+    (("org/a", "other/a"), "rival-a is named twice"), (("nextn",), "engine is 'embedded', which does not compute"),
     (({"method": "ngram", "path": "/d"},), "a drafter needs the path")])
 def test_rivals_that_cannot_be_told_apart_or_measured_are_refused(rivals: tuple[object, ...], says: str) -> None:
     with pytest.raises(ValidationError, match=says):

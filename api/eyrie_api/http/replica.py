@@ -25,6 +25,7 @@ from eyrie_api.database.migrations import SchemaState, schema_state, upgrade
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.slow_clients import TimedProtocol
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def serve(settings: Settings) -> None:
     app = create_app(settings, database=database, wake=ticker.wake, checks={"the ticker": lambda: ticker.is_running},
                      queues={"chores": lambda: queue_length(celery, chore_queue(settings))})
     server = uvicorn.Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning",
-                                           access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
+                                           access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, http=TimedProtocol,
                                            timeout_graceful_shutdown=_GRACEFUL_S))
     for number in (signal.SIGTERM, signal.SIGINT):
         # After its shutdown uvicorn raises the caught signals again, for the handlers that were installed before it.

@@ -80,8 +80,8 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.routes = [route for router in (app.router, *routers) for route in router.routes
                         if isinstance(route, Route)]
     problems.install(app)
-    app.add_middleware(AccessMiddleware, settings=settings, authenticator=Authenticator(settings, database),
-                       audit=control.audit)
+    app.state.authenticator = Authenticator(settings, database)
+    app.add_middleware(AccessMiddleware, settings=settings, authenticator=app.state.authenticator, audit=control.audit)
     app.add_middleware(RequestTimer, observe=app.state.telemetry.observe)
     _describe_problem(app)
     return app

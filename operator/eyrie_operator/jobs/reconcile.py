@@ -30,7 +30,7 @@ from eyrie_pipelines.runner import ObservedRun, RunFailed
 from eyrie_workers.catalog import CATALOG
 
 MAX_STARTS = 5
-"""A run whose leader died this often in one attempt fails: it would most likely die again."""
+"""A run whose leader died this often in one attempt without getting further fails: it would most likely die again."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
 def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
         failed = RunFailed(None, "", "RunKeepsDying",
-                           f"the run was started {seen.run.starts} times and its process died each time",
+                           f"the run was started {seen.run.starts} times and its process died each time, "
+                           "without getting further",
                            "read run/pipeline.log and check the system log for the out-of-memory killer, then retry "
                            "the job")
         return _plan(seen, _failed(conditions, failed, now), now)

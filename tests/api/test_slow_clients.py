@@ -1,0 +1,94 @@
+"""Connections whose request does not arrive are closed; slow answers and idle connections are not."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from eyrie_api import slow_clients
+from eyrie_api.slow_clients import TimedProtocol
+
+POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 400000\r\n\r\n"
+GET = b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n"
+
+
+async def app(scope: object, receive: object, send: object) -> None:
+    """Answers a POST with the size of its body, and a GET with three pieces, half a second apart."""
+    if scope["type"] != "http":  # type: ignore[index]
+        return
+    request = Request(scope, receive)  # type: ignore[arg-type]
+
+    async def pieces() -> "asyncio.AsyncIterator[bytes]":  # type: ignore[name-defined]
+        for _ in range(3):
+            await asyncio.sleep(0.5)
+            yield b"piece"
+
+    answer: Response = StreamingResponse(pieces()) if request.method == "GET" else Response(
+        str(len(await request.body())))
+    await answer(scope, receive, send)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    for name, value in (("HEADER_S", 0.4), ("BODY_S", 0.8), ("PACE_BYTES", 50_000)):
+        monkeypatch.setattr(slow_clients, name, value)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, log_level="critical", lifespan="off",
+                                           timeout_keep_alive=30))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield listening.getsockname()[1]
+    server.should_exit = True
+    thread.join(10)
+
+
+def received_until_closed(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, float]:
+    """What the server answers before it closes the connection, and when it does."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause_s)
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := connection.recv(4096):
+                found += data
+    return found, time.monotonic() - began
+
+
+@pytest.mark.parametrize("pieces", [
+    (), (b"GET / HTT",), (POST[:-2], b"X: "), (POST,), (POST, *[b"x"] * 30),
+], ids=["nothing", "half a line", "headers without end", "no body", "a byte at a time"])
+def test_a_request_that_does_not_arrive_is_closed_without_an_answer(port: int, pieces: tuple[bytes, ...]) -> None:
+    answer, seconds = received_until_closed(port, *pieces, pause_s=0.1)
+    assert answer == b""
+    assert seconds >= 0.3
+
+
+def test_headers_that_stop_half_way_on_a_used_connection_are_closed_too(port: int) -> None:
+    answer, _ = received_until_closed(port, POST.replace(b"400000", b"2") + b"ok", b"GET / HT", pause_s=0.3)
+    assert answer.endswith(b"2")
+
+
+def test_a_body_that_makes_progress_and_an_answer_that_takes_time_are_not_cut(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(POST)
+        for _ in range(20):
+            time.sleep(0.1)
+            connection.sendall(b"x" * 20_000)
+        assert connection.recv(4096).endswith(b"400000")
+        time.sleep(1.0)  # idle, longer than headers may take
+        connection.sendall(GET)
+        found = b""
+        while found.count(b"piece") < 3:
+            data = connection.recv(4096)
+            assert data, f"cut after {found!r}"
+            found += data
