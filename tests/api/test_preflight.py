@@ -137,7 +137,9 @@ def test_data_that_is_missing_or_empty_is_refused(settings: Settings, target: Pa
     refused(settings, NoUsableData, "no such file", target=model, data=data("missing.jsonl"))
     refused(settings, NoUsableData, "is empty", target=model, data=data(tmp_path / "empty.jsonl"))
     refused(settings, NoUsableData, "no rows", target=model, data=data(tmp_path / "blank.jsonl"))
-    refused(settings, NoUsableData, "is a directory", target=model, data=data(tmp_path))
+    (tmp_path / "none").mkdir()
+    refused(settings, NoUsableData, "a directory without data files", target=model, data=data(tmp_path / "none"))
+    refused(settings, NoUsableData, "matches no file", target=model, data=data(tmp_path / "x*.jsonl"))
     refused(settings, InvalidInput, "neither a file", target=model, data=data("chats"))
 
 
@@ -145,6 +147,45 @@ def test_data_that_is_missing_or_empty_is_refused(settings: Settings, target: Pa
     ("quickstart:poetry", "not shipped"), ("/no/suite.jsonl", "no file"), ("suite", "neither")])
 def test_a_suite_that_does_not_exist_is_refused(settings: Settings, path: str, says: str) -> None:
     refused(settings, InvalidInput, says, benchmark={"suites": [{"name": "s", "path": path}]})
+
+
+def test_files_of_a_directory_or_pattern_are_all_checked(settings: Settings, target: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats"
+    chats.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (chats / name).write_text(ROW)
+    for path in (chats, chats / "*.jsonl"):
+        assert check(job_spec(target={"model": str(target)}, data=data(path)), settings).spec.data.sources[0].path \
+            == str(path)
+    (chats / "b.jsonl").write_text("{}\n")
+    refused(settings, NoUsableData, "b.jsonl': none of its first 1 rows", target={"model": str(target)},
+            data=data(chats))
+
+
+@pytest.mark.parametrize(("rows", "given", "fraction"), [
+    (10, {}, 0.2), (400, {}, 0.16), (100_000, {}, 0.064), (400, {"held_out_fraction": 0.05}, 0.05)])
+def test_own_data_without_suites_is_held_out_in_part(
+        settings: Settings, target: Path, tmp_path: Path, rows: int, given: dict[str, float], fraction: float) -> None:
+    (tmp_path / "chats.jsonl").write_text(ROW * rows)
+    spec = job_spec(target={"model": str(target)}, data=data(tmp_path / "chats.jsonl", max_conversations=1000, **given))
+    assert "suites" not in spec.benchmark.model_fields_set
+    checked = check(spec, settings)
+    assert [suite.path for suite in checked.spec.benchmark.suites] == ["held-out"]
+    assert checked.spec.data.held_out_fraction == pytest.approx(fraction)
+    assert checked.plan is not None
+    assert any("prompts held out of the data" in note for note in checked.plan.notes)
+
+
+def test_quickstart_data_and_named_suites_are_left_as_they_are(settings: Settings, target: Path,
+                                                              tmp_path: Path) -> None:
+    shipped = check(job_spec(target={"model": str(target)}, data=data("quickstart")), settings).spec
+    assert [suite.path for suite in shipped.benchmark.suites][:1] == ["quickstart:chat"]
+    (tmp_path / "chats.jsonl").write_text(ROW)
+    named = check(job_spec(target={"model": str(target)}, data=data(tmp_path / "chats.jsonl"), benchmark={
+        "suites": [{"name": "s", "path": "quickstart:math"}]}), settings).spec
+    assert [suite.path for suite in named.benchmark.suites] == ["quickstart:math"]
+    refused(settings, InvalidInput, "benchmark.suites is omitted", target={"model": str(target)},
+            data=data(tmp_path / "chats.jsonl", held_out_fraction=0.0))
 
 
 def test_a_held_out_suite_needs_held_out_prompts(settings: Settings) -> None:
@@ -311,3 +352,8 @@ def test_a_rival_or_a_head_to_train_from_of_another_target_is_refused_with_both_
     refused(settings, InvalidInput, r"reads layers \[77\]", **asked)
     refused(settings, InvalidInput, "rivals.*not a directory", target={"model": str(target)},
             rivals=[str(tmp_path / "none")])
+
+
+def test_mtp_layers_of_a_target_that_sglang_does_not_draft_with_are_no_rival(settings: Settings, target: Path) -> None:
+    refused(settings, UnsupportedTarget, "rivals: nextn: SGLang does not draft with MTP layers of Qwen3ForCausalLM",
+            target={"model": str(target)}, rivals=["nextn"], engine={"kind": "sglang"}, drafter={"family": "eagle3"})

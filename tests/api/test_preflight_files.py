@@ -171,22 +171,34 @@ def test_a_broken_target_is_refused(settings: Settings, tmp_path: Path, kind: st
 ROWS = '{"question": "Say hi", "answer": "hi"}\n'
 NO_CONVERSATION = "none of its first {n} rows is a conversation; the first: {fault}; give one JSON object per line " \
          "with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` (Alpaca)"
-JQ = "convert it to JSON lines: jq -c '.[]' chats.json > chats.jsonl"
 DATA: dict[str, tuple[str, bytes, str]] = {
     "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", NO_CONVERSATION.format(n=2, fault="not JSON")),
-    "gzip": ("chats.jsonl.gz", gzip.compress(b"{}"), "compressed with gzip, which is not read; gunzip it"),
+    "gzip without a conversation": ("chats.jsonl.gz", gzip.compress(ROWS.encode()), NO_CONVERSATION.format(
+        n=1, fault="no `messages` or `conversations` or `conversation` or `instruction` in the row, which has "
+                   "answer, question")),
+    "gzip of another name": ("chats.jsonl", gzip.compress(b"{}"), "a gzip file of another name; rename it to end in "
+                                                                  ".gz"),
+    "no gzip": ("chats.jsonl.gz", ROWS.encode(), "no gzip file, as its name says; write it again, or name it .jsonl if "
+                                                 "it is JSON lines"),
+    "truncated gzip": ("chats.jsonl.gz", gzip.compress(ROWS.encode())[:-9],
+                       "Compressed file ended before the end-of-stream marker was reached; write it again"),
+    "damaged gzip": ("chats.jsonl.gz", gzip.compress(ROWS.encode())[:10] + b"\xff" * 40,
+                     "Error -3 while decompressing data: invalid block type; write it again"),
+    "no zstd": ("chats.jsonl.zst", ROWS.encode(), "no zstd file, as its name says; write it again, or name it .jsonl "
+                                                  "if it is JSON lines"),
     "zip": ("chats.jsonl", b"PK\x03\x04 and more", "a zip archive, which is not read; unzip it"),
     "UTF-16": ("chats.jsonl", ROWS.encode("utf-16"), "UTF-16 text, which is not read; convert it: iconv -f UTF-16 -t "
                                                      "UTF-8"),
-    "JSON": ("chats.json", b"[]", f"a .json file, which cannot be read as a stream; {JQ}"),
+    "empty array": ("chats.json", b"[]", "holds no rows; give a file with one conversation per line"),
     "array": ("chats.jsonl", b'[{"messages": []}]\n',
-              f"none of its first 1 rows is a conversation; the first: a JSON list, not an object; {JQ}"),
+              NO_CONVERSATION.format(n=1, fault="the conversation is empty or not a list")),
+    "broken array": ("chats.json", b'[{"messages": []} {}]', "no comma after element 1; write it again"),
     "git-LFS": ("chats.jsonl", POINTER.encode(), "a git-LFS pointer, not the file itself; run `git lfs pull` where it "
                                                  "was cloned, or download it with `hf download`"),
     "parquet of another name": ("chats.jsonl", b"PAR1 and more", "a parquet file of another name; rename it to end in "
                                                                  ".parquet"),
-    "no parquet": ("chats.parquet", ROWS.encode(), "not a parquet file, which begins with PAR1; write it again, or "
-                                                   "name it .jsonl if it is JSON lines"),
+    "no parquet": ("chats.parquet", ROWS.encode(), "no parquet file, as its name says; write it again, or name it "
+                                                   ".jsonl if it is JSON lines"),
     "truncated parquet": ("chats.parquet", b"PAR1" + bytes(100), "does not end as a parquet file does: it is "
                                                                  "truncated; copy or write it again"),
     "other fields": ("chats.jsonl", (ROWS * 70).encode(), NO_CONVERSATION.format(

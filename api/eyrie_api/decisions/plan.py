@@ -479,8 +479,10 @@ def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assu
     highest = max(trainings, key=lambda one: one.need(device or _ASSUMED_GPU_BYTES).total)
     need = highest.need(device or _ASSUMED_GPU_BYTES)
     largest = f"{need.largest} {need.components[need.largest] / 1e9:.1f} GB"
+    fits = need.total <= usable_bytes(device or _ASSUMED_GPU_BYTES)
     at_a_time = "train.max_tokens_per_gpu" if any(one.train.max_tokens_per_gpu for one in candidates) else (
-        f"the largest that fits, of {GPU_TOKENS}, its half, its quarter, ...{assumed}")
+        f"{'the largest that fits, of' if fits else 'not fitting, like all of'} {GPU_TOKENS}, its half, its quarter, "
+        f"...{assumed}")
     return (tokens, Assumption(
         name="training tokens at a time on each GPU", value=float(highest.tokens), unit="tokens", source=at_a_time,
     ), Assumption(

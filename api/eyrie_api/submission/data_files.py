@@ -2,70 +2,105 @@
 
 The stage quarantines single rows that it cannot use, with the reason; a file is refused here when it is of a kind that
 the stage does not read, or when none of its first rows is a conversation. Parquet is checked by its first and last
-bytes, since its rows need a library that the control plane does not load.
+bytes and zstd by its first, since their rows need a library that the control plane does not load.
 """
 
+import gzip
 import json
+import zlib
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from eyrie_api.data_files import (
+    BYTE_ORDER_MARK,
+    GZIP,
+    MAX_ROW_BYTES,
+    PARQUET,
+    SUFFIXES,
+    ZSTD,
+    array_rows,
+    begins_array,
+    data_files,
+    is_pattern,
+)
 from eyrie_api.errors import NoUsableData
 from eyrie_api.submission.file_reading import GIT_LFS, LFS_HINT
 from eyrie_api.v1alpha1.data import DataSource
 
 _PARQUET = b"PAR1"
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 1 << 18
-MAX_ROW_BYTES = 8 << 20
-"""The longest line that the regenerate stage reads."""
+_CHECKED_FILES = 100
 
 _KEYS = {"messages": ("messages",), "sharegpt": ("conversations", "conversation"), "alpaca": ("instruction",)}
+_KINDS = {PARQUET: (_PARQUET, "parquet"), GZIP: (b"\x1f\x8b", "gzip"), ZSTD: (b"\x28\xb5\x2f\xfd", "zstd")}
 _FOREIGN = (
-    (b"\x1f\x8b", "compressed with gzip", "gunzip it"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unzstd it"),
     (b"BZh", "compressed with bzip2", "bunzip2 it"),
     (b"PK\x03\x04", "a zip archive", "unzip it"),
     (b"ARROW1", "an Arrow file", "write it as parquet"),
     (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
 )
-_CONVERT = "convert it to JSON lines: jq -c '.[]' chats.json > chats.jsonl"
 _ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` "
                  "(Alpaca)")
 
 
-def check_data_file(source: DataSource, path: Path) -> None:
+def check_data_source(source: DataSource) -> None:
     """Raises NoUsableData, naming the file and its first row's fault."""
-    if path.is_dir():
-        raise NoUsableData(f"data source {source.path!r} is a directory", "name its files, one source each")
-    if not path.is_file():
+    files = data_files(source.path)
+    if not files and _is_directory(source.path):
+        raise NoUsableData(f"data source {source.path!r} is a directory without data files",
+                           f"put files there whose names end in {', '.join(SUFFIXES)}")
+    if not files and is_pattern(source.path):
+        raise NoUsableData(f"data source {source.path!r} matches no file on the server", "correct the pattern")
+    if not files:
         raise NoUsableData(f"data file {source.path!r}: no such file on the server",
                            "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
+    for file in files[:_CHECKED_FILES]:
+        _check_file(source.path if len(files) == 1 else str(file), file, source.format)
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_dir()
+    except (OSError, RuntimeError):
+        return False
+
+
+def _check_file(name: str, path: Path, layout: str) -> None:
     try:
         with path.open("rb") as file:
             start = file.read(len(GIT_LFS))
             size = file.seek(0, 2)
             file.seek(max(0, size - len(_PARQUET)))
             end = file.read()
-            file.seek(0)
-            _check_kind(source.path, path.suffix, size, start, end)
-            rows = _first_rows(file) if path.suffix != ".parquet" else []
+        _check_kind(name, path.suffix, size, start, end)
+        if path.suffix not in (PARQUET, ZSTD):
+            _check_rows(name, layout, _first_rows(path))
     except OSError as error:
-        raise NoUsableData(f"data file {source.path!r} cannot be read: {error.strerror}",
-                           "make it readable for the server") from None
-    if path.suffix != ".parquet":
-        _check_rows(source, rows)
+        raise NoUsableData(f"data file {name!r} cannot be read: {error.strerror or error}",
+                           "make it readable for the server, or write it again") from None
+    except (EOFError, ValueError, zlib.error) as error:
+        raise NoUsableData(f"data file {name!r}: {error}", "write it again") from None
 
 
-def _first_rows(file: BinaryIO) -> list[bytes]:
-    """Lines that are not blank, at most `_SAMPLE_ROWS` of the first `_SAMPLE_BYTES`."""
-    rows: list[bytes] = []
-    while len(rows) < _SAMPLE_ROWS and file.tell() < _SAMPLE_BYTES and (line := file.readline(MAX_ROW_BYTES + 1)):
-        if line.strip():
-            rows.append(line)
-    return rows
+def _first_rows(path: Path) -> list[bytes]:
+    """Rows of the file's beginning, at most `_SAMPLE_ROWS`: lines that are not blank, or an array's elements.
+
+    Raises OSError, EOFError and ValueError for what cannot be unpacked or is no array.
+    """
+    with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
+        start = file.read(_SAMPLE_BYTES)
+        file.seek(0)
+        if begins_array(start):
+            return [json.dumps(row).encode() for row in islice(array_rows(file), _SAMPLE_ROWS)]
+        rows: list[bytes] = []
+        while len(rows) < _SAMPLE_ROWS and file.tell() < _SAMPLE_BYTES and (line := file.readline(MAX_ROW_BYTES + 1)):
+            if line.strip():
+                rows.append(line)
+        return rows
 
 
 def _check_kind(name: str, suffix: str, size: int, start: bytes, end: bytes) -> None:
@@ -73,33 +108,29 @@ def _check_kind(name: str, suffix: str, size: int, start: bytes, end: bytes) -> 
         raise NoUsableData(f"data file {name!r} is empty", "give a file with one conversation per line")
     if start == GIT_LFS:
         raise NoUsableData(f"data file {name!r} is a git-LFS pointer, not the file itself", LFS_HINT)
-    if suffix == ".parquet":
-        if not start.startswith(_PARQUET):
-            raise NoUsableData(f"data file {name!r} is not a parquet file, which begins with PAR1",
+    for ending, (magic, kind) in _KINDS.items():
+        if suffix == ending and not start.startswith(magic):
+            raise NoUsableData(f"data file {name!r} is no {kind} file, as its name says",
                                "write it again, or name it .jsonl if it is JSON lines")
-        if end != _PARQUET or size < 12:
-            raise NoUsableData(f"data file {name!r} does not end as a parquet file does: it is truncated",
-                               "copy or write it again")
-        return
-    if start.startswith(_PARQUET):
-        raise NoUsableData(f"data file {name!r} is a parquet file of another name", "rename it to end in .parquet")
+        if suffix != ending and start.startswith(magic):
+            raise NoUsableData(f"data file {name!r} is a {kind} file of another name", f"rename it to end in {ending}")
+    if suffix == PARQUET and (end != _PARQUET or size < 12):
+        raise NoUsableData(f"data file {name!r} does not end as a parquet file does: it is truncated",
+                           "copy or write it again")
     for magic, kind, hint in _FOREIGN:
         if start.startswith(magic):
             raise NoUsableData(f"data file {name!r} is {kind}, which is not read", hint)
-    if suffix == ".json":
-        raise NoUsableData(f"data file {name!r} is a .json file, which cannot be read as a stream", _CONVERT)
 
 
-def _check_rows(source: DataSource, rows: list[bytes]) -> None:
+def _check_rows(name: str, layout: str, rows: list[bytes]) -> None:
     """Refuse a file none of whose sampled rows is a conversation, with the fault of the first."""
     if not rows:
-        raise NoUsableData(f"data file {source.path!r} holds no rows", "give a file with one conversation per line")
-    faults = [_fault(row, source.format) for row in rows]
+        raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
+    faults = [_fault(row, layout) for row in rows]
     if None in faults:
         return
-    hint = _CONVERT if rows[0].removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[") else _ONE_PER_LINE
-    raise NoUsableData(f"data file {source.path!r}: none of its first {len(rows)} rows is a conversation; the first: "
-                       f"{faults[0]}", hint)
+    raise NoUsableData(f"data file {name!r}: none of its first {len(rows)} rows is a conversation; the first: "
+                       f"{faults[0]}", _ONE_PER_LINE)
 
 
 def _fault(line: bytes, layout: str) -> str | None:
@@ -107,7 +138,7 @@ def _fault(line: bytes, layout: str) -> str | None:
     if len(line) > MAX_ROW_BYTES:
         return f"longer than {MAX_ROW_BYTES >> 20} MiB"
     try:
-        row: Any = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
+        row: Any = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError:
         return "not UTF-8"
     except (ValueError, RecursionError):

@@ -21,6 +21,7 @@ from eyrie_api.decisions.engine_support import Device, check_engine, check_heads
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.plan import (
     DEFAULT_DRAFT_VOCABULARY,
+    DataFacts,
     Rates,
     TargetFacts,
     make_plan,
@@ -32,7 +33,7 @@ from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import gpu_bytes
 from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, VocabularyTooLarge
 from eyrie_api.settings import Settings
-from eyrie_api.submission.data_files import check_data_file
+from eyrie_api.submission.data_files import check_data_source
 from eyrie_api.submission.devices import computes_on_gpus, planned_device
 from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
@@ -61,6 +62,8 @@ from eyrie_api.v1alpha1.targets import (
     resolve_dtype,
 )
 
+OWN_SUITE = SuiteSpec(name=HELD_OUT, path=HELD_OUT, max_prompts=32)  # as many as the shipped suites have together
+_LARGEST_SHARE = 0.2
 _CACHED_S = 2.0
 _MAX_CACHED = 1000
 
@@ -120,20 +123,20 @@ def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, b
     """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
     sampled from the data."""
     device = planned_device(spec, settings)
-    spec = _with_dtype(with_engine_defaults(spec, device), settings)
+    for source in spec.data.sources:
+        _check_source(source)
+    known = data_facts(spec.data)
+    spec = _with_dtype(with_engine_defaults(_with_suites(spec, known), device), settings)
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
     facts = _check_target(spec, candidates, device)
     check_published_drafters(spec, candidates, facts)
-    for source in spec.data.sources:
-        _check_source(source)
     for suite in spec.benchmark.suites:
         _check_suite(suite, spec)
     if facts is None:
         return spec, None, False
     _check_sizes(candidates, facts)
-    known = data_facts(spec.data)
     require_gpu_memory(spec, candidates, facts, known)
     planned = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
     return (spec, planned.model_copy(update={"notes": (*planned.notes, *_unread(spec))}),
@@ -143,6 +146,9 @@ def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, b
 def _unread(spec: JobSpec) -> list[str]:
     """What the checks did not read, because it is not on this machine."""
     directory, notes = target_dir(spec.target), []
+    if spec.benchmark.suites == (OWN_SUITE,):
+        notes.append(f"drafters are measured on up to {OWN_SUITE.max_prompts} prompts held out of the data "
+                     f"(data.held_out_fraction {spec.data.held_out_fraction:.3g})")
     if _is_hub_id(spec.target.model) and directory is not None and not weights_are_here(directory):
         notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
                      "files")
@@ -168,6 +174,23 @@ def _with_dtype(spec: JobSpec, settings: Settings) -> JobSpec:
     stored = None if directory is None else stored_dtype(read_config(directory))
     return spec.model_copy(update={
         "target": resolve_dtype(spec.target, stored, on_gpus=computes_on_gpus(spec, settings))})
+
+
+def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:
+    """The job with suites for its data, where it names none: the shipped ones are of the shipped conversations, other
+    data is held out in part, of few conversations a larger part."""
+    data = spec.data
+    if "suites" in spec.benchmark.model_fields_set or any(source.path == QUICKSTART for source in data.sources):
+        return spec
+    if data.held_out_fraction == 0.0:
+        raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts from "
+                           "what is held out", "name suites, or omit data.held_out_fraction")
+    if "held_out_fraction" not in data.model_fields_set:
+        rows = min(data.max_conversations, known.rows or data.max_conversations)
+        fraction = min(_LARGEST_SHARE, max(data.held_out_fraction, 2 * OWN_SUITE.max_prompts / rows))
+        data = data.model_copy(update={"held_out_fraction": fraction})
+    return spec.model_copy(update={
+        "data": data, "benchmark": spec.benchmark.model_copy(update={"suites": (OWN_SUITE,)})})
 
 
 def absolute(spec: JobSpec) -> JobSpec:
@@ -288,13 +311,12 @@ def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
 def _check_source(source: DataSource) -> None:
     if source.path == QUICKSTART:
         return
-    path = local_path(source.path)
-    if path is None:
+    if local_path(source.path) is None:
         if not HUB_ID.match(source.path):
             raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
                                "give a JSONL or parquet file, a Hub id org/name, or 'quickstart'")
         return
-    check_data_file(source, path)
+    check_data_source(source)
 
 
 def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:

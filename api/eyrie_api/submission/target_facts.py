@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from eyrie_api.data_files import SUFFIXES, data_files, is_pattern
 from eyrie_api.decisions.plan import DataFacts, Experts, TargetFacts
 from eyrie_api.decisions.target_config import has_tied_embeddings, language_model
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
@@ -22,7 +23,7 @@ from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, trained_here
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+DATA_SUFFIXES = (*SUFFIXES, ".csv", ".txt")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SAMPLE_BYTES = 1 << 18
 # Bytes of JSON per token, keys and quotes included, for English chats. A low value, so that plans overestimate tokens.
@@ -46,7 +47,8 @@ def local_path(path: str) -> Path | None:
     """The absolute path, if the text is one: it exists, or has the form of a path. None for a Hub id."""
     if "\0" in path:
         return None
-    written_as_path = path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
+    written_as_path = (path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
+                       or is_pattern(path))
     if not (written_as_path or exists(path)):
         return None
     try:
@@ -174,11 +176,11 @@ def _sample(source: DataSource) -> DataFacts:
     if source.path == QUICKSTART:
         return DataFacts(min(source.max_rows or QUICKSTART_ROWS, QUICKSTART_ROWS), _QUICKSTART_PROMPT_TOKENS,
                          _QUICKSTART_ANSWER_TOKENS, "the quickstart corpus")
-    path = local_path(source.path)
-    if path is None or path.suffix != ".jsonl" or not path.is_file():
+    files = data_files(source.path) if local_path(source.path) is not None else []
+    if not files or any(file.suffix != ".jsonl" for file in files):
         return DataFacts()
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    size = sum(file.stat().st_size for file in files)
+    with files[0].open("rb") as file:
         data = file.read(_SAMPLE_BYTES)
     lines = [line for line in data.splitlines() if line.strip()]
     if not lines:

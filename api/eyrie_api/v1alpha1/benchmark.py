@@ -16,7 +16,7 @@ class SuiteSpec(Frozen):
 
     path: str = Field(min_length=1, max_length=4096)
     """`quickstart:<suite>`, a JSONL file of `messages` or `prompt` rows, `held-out` for the prompts split off the
-    data, or a Hub data set: `openai/gsm8k`, `openai/openai_humaneval`, `lmsys/mt_bench` layouts are understood."""
+    data, or a Hub data set. Files of MT-Bench, GSM8K, HumanEval, Alpaca and BFCL are read as published."""
 
     max_prompts: int = Field(8, ge=1, le=100_000)
     """Prompts taken from the suite, the first ones of the file."""
@@ -33,7 +33,8 @@ class BenchmarkSpec(Frozen):
     """How every checkpoint is measured in the decode engine, against the same engine without a drafter."""
 
     suites: tuple[SuiteSpec, ...] = Field(QUICKSTART_SUITES, min_length=1, max_length=64)
-    """Prompts that no drafter was trained on. Each suite is measured and reported by itself."""
+    """Prompts that no drafter was trained on. Each suite is measured and reported by itself. Omitted: the shipped
+    suites for `quickstart` data; for any other, 32 prompts held out of it (of few conversations up to a fifth)."""
 
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
     """Each is measured and reported by itself; 0 is greedy."""

@@ -11,14 +11,21 @@ class DataSource(Frozen):
     """One source of conversations."""
 
     path: str = Field(min_length=1, max_length=4096)
-    """JSONL or parquet file, Hub data set id, or `quickstart` for locally generated conversations."""
+    """A file (JSON lines or a JSON array, also compressed as .gz or .zst; parquet), a directory of such files, a
+    pattern (`chats/*.jsonl.gz`), a Hub data set id, or `quickstart` for locally generated conversations."""
 
     format: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
     """Row layout: OpenAI `messages`, ShareGPT `conversations`, Alpaca's `instruction`, or decided by the first readable
     row."""
 
+    config: str | None = Field(None, min_length=1, max_length=256)
+    """Configuration (subset) of a Hub data set."""
+
     split: str = "train"
     """Split of a Hub data set."""
+
+    revision: str | None = Field(None, min_length=1, max_length=256)
+    """Branch, tag or commit of a Hub data set."""
 
     weight: float = Field(1.0, gt=0.0, le=1e6)
     """Share of the mix, relative to the other sources."""

@@ -64,8 +64,8 @@ class JobSpec(Frozen):
 
     @property
     def rival_drafters(self) -> tuple[RivalSpec, ...]:
-        """The rivals with a drafter of their own."""
-        return tuple(rival for rival in self.rivals if rival.method == "drafter")
+        """The rivals with weights of their own."""
+        return tuple(rival for rival in self.rivals if rival.has_drafter)
 
     @property
     def benchmarked_rivals(self) -> tuple[RivalSpec, ...]:
@@ -107,6 +107,9 @@ class JobSpec(Frozen):
         if not self.tune.ngram and any(rival.method == "ngram" for rival in self.rivals):
             raise ValueError("rivals names ngram, which tuning compares, and tune.ngram is false: set it to true, or "
                              "leave the rival out")
+        if self.engine.kind == "embedded" and any(rival.method == "nextn" for rival in self.rivals):
+            raise ValueError("rivals names nextn, and engine is 'embedded', which does not compute the target's MTP "
+                             "layers: set engine to 'sglang', or leave the rival out")
         return self
 
     @model_validator(mode="after")

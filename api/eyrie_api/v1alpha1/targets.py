@@ -25,9 +25,13 @@ QUICKSTART_LARGE = "quickstart-large"
 QUICKSTART_HYBRID = "quickstart-hybrid"
 """A target with windows in three layers of four. Not shipped: `... --hybrid`."""
 
+QUICKSTART_OLMO = "quickstart-olmo"
+"""A small Olmo 3. Not shipped: `... --olmo`."""
+
 TRAINED_HERE: dict[str, str] = {
     QUICKSTART_LARGE: "python -m tests.benchmarks.quickstart.pretrain --larger",
-    QUICKSTART_HYBRID: "python -m tests.benchmarks.quickstart.pretrain --hybrid"}
+    QUICKSTART_HYBRID: "python -m tests.benchmarks.quickstart.pretrain --hybrid",
+    QUICKSTART_OLMO: "python -m tests.benchmarks.quickstart.pretrain --olmo"}
 """Targets that are trained on this machine, and the command that trains each."""
 
 

@@ -1,6 +1,8 @@
 """Every format ends in one normal form, and every row that cannot is quarantined with its line and its reason."""
 
 import contextlib
+import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.data_files import array_rows
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.reports import QuarantinedRow
@@ -288,6 +291,57 @@ def test_the_layout_is_decided_by_the_first_readable_row(tmp_path: Path) -> None
     assert [isinstance(row, Conversation) for row in rows] == [False, False, True, False]
 
 
+def packed_files(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    array = json.dumps(rows, indent=1).encode()
+    content = {"a.jsonl.gz": gzip.compress(lines), "a.json": array, "a.json.gz": gzip.compress(array),
+               "a.jsonl.zst": bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))}
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    return {name: tmp_path / name for name in content}
+
+
+def test_packed_files_and_arrays_hold_the_rows_of_the_plain_file(tmp_path: Path) -> None:
+    rows = [{"messages": [user(f"question {number} \u2028 \"[]{{\" {'x' * number * 977}")]} for number in range(200)]
+    plain = usable(read(write(tmp_path / "plain.jsonl", *rows)))
+    for name, path in packed_files(tmp_path, rows).items():
+        found = usable(read(path))
+        assert [(one.line, one.messages) for one in found] == [(one.line, one.messages) for one in plain], name
+
+
+def test_a_directory_and_a_pattern_are_one_source_whose_faults_name_file_and_row(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", {"messages": [user("two")]}, {"messages": []})
+    write(tmp_path / "a.jsonl", {"messages": [user("one")]})
+    write(tmp_path / "notes.txt", "no data")
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "below" / "c.jsonl", {"messages": [user("three")]})
+    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "[ab].*"):
+        one, two, bad = read(path)
+        assert isinstance(one, Conversation)
+        assert isinstance(two, Conversation)
+        assert isinstance(bad, QuarantinedRow)
+        assert [chat.messages[0]["content"] for chat in (one, two)] == ["one", "two"]
+        assert (bad.source, bad.line, bad.reason) == (str(path), 3, "empty conversation (b.jsonl row 2)")
+    assert [chat.messages[0]["content"] for chat in usable(read(tmp_path / "a.jsonl"))] == ["one"]
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("[1, 2", "ends early, after 2 elements"), ('["a", "b', "element 2 is not JSON"),
+    ("[1 2]", "no comma after element 1"),
+    ("[" * 5000, "element 1 is nested too deep"), ("[1,]", "element 2 is not JSON")])
+def test_a_broken_array_is_refused_after_its_good_elements(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        list(array_rows(io.BytesIO(text.encode())))
+
+
+@given(st.lists(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) |
+                             st.dictionaries(st.text(), inner), max_leaves=8)), st.integers(1, 9))
+def test_an_array_read_in_pieces_of_any_size_is_the_array(rows: list[Any], piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eyrie_api.data_files._PIECE", piece)
+        assert list(array_rows(io.BytesIO(b" " + json.dumps(rows).encode()))) == rows
+
+
 def test_max_rows_bounds_what_is_read(tmp_path: Path) -> None:
     rows = read(write(tmp_path / "a.jsonl", *({"messages": [user(f"q{i}")]} for i in range(9))), max_rows=4)
     assert [row.line for row in rows] == [1, 2, 3, 4]
@@ -295,7 +349,8 @@ def test_max_rows_bounds_what_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "hint"), [
     ("nowhere.jsonl", "give a JSONL or parquet file"), ("/no/such", "give a JSONL or parquet file"),
-    ("some-org/some-data", "pip install datasets"), (".", "name its files"),
+    ("some-org/some-data", "pip install datasets"), ("tests", "put .jsonl or .parquet files there"),
+    ("tests/*.jsonl", "correct the pattern"),
 ])
 def test_a_source_that_cannot_be_opened_is_refused_with_the_hint(path: str, hint: str) -> None:
     with pytest.raises(InvalidInput) as caught:
@@ -304,8 +359,12 @@ def test_a_source_that_cannot_be_opened_is_refused_with_the_hint(path: str, hint
 
 
 def test_files_of_the_wrong_kind_are_refused_with_the_hint(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="jq"):
-        read(write(tmp_path / "a.json", []))
+    with pytest.raises(InvalidInput, match="Not a gzipped file"):
+        read(write(tmp_path / "a.jsonl.gz", {}))
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read(write(tmp_path / "a.jsonl.zst", {}))
+    with pytest.raises(InvalidInput, match="no comma after element 1"):
+        read(write(tmp_path / "b.json", "[{} {}]"))
     with pytest.raises(InvalidInput, match="not a readable parquet file"):
         read(write(tmp_path / "a.parquet", "text"))
 

@@ -27,6 +27,9 @@ def write(path: Path, rows: list[Any]) -> SuiteSpec:
     ({"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."]}, "Write a post."),
     ({"prompt_id": 7, "category": "x", "prompt": ["First turn", "Second turn"]}, "First turn"),
     ({"messages": [{"role": "user", "content": "Hi"}]}, "Hi"),
+    ({"instruction": "Translate.", "input": "Hei", "output": "Hello"}, "Translate.\n\nHei"),
+    ({"instruction": "List three colours.", "input": "", "output": "Red"}, "List three colours."),
+    ({"id": "simple_0", "question": [[{"role": "user", "content": "Weather?"}]], "function": []}, "Weather?"),
 ])
 def test_each_known_layout_yields_its_first_question(tmp_path: Path, row: dict[str, Any], question: str) -> None:
     (prompt,) = load_suite(write(tmp_path / "rows.jsonl", [row]))
@@ -43,6 +46,16 @@ def test_tools_and_ids_travel_with_the_prompt(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "weather"}}
     spec = write(tmp_path / "r.jsonl", [{"id": "a", "messages": [{"role": "user", "content": "x"}], "tools": [tool]}])
     assert load_suite(spec) == [Prompt("a", "s", ({"role": "user", "content": "x"},), (tool,))]
+
+
+def test_turns_and_functions_of_bfcl_are_a_prompt_with_tools_and_further_turns(tmp_path: Path) -> None:
+    function = {"name": "weather", "description": "Weather.", "parameters": {"type": "dict", "properties": {}}}
+    row = {"id": "multi_turn_0", "question": [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Oslo?"}],
+        [{"role": "user", "content": "And Bergen?"}]], "function": [function]}
+    assert load_suite(write(tmp_path / "r.jsonl", [row])) == [Prompt(
+        "multi_turn_0", "s", ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Oslo?"}),
+        ({"type": "function", "function": function},), ("And Bergen?",))]
 
 
 def test_gzip_json_and_parquet_files_hold_the_same_prompts(tmp_path: Path) -> None:

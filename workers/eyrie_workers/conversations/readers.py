@@ -1,17 +1,21 @@
 """Reads conversations from files, Hub data sets and the shipped quickstart corpus, row by row with line numbers.
 
-Files are read as streams: memory is bounded by the longest line, whose size is limited. A row that cannot be read or
+Files are read as streams, compressed ones too: memory is bounded by the longest row, whose size is limited. A file that
+begins with `[` is an array of rows, any other has a row on each line. A row that cannot be read or
 breaks a rule becomes a `QuarantinedRow` at its position in the stream; the caller counts and keeps it, and no reader
 drops a row. A source that cannot be opened is an error before any work, because a job that silently trains on half its
 data is worse than one that stops.
 
 `quickstart` is `conversations.jsonl.gz` of eyrie_workers.quickstart, a finite corpus in fixed order.
 
-Rows are not shuffled: they are read in file order, so a sorted file should be shuffled beforehand.
+Rows are not shuffled: they are read in file order, and the files of a directory or pattern in the order of their names,
+so a sorted file should be shuffled beforehand.
 """
 
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
 from importlib import resources
 from importlib.util import find_spec
@@ -19,13 +23,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eyrie_api.data_files import (
+    BYTE_ORDER_MARK,
+    GZIP,
+    MAX_ROW_BYTES,
+    PARQUET,
+    ZSTD,
+    array_rows,
+    begins_array,
+    data_files,
+    is_pattern,
+)
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations.conversation import Conversation, Malformed, conversation, detect_layout
 
-MAX_ROW_BYTES = 8 * 2**20
-"""Longest line: 8 MiB of conversation are some two million tokens, which indicates a broken file."""
+_PEEKED_BYTES = 1 << 12
 
 
 class _Undecodable:
@@ -41,9 +55,9 @@ def read_conversations(source: DataSource) -> Iterator[Conversation | Quarantine
     Raises InvalidInput when the source cannot be opened, Transient when the Hub is unreachable.
     """
     layout: str | None = None if source.format == "auto" else source.format
-    for line, value in enumerate(islice(_rows(source), source.max_rows), start=1):
+    for line, (where, value) in enumerate(islice(_rows(source), source.max_rows), start=1):
         if isinstance(value, _Undecodable):
-            yield QuarantinedRow(source=source.path, line=line, reason=value.reason)
+            yield QuarantinedRow(source=source.path, line=line, reason=value.reason + where)
             continue
         layout = layout or detect_layout(value)
         try:
@@ -51,21 +65,20 @@ def read_conversations(source: DataSource) -> Iterator[Conversation | Quarantine
                 raise Malformed("neither `messages` nor `conversations` nor `instruction` in the row")
             yield conversation(value, source.path, line, layout)
         except Malformed as error:
-            yield QuarantinedRow(source=source.path, line=line, reason=str(error))
+            yield QuarantinedRow(source=source.path, line=line, reason=str(error) + where)
 
 
 def check_source(source: DataSource) -> None:
     """Refuse a source that cannot be opened, before any work is done. Raises InvalidInput."""
     if source.path == "quickstart":
         return
-    path = Path(source.path)
-    if path.is_file():
-        if path.suffix == ".json":
-            raise InvalidInput(f"data source {source.path!r} is a .json file, which cannot be read as a stream",
-                               "convert it to JSON lines: jq -c '.[]' chats.json > chats.jsonl")
+    if data_files(source.path):
         return
-    if path.is_dir():
-        raise InvalidInput(f"data source {source.path!r} is a directory", "name its files, one source each")
+    if Path(source.path).is_dir():
+        raise InvalidInput(f"data source {source.path!r} is a directory without data files",
+                           "put .jsonl or .parquet files there")
+    if is_pattern(source.path):
+        raise InvalidInput(f"data source {source.path!r} matches no file", "correct the pattern")
     if not _looks_like_hub_id(source.path):
         raise InvalidInput(f"data source {source.path!r} does not exist",
                            "give a JSONL or parquet file, a Hub data set id (org/name), or `quickstart`")
@@ -79,14 +92,43 @@ def _looks_like_hub_id(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith(("/", ".", "~")) and not path.endswith((".jsonl", ".parquet"))
 
 
-def _rows(source: DataSource) -> Iterator[Any]:
+def _rows(source: DataSource) -> Iterator[tuple[str, Any]]:
+    """Rows, each with what its reason needs to name its place: the file and its line, where there are several files."""
     check_source(source)
     if source.path == "quickstart":
-        return _quickstart_rows()
-    path = Path(source.path)
-    if not path.is_file():
-        return _hub_rows(source)
-    return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+        return (("", row) for row in _quickstart_rows())
+    files = data_files(source.path)
+    if not files:
+        return (("", row) for row in _hub_rows(source))
+    if len(files) == 1:
+        return (("", row) for row in _file_rows(files[0]))
+    return ((f" ({file.name} row {number})", row)
+            for file in files for number, row in enumerate(_file_rows(file), start=1))
+
+
+def _file_rows(path: Path) -> Iterator[Any]:
+    if path.suffix == PARQUET:
+        yield from _parquet_rows(path)
+        return
+    try:
+        with _opened(path) as file:
+            if begins_array(file.peek(_PEEKED_BYTES)):
+                yield from array_rows(file, MAX_ROW_BYTES)
+            else:
+                yield from _lines(file)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InvalidInput(f"data source {path} cannot be read: {error}", "copy or write it again") from error
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    """The file, unpacked. `peek` reads at least what its first read returns."""
+    if path.suffix == GZIP:
+        return io.BufferedReader(gzip.open(path))
+    if path.suffix == ZSTD:
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return path.open("rb")
 
 
 def _quickstart_rows() -> Iterator[Any]:
@@ -96,15 +138,14 @@ def _quickstart_rows() -> Iterator[Any]:
         yield from map(json.loads, lines)
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
-    with path.open("rb") as file:
-        while line := file.readline(MAX_ROW_BYTES + 1):
-            if len(line) > MAX_ROW_BYTES:
-                while line and not line.endswith(b"\n"):  # skip the rest of the line in bounded pieces
-                    line = file.readline(MAX_ROW_BYTES)
-                yield _Undecodable(f"oversized: more than {MAX_ROW_BYTES} bytes")
-                continue
-            yield _decode(line)
+def _lines(file: io.BufferedReader) -> Iterator[Any]:
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            while line and not line.endswith(b"\n"):  # skip the rest of the line in bounded pieces
+                line = file.readline(MAX_ROW_BYTES)
+            yield _Undecodable(f"oversized: more than {MAX_ROW_BYTES} bytes")
+            continue
+        yield _decode(line)
 
 
 def _decode(line: bytes) -> Any:
@@ -112,7 +153,7 @@ def _decode(line: bytes) -> Any:
         return _Undecodable("empty line")
     try:
         # A byte order mark at the start of the file is not part of the first row.
-        return json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
+        return json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
         return _Undecodable(f"not UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
@@ -150,7 +191,8 @@ def _hub_rows(source: DataSource) -> Iterator[Any]:
 
     hint = "check the id, the split and the network, or download the data set and give its parquet or JSONL file"
     try:
-        yield from map(_without_nulls, load_dataset(source.path, split=source.split, streaming=True))
+        yield from map(_without_nulls, load_dataset(
+            source.path, source.config, split=source.split, revision=source.revision, streaming=True))
     except (FileNotFoundError, ValueError) as error:
         raise InvalidInput(f"data source {source.path!r}, split {source.split!r}: {error}", hint) from error
     except OSError as error:

@@ -7,8 +7,8 @@ The path of a suite names its source:
     org/name[:split]           a Hub data set, when the `datasets` package is installed
 
 The format of a row is recognised by its fields, so that a downloaded gsm8k, HumanEval or MT-Bench file needs no
-conversion: `messages` (OpenAI), `prompt` (HumanEval; a list is MT-Bench on the Hub), `question` (gsm8k), `turns`
-(MT-Bench).
+conversion: `messages` (OpenAI), `prompt` (HumanEval; a list is MT-Bench on the Hub), `question` (gsm8k; the turns of
+BFCL, with `function` for its tools), `turns` (MT-Bench), `instruction` and `input` (Alpaca).
 
 `suites` uses these rows twice: to send prompts to an engine, and to keep them out of training.
 """
@@ -98,6 +98,8 @@ def row_messages(row: Row, location: str) -> list[Message]:
     Raises InvalidInput naming the location for a row without a prompt.
     """
     messages = row.get("messages")
+    if messages is None and has_turns(row.get("question")):
+        messages = [message for turn in row["question"] for message in turn]
     if messages is None:
         return [{"role": "user", "content": text} for text in _texts(row, location)]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
@@ -108,12 +110,21 @@ def row_messages(row: Row, location: str) -> list[Message]:
 def row_tools(row: Row, location: str) -> list[Message]:
     """Tool definitions of a row. Raises InvalidInput naming the location."""
     tools = row.get("tools") or ()
+    if not tools and isinstance(row.get("function"), list) and has_turns(row.get("question")):
+        tools = [{"type": "function", "function": function} for function in row["function"]]
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidInput(f"{location}: `tools` is not a list of objects", "use the OpenAI tools format")
     return list(tools)
 
 
+def has_turns(question: object) -> bool:
+    """Whether it is BFCL's: a list of turns, each a list of messages."""
+    return isinstance(question, list) and bool(question) and isinstance(question[0], list)
+
+
 def _texts(row: Row, location: str) -> list[str]:
+    if isinstance(row.get("instruction"), str) and row["instruction"].strip():
+        return [f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]]
     for name in _TEXT_FIELDS:
         value = row.get(name)
         texts = value if isinstance(value, list | tuple) else [value]
@@ -121,7 +132,7 @@ def _texts(row: Row, location: str) -> list[str]:
             return [text for text in texts if isinstance(text, str) and text.strip()]
         if value is not None:
             raise InvalidInput(f"{location}: `{name}` is empty or not text", "give a non-empty string")
-    raise InvalidInput(f"{location} has none of `messages`, `prompt`, `question`, `turns` (fields: "
+    raise InvalidInput(f"{location} has none of `messages`, `prompt`, `question`, `turns`, `instruction` (fields: "
                        f"{', '.join(map(str, row)) or 'none'})", "rename the column that holds the prompt")
 
 

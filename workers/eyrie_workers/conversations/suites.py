@@ -29,6 +29,7 @@ from eyrie_workers.conversations.suite_rows import (
     Row,
     evaluation_hub_rows,
     file_rows,
+    has_turns,
     is_file,
     is_hub_id,
     read_suite_rows,
@@ -124,7 +125,11 @@ def _rows(spec: SuiteSpec, held_out_file: Path | None) -> Iterator[Located]:
 def _prompt(row: Row, suite: str, location: str) -> Prompt:
     messages = row_messages(row, location)
     further: tuple[str, ...] = ()
-    if row.get("messages") is None:
+    if row.get("messages") is None and has_turns(row.get("question")):
+        first = len(row["question"][0])
+        further = tuple(message["content"] for message in messages[first:] if message["role"] == "user")
+        messages = messages[:first]
+    elif row.get("messages") is None:
         further = tuple(message["content"] for message in messages[1:])
         messages = messages[:1]
     elif messages and messages[-1]["role"] == "assistant":

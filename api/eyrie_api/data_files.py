@@ -1,0 +1,98 @@
+"""The files that the path of a data source names, and the elements of a JSON array that is too large to load.
+
+A path names one file, whatever its name; a directory, that is the files in it with a suffix of `SUFFIXES`, those of
+directories below left out; or, by a pattern as its last part, files of one directory (`chats/*.jsonl.gz`). What a file
+holds is decided by its content, except parquet and compression, which the name must tell. Nothing walks a tree: users
+of the REST API give these paths.
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import IO, cast
+
+PARQUET, GZIP, ZSTD = ".parquet", ".gz", ".zst"
+SUFFIXES = (*(f"{form}{packed}" for form in (".jsonl", ".json") for packed in ("", GZIP, ZSTD)), PARQUET)
+MAX_ROW_BYTES = 8 << 20
+"""The longest row: 8 MiB of conversation are some two million tokens, which indicates a broken file."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SPACE = " \t\r\n"
+_PIECE = 1 << 16
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path may name several files by `*`, `?` or `[...]` in its last part."""
+    return any(character in PurePath(path).name for character in "*?[")
+
+
+def data_files(path: str) -> list[Path]:
+    """The files that a path names, in the order of their names; empty where there is none, or none may be listed."""
+    try:
+        given = Path(path).expanduser()
+        if given.is_file():
+            return [given]
+        if given.is_dir():
+            found = [file for file in given.iterdir() if file.name.endswith(SUFFIXES)]
+        else:
+            found = [file for file in given.parent.iterdir() if fnmatchcase(file.name, given.name)] \
+                if is_pattern(path) else []
+        return sorted(file for file in found if file.is_file())
+    except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user
+        return []
+
+
+def begins_array(start: bytes) -> bool:
+    """Whether these first bytes of a file are a JSON array's, rather than rows of one line each."""
+    return start.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+def array_rows(file: io.BufferedIOBase, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[object]:
+    """The elements of the JSON array in a file, decoded one after the other. Memory is bounded by the longest element.
+
+    Raises ValueError, saying after which element, where it is not JSON or ends too early, and for a longer element.
+    """
+    text = io.TextIOWrapper(cast(IO[bytes], file), encoding="utf-8-sig")
+    buffer, expected, number = "", "[", 0
+    while True:
+        buffer = buffer.lstrip(_SPACE)
+        if not buffer:
+            buffer = text.read(_PIECE)
+            if not buffer:
+                raise ValueError(f"the array ends early, after {number} elements")
+        elif expected == "[":
+            buffer, expected = buffer[1:], "first"
+        elif buffer[0] == "]" and expected in ("first", ","):
+            return
+        elif expected == ",":
+            if buffer[0] != ",":
+                raise ValueError(f"no comma after element {number}")
+            buffer, expected = buffer[1:], "element"
+        else:
+            buffer, value = _element(text, buffer, number + 1, max_row_bytes)
+            expected, number = ",", number + 1
+            yield value
+
+
+def _element(text: io.TextIOWrapper, buffer: str, number: int, max_row_bytes: int) -> tuple[str, object]:
+    """What follows the element that `buffer` begins with, reading on as far as needed, and its value."""
+    decode = json.JSONDecoder().raw_decode
+    while True:
+        value, end, fault = None, len(buffer), ""
+        try:
+            value, end = decode(buffer)
+        except json.JSONDecodeError as error:
+            fault = error.msg
+        except RecursionError:
+            raise ValueError(f"element {number} is nested too deep") from None
+        if end < len(buffer):
+            return buffer[end:], value
+        # An element that reaches the end of what was read may go on.
+        more = text.read(max(_PIECE, len(buffer))) if len(buffer) <= max_row_bytes else ""
+        if not more and fault:
+            raise ValueError(f"element {number} is not JSON ({fault}), or longer than {max_row_bytes} bytes")
+        if not more:
+            return "", value
+        buffer += more
