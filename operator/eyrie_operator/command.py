@@ -9,6 +9,7 @@
     eyrie operator         on a cluster: reconcile DrafterJobs and DraftEndpoints; of several replicas one leads
     eyrie demo             the whole job on the shipped target, from one REST call to an endpoint with a drafter
     eyrie check-drafter    whether SGLang and vLLM can serve a drafter directory as it was trained
+    eyrie publish          a job's drafter with card and results, into a directory or a repository of the Hub
     eyrie compare          train and measure drafter families side by side for one target
     eyrie load             load tests of servers, compared
 
@@ -21,18 +22,20 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from eyrie_api.cli.commands import app
+from eyrie_api.cli.commands import app, find_job
 from eyrie_api.cli.screen import Screen
-from eyrie_api.cli.verbs import Json, verb
-from eyrie_api.client import DEFAULT_SERVER
+from eyrie_api.cli.verbs import Json, Server, verb
+from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.database.engine import Database
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, InvalidInput
 from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.engine import EngineKind
@@ -291,6 +294,31 @@ def check_drafter(
     Screen(as_json=as_json).show(document, drafter_check.verdict(document))
     if drafter_check.is_defective(document):
         raise typer.Exit(drafter_check.EXIT_DEFECTIVE)
+
+
+@app.command("publish")
+@verb
+def publish(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Id or name of the job.")],
+    to: Annotated[str | None, typer.Option("--to", metavar="ORG/NAME", help="Repository of the Hub.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Directory, in the same form.")] = None,
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Default: the tuned one, or the best.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Create the repository public, not private.")] = False,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """Publish a job's drafter with its card and its measured results."""
+    from eyrie_operator.cli import publish as publishing
+
+    if (to is None) == (out is None):
+        raise InvalidInput("give one of --to and --out", "--to org/name writes to the Hub, --out DIR to a directory")
+    with Client(server) as client, tempfile.TemporaryDirectory() as scratch:
+        found = find_job(client, job)
+        directory = out or Path(scratch) / "drafter"
+        name = publishing.publish(client, found.id, checkpoint, directory)
+        where = str(directory) if to is None else publishing.upload(
+            directory, to, public=public, message=f"{name} of job {found.spec.name or found.id}, with its results")
+    Screen(as_json=as_json).show({"checkpoint": name, "job": found.id, "published": where},
+                                 Text(f"{name}, its card and its results are in {where}"))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
@@ -18,10 +19,16 @@ from eyrie_api.http.console import pages
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
+from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting, Trial
 from tests.api.samples import job_spec
+from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report, load_report
 
 HOSTILE = '"><script>alert(1)</script>'
 
@@ -74,6 +81,42 @@ def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Cl
     page = client.get(f"/console/jobs/{job.id}")
     assert "DiskTooSmall : 40 GB are needed free some" in text_of(page)
     assert "every 2s" not in page.text, "an ended job is not asked for again"
+
+
+def test_a_tuned_and_proven_job_shows_its_operating_map_and_its_proof(
+        client: httpx.Client, database: Database, settings: Settings) -> None:
+    jobs = Jobs(database)
+    job = jobs.submit(job_spec(name="finished"))
+    stages = tuple(StageStatus(stage=stage, state="Succeeded") for stage in ("tune", "prove"))
+    for stage in stages:
+        jobs.set_stage(job.id, stage)
+    jobs.save_status(job.id, JobStatus(phase="Succeeded", stages=stages))
+    chain = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+    points = (OperatingPoint(concurrency=1, setting=chain, speedup=1.88, tokens_per_s=110.0, measured=True,
+                             speedup_interval=Interval(low=1.57, high=2.29)),
+              OperatingPoint(concurrency=8, setting=OFF, speedup=1.0, tokens_per_s=400.0, measured=False))
+    trial = Trial(setting=chain, concurrency=1, predicted_tokens_per_s=105.0, predicted_speedup=1.8, predicted_tau=2.4,
+                  speedup=1.88, tau=2.5, blocks=4, reason=HOSTILE)
+    tuned = TuneReport(checkpoint="c", path="/d", cells=(), winner=chain.tree, finding="Off from 8.", trials=(trial,),
+                       map=OperatingMap(points=points), final=benchmark_report("c", 1.9), environment=ENVIRONMENT,
+                       seconds=1.0)
+    proven = ProveReport(
+        checkpoint="c", path="/d", engine="sglang", use=DrafterUse(setting=chain), environment=ENVIRONMENT, seconds=1.0,
+        load=load_report((1, 4), ("off", "candidate"), 1.9), parity=ParityReport(
+            engine="sglang", prompts=8, identical=8, tree=chain.tree, histogram=(1, 2), tau=4.055,
+            tau_interval=Interval(low=3.6, high=4.5), reference_tau=4.055, passed=True, reasons=("all equal",)))
+    for name, report in (("tune", tuned), ("prove", proven)):
+        write_model(settings.stage_dir(job.id, name, "") / "manifest.json", Manifest(
+            stage=name, job_id=job.id, spec_digest=digest_model(job.spec), code_version="0", report=report, files=(),  # type: ignore[arg-type]
+            started_at="2026-01-01T00:00:00+00:00", finished_at="2026-01-01T00:00:00+00:00"))
+    page = client.get(f"/console/jobs/{job.id}")
+    shown = text_of(page)
+    for words in ("Off from 8.", "1 3/1/4 1.88x 1.57 to 2.29 110 measurement", "8 off 1.00x 400 prediction",
+                  "All 1 settings, predicted and measured", "1 3/1/4 1.80x 1.88x", "Proof in the sglang engine",
+                  "Passed 8 of 8 greedy answers are identical to those without the drafter, tau 4.055, 4.055 in the "
+                  "reference engine, at 3/1/4", "candidate against off 1.90x"):
+        assert words in shown, words
+    assert HOSTILE not in page.text
 
 
 def test_an_endpoint_shows_its_revisions_and_history(client: httpx.Client, database: Database) -> None:

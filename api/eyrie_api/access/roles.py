@@ -23,11 +23,11 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 ROLES: tuple[Role, ...] = get_args(Role)
 ALL_PROJECTS = "*"
 
-_READS: frozenset[Action] = frozenset({"jobs:read", "endpoints:read"})
+READS: frozenset[Action] = frozenset({"jobs:read", "endpoints:read"})
 _WORK: frozenset[Action] = frozenset({"jobs:write", "endpoints:write"})
 ALLOWED: Mapping[Role, frozenset[Action]] = {
-    "viewer": _READS,
-    "operator": _READS | _WORK,
+    "viewer": READS,
+    "operator": READS | _WORK,
     "admin": frozenset(ACTIONS),
 }
 

@@ -23,6 +23,7 @@ from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.cli.spec import build_job
 from eyrie_api.cli.verbs import Json, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.data_files import SUFFIXES, is_pattern
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.history import HistoryKind
@@ -70,7 +71,9 @@ def _absolute(path: str, flag: str) -> str:
     here = Path(path).expanduser()
     if here.exists():
         return str(here.resolve())
-    if path.startswith((".", "/", "~")) or here.suffix in (".jsonl", ".json", ".parquet"):
+    if is_pattern(path) and here.parent.is_dir():
+        return str(here.absolute())
+    if path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or is_pattern(path):
         raise InvalidInput(f"{flag} {path}: no such file or directory",
                            f"give a path that exists (we are in {Path.cwd()}), or a Hub id like org/name")
     return path

@@ -1,4 +1,5 @@
-"""Authentication of bearer tokens: the installation's token, an API key, or a token of the OIDC issuer.
+"""Authentication of bearer tokens: the installation's token, an API key, or a token of the OIDC issuer; and of the
+console's cookies, which an API key or the installation's token is exchanged for (`access.sessions`).
 
 Every request is authenticated, so the principal of a token is cached for `CACHED_S` seconds (by the token's SHA-256, in
 this process): a request costs one hash, and a revoked key is refused by every server within that time. Refused tokens
@@ -14,14 +15,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from eyrie_api.access.keys import PREFIX, id_of, verify_key
+from eyrie_api.access.keys import PREFIX, id_of, principal_of, verify_key
 from eyrie_api.access.oidc import Issuer
-from eyrie_api.access.roles import ALL_PROJECTS, Principal
+from eyrie_api.access.roles import ALL_PROJECTS, READS, Principal
+from eyrie_api.access.sessions import INSTALLATION_TOKEN, create_cookie, is_due, verify_cookie
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.api_keys import ApiKeys
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import Projects
-from eyrie_api.errors import Unauthorized
+from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.settings import Settings
 
 CACHED_S = 5.0
@@ -72,11 +74,56 @@ class Authenticator:
             raise Unauthorized("this server requires a bearer token",
                                "send Authorization: Bearer <API key>, a token of the OIDC issuer where one is set, or "
                                "EYRIE_TOKEN (generated in <home>/token when it is not set)")
+        self._remember(_digest(token), principal)
+        return principal
+
+    def cached_session(self, cookie: str) -> Principal | None:
+        """The principal of a cookie, if known without the database; else None."""
+        found = self._principals.get(_cookie_digest(cookie))
+        return found[0] if found is not None and found[1] > self._elapsed() else None
+
+    def authenticate_session(self, cookie: str) -> Principal:
+        """The principal of a cookie, restricted to reading. Raises Unauthorized."""
+        credential = verify_cookie(cookie, self._digest_of, self._clock().timestamp())
+        record = None if credential == INSTALLATION_TOKEN else self._keys.find(credential)
+        held = INSTALLATION if record is None else principal_of(record)
+        principal = held.model_copy(update={"scopes": READS if held.scopes is None else READS & held.scopes})
+        self._remember(_cookie_digest(cookie), principal)
+        return principal
+
+    def session_for(self, principal: Principal) -> str | None:
+        """A cookie for the caller of a request; None where requests need no token. Raises InvalidInput for a caller
+        without an API key."""
+        if principal == LOCAL:
+            return None
+        credential = INSTALLATION_TOKEN if principal == INSTALLATION else principal.subject.removeprefix("key:")
+        digest = self._digest_of(credential)
+        if digest is None:
+            raise InvalidInput("this caller has no API key, and the console is signed in to with one",
+                               "create a key (`eyrie keys create`), and sign in with it")
+        return create_cookie(credential, digest, self._clock().timestamp())
+
+    def renewed(self, cookie: str) -> str | None:
+        """A new cookie in place of a valid one that is old enough, else None."""
+        now_s = self._clock().timestamp()
+        credential = cookie.partition(".")[0]
+        digest = self._digest_of(credential) if is_due(cookie, now_s) else None
+        return None if digest is None else create_cookie(credential, digest, now_s)
+
+    def _digest_of(self, credential: str) -> str | None:
+        """SHA-256 of the secret of a credential that is valid now."""
+        if credential == INSTALLATION_TOKEN:
+            return None if self._token is None else _digest(self._token).hex()
+        record, now = self._keys.find(credential), self._clock()
+        if record is None or any(end is not None and end <= now for end in (record.revoked_at, record.expires_at)):
+            return None
+        return record.secret_sha256
+
+    def _remember(self, key: bytes, principal: Principal) -> None:
         with self._lock:
             if len(self._principals) >= _MAX_CACHED:
                 self._principals.clear()
-            self._principals[_digest(token)] = (principal, self._elapsed() + CACHED_S)
-        return principal
+            self._principals[key] = (principal, self._elapsed() + CACHED_S)
 
     def _by_key(self, token: str) -> Principal:
         key_id = id_of(token)
@@ -111,6 +158,11 @@ class Authenticator:
         if name not in self._known_projects and self._projects.exists(name):
             self._known_projects.add(name)
         return name in self._known_projects
+
+
+def _cookie_digest(cookie: str) -> bytes:
+    """Never that of a token: a cookie sent as a bearer token is none, nor the reverse."""
+    return _digest(f"cookie {cookie}")
 
 
 def _digest(token: str) -> bytes:

@@ -3,7 +3,9 @@
 Plain ASGI, because a streamed body has to be counted as it arrives and a live stream must not be buffered.
 
 - The authenticated caller and the project become the request's `Scope` (`scope["state"]["access"]`), which filters the
-  rows that routes see. A bind that other machines can reach requires a token on everything but the two probes.
+  rows that routes see. A bind that other machines can reach requires a token on everything but the two probes and the
+  console's script and style. Reading is allowed to the console's cookie as well (GET of pages of this origin alone), so
+  that no web page can change anything by it; a browser without one gets the page that asks for a key.
 - Without a token (loopback) requests of web pages are refused (`eyrie_api.request_origin`): by Host, Origin and
   Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
@@ -22,6 +24,7 @@ from urllib.parse import parse_qs, unquote_to_bytes
 
 from anyio import to_thread
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
@@ -29,9 +32,11 @@ from starlette.types import Scope as Request
 from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.access.sessions import COOKIE
 from eyrie_api.database.audit import Audit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
+from eyrie_api.http.console import pages
 from eyrie_api.http.problems import DATABASE_ERRORS, database_unavailable, is_invalid_statement, refuse
 from eyrie_api.request_origin import check_host, check_json, check_origin
 from eyrie_api.settings import Settings
@@ -79,7 +84,7 @@ class AccessMiddleware:
         if request["type"] != "http":
             await self._app(request, receive, send)
             return
-        request_id = _header(request, b"x-request-id")
+        request_id, cookies = _header(request, b"x-request-id"), list[bytes]()
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
         access: Scope | None = None
@@ -89,11 +94,13 @@ class AccessMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode()),
+                                                  *((b"set-cookie", cookie) for cookie in cookies)]}
             await send(message)
 
         try:
             access = Scope(await self._caller(request), request_id=request_id)
+            cookies += await self._renewal(request)
             _check_target(request)
             access = await self._narrowed(request, access)
             await self._limit(access)
@@ -103,7 +110,10 @@ class AccessMiddleware:
             await self._app(request, self._counted(receive, ended),
                             self._while_authorised(request, access, send_with_id, ended))
         except EyrieError as error:  # raised before a route began its response
-            await refuse(error, request["path"])(request, receive, send_with_id)
+            ask = isinstance(error, Unauthorized) and pages.is_asked_for(request["method"], Headers(scope=request),
+                                                                        request["path"])
+            answer = pages.sign_in_page() if ask else refuse(error, request["path"])
+            await answer(request, receive, send_with_id)
         except DATABASE_ERRORS as error:  # of the queries above: the app answers its own
             if is_invalid_statement(error):
                 raise
@@ -114,7 +124,8 @@ class AccessMiddleware:
 
     async def _caller(self, request: Request) -> Principal:
         """The authenticated caller. Raises Unauthorized, or Forbidden for a request of a web page."""
-        if request["path"] in PROBES:
+        is_static = request["method"] in ("GET", "HEAD") and request["path"].startswith(pages.STATIC_PATH)
+        if request["path"] in PROBES or is_static:
             return ANONYMOUS
         if not self._authenticator.requires_token:
             headers = Headers(scope=request)
@@ -122,8 +133,29 @@ class AccessMiddleware:
             check_origin(request["method"], headers)
         scheme, _, given = _header(request, b"authorization").partition(" ")
         token = given.strip() if scheme.lower() == "bearer" else ""
+        cookie = self._session(request)
+        if cookie and not token:
+            check_origin(request["method"], Headers(scope=request))
+            known = self._authenticator.cached_session(cookie)
+            if known is None:
+                known = await to_thread.run_sync(self._authenticator.authenticate_session, cookie)
+            return known
         cached = self._authenticator.cached(token)
         return cached if cached is not None else await to_thread.run_sync(self._authenticator.authenticate, token)
+
+    def _session(self, request: Request) -> str:
+        """The console's cookie, where it is accepted."""
+        if not self._authenticator.requires_token or request["method"] not in ("GET", "HEAD"):
+            return ""
+        return cookie_parser(_header(request, b"cookie")).get(COOKIE, "")
+
+    async def _renewal(self, request: Request) -> list[bytes]:
+        """The Set-Cookie header of a session that is old enough to be replaced."""
+        cookie = self._session(request)
+        if not cookie or _header(request, b"authorization") or request["path"] == pages.SIGN_OUT:
+            return []
+        new = await to_thread.run_sync(self._authenticator.renewed, cookie)
+        return [] if new is None else [pages.set_cookie(new, Headers(scope=request), request["scheme"])]
 
     async def _narrowed(self, request: Request, access: Scope) -> Scope:
         """The scope, narrowed to the project that the request names. Raises NotFound for one without a role there."""

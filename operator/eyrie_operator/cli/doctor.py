@@ -95,7 +95,7 @@ def database_damage(database: Database) -> list[Finding]:
                       for row in session.execute(text("PRAGMA foreign_key_check"))]
     except DatabaseError as error:
         found.append(str(error.orig))
-    hint = "restore the latest backup (docs/operations.md); the files of jobs are kept beside it"
+    hint = "restore the latest backup (docs/operations.md); the files of jobs are not in it and stay"
     return [Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=hint) for message in found]
 
 

@@ -5,21 +5,27 @@ it asks for itself again every few seconds and replaces its live part, and curve
 the unchanged files of their npm packages (`static/LICENSES.md`). No page changes anything: each action is shown as the
 `eyrie` and the `curl` line that does it.
 
+Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), which is
+accepted for reading alone.
+
 Strict Content-Security-Policy: script, style and data from this server alone, nothing inline.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
+from eyrie_api.access.sessions import COOKIE, LIFETIME_S
+from eyrie_api.artifacts.stage_manifests import report_of
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.errors import NotFound
-from eyrie_api.http.control import Here
+from eyrie_api.http.authentication import LOCAL
+from eyrie_api.http.control import Control, Here
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.history import History
 from eyrie_api.v1alpha1.stages import STAGES
@@ -28,6 +34,7 @@ from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, StageStatus
 router = APIRouter(tags=["console"], include_in_schema=False)
 
 HERE = Path(__file__).parent
+STATIC_PATH, SIGN_OUT = "/console/static/", "/console/sign-out"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript", "htmx.min.js": "text/javascript",
           "uplot.min.js": "text/javascript", "uplot.min.css": "text/css"}
 _HEADERS = {
@@ -51,16 +58,19 @@ _ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure}
 def home(control: Here) -> Response:
     """Endpoints, jobs, and what needs a person."""
     endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=_JOBS)
-    return _page("home.html", endpoints=endpoints, jobs=listed.items, more=listed.next_cursor is not None,
+    return _page("home.html", control, endpoints=endpoints, jobs=listed.items, more=listed.next_cursor is not None,
                  attention=attention(listed.items, endpoints), now=datetime.now(UTC))
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
 def job(job_id: str, control: Here, request: Request) -> Response:
-    """One job: its pipeline, decision, leaderboard, curves, events and document."""
+    """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events and document."""
     found = control.jobs.get(job_id)
     entries = control.results.leaderboard(ResultFilter(job_id=job_id))
-    return _page("job.html", job=found, pipeline=pipeline(found), leaderboard=entries,
+    # The reports are files: they are read once there is one to show.
+    is_tuned = any((one.stage, one.state) == ("tune", "Succeeded") for one in found.status.stages)
+    measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
+    return _page("job.html", control, job=found, pipeline=pipeline(found), leaderboard=entries, measured=measured,
                  events=control.jobs.events(job_id, limit=_EVENTS), now=datetime.now(UTC), ended=_ENDED,
                  server=str(request.base_url).rstrip("/"))
 
@@ -68,7 +78,7 @@ def job(job_id: str, control: Here, request: Request) -> Response:
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
 def endpoint(name: str, control: Here, request: Request) -> Response:
     """One endpoint: what serves, its revisions, its history."""
-    return _page("endpoint.html", endpoint=control.endpoints.get(name), now=datetime.now(UTC),
+    return _page("endpoint.html", control, endpoint=control.endpoints.get(name), now=datetime.now(UTC),
                  history=_recent(control.histories.read(name, limit=_HISTORY)),
                  server=str(request.base_url).rstrip("/"))
 
@@ -81,8 +91,46 @@ def static(file: str) -> Response:
     return FileResponse(HERE / "static" / file, media_type=STATIC[file], headers={"Cache-Control": "max-age=300"})
 
 
-def _page(template: str, **values: Any) -> HTMLResponse:
-    return HTMLResponse(_ENVIRONMENT.get_template(template).render(**values), headers=_HEADERS)
+@router.post("/console/sign-in", status_code=204)
+def sign_in(control: Here, request: Request) -> Response:
+    """Exchange the request's API key for a cookie."""
+    assert control.scope.principal is not None, "a request without a caller reached a route"
+    cookie = request.app.state.authenticator.session_for(control.scope.principal)
+    answer = Response(status_code=204)
+    if cookie is not None:
+        answer.headers.append("set-cookie", set_cookie(cookie, request.headers, request.url.scheme).decode())
+    return answer
+
+
+@router.get(SIGN_OUT)
+def sign_out() -> Response:
+    """Drop the cookie. It is a link, because a cookie is accepted for GET alone."""
+    answer = RedirectResponse("/", status_code=303)
+    answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
+    return answer
+
+
+def set_cookie(cookie: str, headers: Mapping[str, str], scheme: str) -> bytes:
+    """The value of a Set-Cookie header; Secure where the browser's connection is."""
+    secure = "; Secure" if "https" in (scheme, headers.get("x-forwarded-proto")) else ""
+    return f"{COOKIE}={cookie}; Path=/; Max-Age={LIFETIME_S}; HttpOnly; SameSite=Strict{secure}".encode()
+
+
+def is_asked_for(method: str, headers: Mapping[str, str], path: str) -> bool:
+    """Whether a request is a browser's for a page."""
+    is_page = path == "/" or path.startswith("/console/")
+    return method == "GET" and is_page and "text/html" in headers.get("accept", "")
+
+
+def sign_in_page() -> HTMLResponse:
+    """The page that asks for an API key."""
+    return HTMLResponse(_ENVIRONMENT.get_template("sign_in.html").render(who=None), status_code=401, headers=_HEADERS)
+
+
+def _page(template: str, control: Control, **values: Any) -> HTMLResponse:
+    principal = control.scope.principal
+    who = None if principal is None or principal == LOCAL else principal.subject
+    return HTMLResponse(_ENVIRONMENT.get_template(template).render(who=who, **values), headers=_HEADERS)
 
 
 def _recent(history: History) -> History:

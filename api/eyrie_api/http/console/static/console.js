@@ -1,4 +1,4 @@
-// Times in the reader's zone, a word when the server does not answer, and the curves of a training.
+// Times in the reader's zone, a word when the server does not answer, the curves of a training, and signing in.
 "use strict";
 
 function localTimes(root) {
@@ -76,8 +76,27 @@ async function curves() {
 let answered = new Date();
 function stale(event) {
   const note = document.getElementById("stale");
-  note.textContent = `No answer since ${answered.toLocaleTimeString()}; trying again`;
+  note.textContent = event.detail.xhr?.status === 401 ? "Signed out: load the page again"
+    : `No answer since ${answered.toLocaleTimeString()}; trying again`;
   note.hidden = false;
+}
+
+function signIn(form) {
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const refused = document.getElementById("refused");
+    refused.textContent = "";
+    try {
+      const answer = await fetch("/console/sign-in", {
+        method: "POST", headers: { authorization: `Bearer ${form.elements.key.value.trim()}` } });
+      if (answer.ok) return location.reload();
+      const problem = await answer.json();
+      refused.textContent = `${problem.detail}: ${problem.hint}`;
+    } catch {
+      refused.textContent = "The server does not answer.";
+    }
+    form.elements.key.focus();
+  });
 }
 
 document.addEventListener("htmx:sendError", stale);
@@ -89,3 +108,5 @@ document.addEventListener("htmx:afterSwap", (event) => {
 });
 localTimes(document);
 curves();
+const form = document.getElementById("sign-in");
+if (form !== null) signIn(form);

@@ -1,0 +1,56 @@
+"""Cookies of the console: proof that their browser held an API key, or the installation's token, a while ago. Pure.
+
+    <key id or "token">.<expiry, seconds since the epoch>.<HMAC-SHA256 over both>
+
+The HMAC's key is the SHA-256 of the credential's secret, which the server has stored and nobody else has: no session is
+stored, every replica verifies every cookie, and a revoked key's cookies end with it. A cookie is no API key: it is
+accepted for reading alone, and the key cannot be computed from it. Who reads the stored digests can make cookies, and
+has read the database already.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Callable
+
+from eyrie_api.errors import Unauthorized
+
+COOKIE = "eyrie_session"
+LIFETIME_S, RENEWED_AFTER_S = 8 * 3600, 3600
+INSTALLATION_TOKEN = "token"
+"""In place of a key's id."""
+
+_FORM = re.compile(r"([0-9A-Za-z]{1,12})\.([0-9]{1,12})\.([0-9a-f]{64})")
+
+
+def create_cookie(credential: str, digest: str, now_s: float) -> str:
+    """A cookie for `LIFETIME_S`.
+
+    credential   the key's id, or `INSTALLATION_TOKEN`
+    digest       SHA-256 of its secret, in hex
+    """
+    body = f"{credential}.{int(now_s) + LIFETIME_S}"
+    return f"{body}.{_sign(body, digest)}"
+
+
+def verify_cookie(cookie: str, digest_of: Callable[[str], str | None], now_s: float) -> str:
+    """The credential of a valid cookie. Raises Unauthorized.
+
+    digest_of   the digest of a credential's secret; None for one that is unknown or has ended
+    """
+    found = _FORM.fullmatch(cookie)
+    digest = digest_of(found[1]) if found else None
+    if found is None or digest is None or not hmac.compare_digest(_sign(f"{found[1]}.{found[2]}", digest), found[3]):
+        raise Unauthorized("the session is not valid here", "sign in again")
+    if int(found[2]) <= now_s:
+        raise Unauthorized("the session has expired", "sign in again")
+    return found[1]
+
+
+def is_due(cookie: str, now_s: float) -> bool:
+    """Whether a valid cookie is so old that it should be replaced."""
+    return int(cookie.split(".")[1]) - LIFETIME_S + RENEWED_AFTER_S <= now_s
+
+
+def _sign(body: str, digest: str) -> str:
+    return hmac.new(bytes.fromhex(digest), f"eyrie console {body}".encode(), hashlib.sha256).hexdigest()

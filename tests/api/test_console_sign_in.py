@@ -1,0 +1,157 @@
+"""The console where requests need a token: a key is exchanged for a cookie, which reads and does nothing else."""
+
+from datetime import UTC, datetime, timedelta
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.access.sessions import COOKIE, LIFETIME_S, RENEWED_AFTER_S, create_cookie, is_due, verify_cookie
+from eyrie_api.database.api_keys import ApiKeys, KeyRequest
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.errors import Unauthorized
+from eyrie_api.http.server import create_app
+from eyrie_api.settings import Settings
+from tests.api.samples import job_body, job_spec
+
+TOKEN = "installation-token-of-this-test"
+PAGE = {"accept": "text/html"}
+DIGEST = "ab" * 32
+
+
+@pytest.fixture
+def client(settings: Settings, database: Database) -> httpx.Client:
+    from starlette.testclient import TestClient
+
+    return TestClient(create_app(settings.model_copy(update={"token": TOKEN}), database=database),
+                      base_url="https://console.example")
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def key_of(database: Database, role: str = "operator") -> tuple[str, str]:
+    key, secret = ApiKeys(database).create(KeyRequest(name="k", role=role, everywhere=True))  # type: ignore[arg-type]
+    return key.id, secret
+
+
+def test_a_page_asks_for_a_key_and_its_script_and_style_need_none(client: httpx.Client) -> None:
+    page = client.get("/", headers=PAGE)
+    assert page.status_code == 401
+    assert 'id="sign-in"' in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert client.get("/console/static/console.js").status_code == 200
+    for path, headers in (("/", {}), ("/v1alpha1/jobs", PAGE)):  # programs get a problem document
+        answer = client.get(path, headers=headers)
+        assert (answer.status_code, answer.json()["type"]) == (401, "urn:eyrie:problem:Unauthorized")
+
+
+def test_a_key_is_exchanged_for_a_cookie_that_reads_and_changes_nothing(client: httpx.Client,
+                                                                       database: Database) -> None:
+    job = Jobs(database).submit(job_spec(name="nightly"))
+    key_id, secret = key_of(database)
+    answer = client.post("/console/sign-in", headers=bearer(secret))
+    assert answer.status_code == 204
+    given = answer.headers["set-cookie"]
+    for attribute in ("HttpOnly", "SameSite=Strict", "Secure", "Path=/", f"Max-Age={LIFETIME_S}"):
+        assert attribute in given
+    assert secret not in given
+    page = client.get("/", headers=PAGE)
+    assert page.status_code == 200
+    assert "nightly" in page.text
+    assert f"key:{key_id}" in page.text
+    assert client.get(f"/v1alpha1/jobs/{job.id}/metrics").status_code == 200  # the page's own curves
+    assert client.get("/v1alpha1/keys").json()["items"] == [], "not even what its key may administer"
+    for method, path in (("POST", f"/v1alpha1/jobs/{job.id}/cancel"), ("DELETE", f"/v1alpha1/jobs/{job.id}"),
+                         ("POST", "/console/sign-in")):
+        assert client.request(method, path).status_code == 401
+    assert client.post("/v1alpha1/jobs", json=job_body()).status_code == 401
+    assert client.get("/", headers=PAGE | {"origin": "https://evil.example"}).status_code == 403
+    assert client.get("/console/sign-out", follow_redirects=False).status_code == 303
+    assert client.get("/", headers=PAGE).status_code == 401
+
+
+def test_a_cookie_is_no_bearer_token_and_a_key_is_no_cookie(client: httpx.Client, database: Database) -> None:
+    _, secret = key_of(database)
+    given = client.post("/console/sign-in", headers=bearer(secret)).headers["set-cookie"]
+    cookie = given.split(";")[0].partition("=")[2]
+    assert client.get("/", headers=PAGE).status_code == 200  # both are cached now
+    client.cookies.clear()
+    assert client.post("/console/sign-in", headers=bearer(cookie)).status_code == 401
+    assert client.get("/", headers=PAGE | {"cookie": f"{COOKIE}={secret}"}).status_code == 401
+
+
+def test_a_cookie_ends_with_its_key(client: httpx.Client, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.http.authentication.CACHED_S", 0.0)
+    key_id, secret = key_of(database, "viewer")
+    client.post("/console/sign-in", headers=bearer(secret)).raise_for_status()
+    assert client.get("/", headers=PAGE).status_code == 200
+    ApiKeys(database).revoke(key_id)
+    assert client.get("/", headers=PAGE).status_code == 401
+
+
+def test_the_installations_token_signs_in_too_and_wrong_ones_do_not(client: httpx.Client) -> None:
+    refused = client.post("/console/sign-in", headers=bearer("wrong"))
+    assert refused.status_code == 401
+    assert refused.json()["hint"]
+    assert client.post("/console/sign-in", headers=bearer(TOKEN)).status_code == 204
+    assert client.get("/", headers=PAGE).status_code == 200
+
+
+@pytest.mark.parametrize("cookie", [
+    "", "x", "token.1.2", f"token.99999999999.{'0' * 64}", f"nobody.99999999999.{'a' * 64}"])
+def test_a_made_up_cookie_is_refused(client: httpx.Client, cookie: str) -> None:
+    assert client.get("/", headers=PAGE | {"cookie": f"{COOKIE}={cookie}"}).status_code == 401
+
+
+def test_on_loopback_without_a_token_nobody_signs_in(settings: Settings, database: Database) -> None:
+    from starlette.testclient import TestClient
+
+    local = TestClient(create_app(settings, database=database), base_url="http://127.0.0.1:8642")
+    assert local.get("/", headers=PAGE).status_code == 200
+    answer = local.post("/console/sign-in")
+    assert answer.status_code == 204
+    assert "set-cookie" not in answer.headers
+
+
+def test_a_cookie_in_use_is_replaced_after_an_hour_and_expires_after_eight(
+        settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    from starlette.testclient import TestClient
+
+    now = datetime.now(UTC)
+    app = create_app(settings.model_copy(update={"token": TOKEN}), database=database)
+    monkeypatch.setattr(app.state.authenticator, "_clock", lambda: now)
+    client = TestClient(app, base_url="http://console.example")
+    first = client.post("/console/sign-in", headers=bearer(TOKEN)).headers["set-cookie"]
+    assert "Secure" not in first
+    assert "set-cookie" not in client.get("/", headers=PAGE).headers
+    now += timedelta(seconds=RENEWED_AFTER_S)
+    second = client.get("/", headers=PAGE).headers["set-cookie"]
+    assert second != first
+    now += timedelta(seconds=LIFETIME_S + 1)
+    app.state.authenticator._principals.clear()
+    assert client.get("/", headers=PAGE).status_code == 401
+
+
+@given(st.text(max_size=200))
+def test_no_text_but_the_cookie_is_one(text: str) -> None:
+    with pytest.raises(Unauthorized):
+        verify_cookie(text, lambda _: DIGEST, 0.0)
+
+
+def test_a_cookie_is_of_its_credential_and_time() -> None:
+    cookie = create_cookie("abc", DIGEST, 1000.0)
+    assert verify_cookie(cookie, {"abc": DIGEST}.get, 1000.0 + LIFETIME_S - 1) == "abc"
+    assert not is_due(cookie, 1000.0 + RENEWED_AFTER_S - 1)
+    assert is_due(cookie, 1000.0 + RENEWED_AFTER_S)
+    for changed in (cookie.replace("abc", "abd"), cookie.replace(".", ".1", 1), cookie[:-1] + "0" if cookie[-1] != "0"
+                    else cookie[:-1] + "1"):
+        with pytest.raises(Unauthorized):
+            verify_cookie(changed, lambda _: DIGEST, 1000.0)
+    with pytest.raises(Unauthorized, match="expired"):
+        verify_cookie(cookie, {"abc": DIGEST}.get, 1000.0 + LIFETIME_S)
+    with pytest.raises(Unauthorized):
+        verify_cookie(cookie, {"abc": "cd" * 32}.get, 1000.0)
