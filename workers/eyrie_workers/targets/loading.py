@@ -86,10 +86,9 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     that are missing, truncated or of the wrong shape, MemoryTooSmall before any weight is read.
     """
     config, device = read_reference_config(path), device or default_device()
-    tensors = CheckpointTensors(path, DTYPES[dtype], device)
-    require_memory(str(device), tensors.num_bytes, free_bytes(device), dtype)
+    require_memory(str(device), weight_bytes(path, dtype), free_bytes(device), dtype)
     try:
-        return TargetModel(config, tensors, path)
+        return TargetModel(config, CheckpointTensors(path, DTYPES[dtype], device), path)
     except KeyError as error:
         raise ArtifactCorrupt(f"{path} has no tensor {error.args[0]!r}", "download or save the model again") from None
     except torch.OutOfMemoryError:
@@ -102,7 +101,13 @@ def weight_bytes(path: Path, dtype: str) -> int:
     """Bytes of a model's weights in a dtype, from the headers of its files. Tensors that no text model reads (a vision
     tower, an output matrix that is the embeddings') are counted: an upper bound. Raises ArtifactCorrupt,
     UnsupportedTarget."""
-    return CheckpointTensors(path, DTYPES[dtype], torch.device("cpu")).num_bytes
+    values = 0
+    for file in weight_files(path):
+        # Not "pt": torch's private mapping of a file that exceeds the memory is refused by the kernel.
+        with _readable(file), safe_open(file, framework="np") as handle:
+            names = handle.keys()
+            values += sum(math.prod(handle.get_slice(name).get_shape()) for name in names)
+    return values * DTYPES[dtype].itemsize
 
 
 def require_memory(device: str, needed: int, free: int | None, dtype: str) -> None:
@@ -140,12 +145,6 @@ class CheckpointTensors(Mapping[str, Tensor]):
         with _readable(file):
             tensor: Tensor = handle.get_tensor(name)
         return tensor.to(self._device, self._dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors in the dtype that they are converted to; read from the files' headers."""
-        return sum(math.prod(file.get_slice(name).get_shape()) for name, (_, file) in self._files.items()
-                   ) * self._dtype.itemsize
 
     def __contains__(self, name: object) -> bool:
         """Without reading it, as the mixin's method would."""
