@@ -4,8 +4,9 @@
 
 Three measurements on one machine. The tuner, as the stage runs it. The grid: every setting at every concurrency, for as
 many blocks as the tuner would give its finalists, interleaved. The finalists: at each concurrency the tuner's choice,
-SGLang's default for a Llama, the grid's best few and off, measured again on other blocks, because the best of fifty
-noisy figures is biased upwards on the blocks that selected it.
+SGLang's default for a Llama, the grid's best two and off, measured again on other blocks, because the best of fifty
+noisy figures is biased upwards on the blocks that selected it; until the interval of how far the choice is behind has a
+half-width of 3 % or less, or six times the grid's blocks are measured.
 
 The report has how far the tuner's choice is behind the best, how far the default and a random choice are, and the cost
 of finding it: trials (settings tried at a concurrency), blocks, and seconds, probe and replay included.
@@ -39,8 +40,9 @@ from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.tune import PROFILE, Tuning, draw_prompts, tune
 from tests.benchmarks.experiments.fits import rank_correlation
 
-_FINALISTS = 3  # of the grid, in addition to the tuner's choice, the default and off
-_FINAL_SHARE = 3  # times the grid's rungs: the difference to resolve is a percent or two
+_FINALISTS = 2  # of the grid, in addition to the tuner's choice, the default and off
+_FINAL_SHARE = 6  # times the grid's rungs, at most: the difference to resolve is a percent or two
+_HALF_WIDTH = 0.03
 SGLANG_DEFAULT = Setting(tree=DraftTreeShape(num_steps=5, top_k=4, num_draft_tokens=8))
 """What SGLang 0.5.23 drafts with for LlamaForCausalLM by default (`_auto_choose_speculative_params`)."""
 GRID, FINALISTS = "grid.jsonl", "finalists.jsonl"
@@ -142,7 +144,11 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
             ranked = sorted(settings, key=lambda setting: -everyone.speedup(setting))
             asked = [SGLANG_DEFAULT] if SGLANG_DEFAULT in settings else []
             finalists = list(dict.fromkeys([OFF, chosen, *asked, *ranked[:_FINALISTS]]))
-            last = measure_all(final, concurrency, finalists, range(rungs, rungs + _FINAL_SHARE * rungs))
+            for part in range(2, _FINAL_SHARE + 2):
+                last = measure_all(final, concurrency, finalists, range(rungs, part * rungs))
+                behind = _behind(last, chosen, max(last.blocks, key=last.speedup))
+                if behind is not None and behind.high - behind.low <= 2 * _HALF_WIDTH:
+                    break
             verdicts.append(_verdict(report, [row for row in rows if row.concurrency == concurrency], everyone, last,
                                      chosen))
             print(_summary(verdicts[-1]), flush=True)

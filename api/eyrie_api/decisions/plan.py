@@ -393,7 +393,7 @@ def _tune(work: _Work, rates: Rates) -> StagePlan:
     winner has to beat."""
     tune, benchmark = work.spec.tune, work.spec.benchmark
     settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
-    variants = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
+    variants = tune.trials(settings) * len(set(tune.concurrencies))
     raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
     confirmed = _suite_tokens(work.spec)
     hours = min(_hours(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)

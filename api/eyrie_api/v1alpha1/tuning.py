@@ -1,5 +1,6 @@
 """Settings of speculation, and the operating map: which setting is best at which load, off included."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -166,7 +167,7 @@ class TuneSpec(Frozen):
     """Requests decoded at once: the loads to find the best setting for."""
 
     trials_share: float = Field(0.25, gt=0.0, le=1.0)
-    """The share of all pairs of setting and concurrency that may be measured; at least three per concurrency."""
+    """The share of all pairs of setting and concurrency that may be measured; at least four per concurrency."""
 
     budget_s: float = Field(600.0, gt=0.0)
     """Seconds for all measurements. Afterwards prediction and measurement together decide."""
@@ -179,3 +180,7 @@ class TuneSpec(Frozen):
 
     repeats: int = Field(1, ge=1, le=100)
     """Upper bound of how often the race answers its prompts."""
+
+    def trials(self, num_settings: int) -> int:
+        """How many of the settings may be measured at one concurrency: at least off, a leader and two rivals."""
+        return min(num_settings, max(4, math.floor(self.trials_share * num_settings)))

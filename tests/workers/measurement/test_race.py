@@ -6,7 +6,7 @@ import random
 import pytest
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import OFF, Setting
+from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measurement.benchmark.blocks import turns
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.race import (
@@ -14,7 +14,6 @@ from eyrie_workers.measurement.tuner.race import (
     Measured,
     Race,
     always_raced,
-    trials_allowed,
     within_budget,
 )
 
@@ -131,9 +130,9 @@ def test_noise_of_a_tenth_leaves_the_choice_within_two_percent_of_the_best() -> 
 
 
 def test_trials_and_budget_leave_room_for_a_baseline_and_a_leader() -> None:
-    assert trials_allowed(48, 0.25) == 12
-    assert trials_allowed(6, 0.25) == 3
-    assert trials_allowed(2, 0.25) == 2
+    assert TuneSpec(trials_share=0.25).trials(48) == 12
+    assert TuneSpec(trials_share=0.25).trials(6) == 4
+    assert TuneSpec(trials_share=0.25).trials(2) == 2
     assert within_budget([3.0, 1.0, 1.0, 1.0], 5.0) == 3
     assert within_budget([30.0, 10.0, 1.0], 5.0) == 2
 

@@ -68,7 +68,7 @@ from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even
 from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.profile import TuningProfile
-from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, trials_allowed, within_budget
+from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, within_budget
 from eyrie_workers.measurement.variant import Variant, drafted
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -80,7 +80,7 @@ RIVAL = "rival"
 """Folder of the rival's ledgers."""
 
 _FEWEST_RUNGS = 4  # an interval from fewer blocks is too wide
-_FEWEST_RACERS = 3  # off, the drafter's best and a rival, also where fewer servers fit the memory
+_FEWEST_RACERS = 4  # off, the drafter's best and two rivals, also where fewer servers fit the memory
 _RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
 
 
@@ -113,7 +113,7 @@ class Tuning:
     def race(self, concurrency: int, budget_s: float) -> Race:
         """Race at one concurrency to its end."""
         predictions = self.profile.predictions(concurrency)
-        race = Race(predictions, trials_allowed(len(self.settings), self.spec.tune.trials_share))
+        race = Race(predictions, self.spec.tune.trials(len(self.settings)))
         by_speed = sorted(predictions.values(), key=lambda one: -one.speedup)
         rung_tokens = (block_size(concurrency) * self.profile.tokens_per_answer * len(self.spec.tune.temperatures))
         costs = [rung_tokens / one.tokens_per_s for one in [predictions[OFF], *by_speed]]

@@ -4,11 +4,14 @@ A server reports how many rounds a request took and when its answer ended, not h
 step takes. Both follow from a few settings whose rounds differ in known numbers. At one concurrency, with the seconds
 of an undrafted round u, a round of a setting takes
 
-    u + beta (nodes - 1) + fixed + step * num_steps                   with the drafter
-    u + beta (nodes - 1) + lookup                                     with n-gram lookup
+    u + beta (nodes - 1) + fixed + step * num_steps + branch * (num_steps - 1) (top_k - 1)      with the drafter
+    u + beta (nodes - 1) + lookup                                                               with n-gram lookup
 
 beta is the cost of one more verified token per row, `fixed` what drafting costs once per round, `step` one pass of the
-drafter. The four are fitted by least squares of the relative errors, none below zero: a negative cost is noise.
+drafter, `branch` one more row in a pass: every pass of a tree but the first drafts top_k rows. The five are fitted by
+least squares of the relative errors, none below zero: a negative cost is noise. The anchors do not separate all of them
+(in chains, nodes and passes grow together); of the costs that fit equally well, those with the least sum of squares are
+taken, which spread what cannot be separated.
 
 Where the target has no reference implementation to replay drafting in, acceptance comes from the anchors too
 (`replay_of_anchor`): a shallower setting accepts what the deepest anchor of its kind accepted up to its depth. That is
@@ -29,7 +32,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime
 from eyrie_workers.measurement.benchmark.blocks import BlockRun
 from eyrie_workers.measurement.tuner.predict import ReplayedRounds
 
-_FEATURES = 4
+_FEATURES = 5
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,13 @@ class RoundCosts:
     per_node_s: float
     fixed_s: float
     per_step_s: float
+    per_branch_s: float
     lookup_s: float
 
     def round_s(self, setting: Setting) -> float:
         """One round of a setting."""
         return self.undrafted_s + float(np.dot(_features(setting), (
-            self.per_node_s, self.fixed_s, self.per_step_s, self.lookup_s)))
+            self.per_node_s, self.fixed_s, self.per_step_s, self.per_branch_s, self.lookup_s)))
 
 
 def anchors(settings: Sequence[Setting]) -> list[Setting]:
@@ -83,19 +87,18 @@ def fit(undrafted_s: float, timed: Sequence[tuple[Setting, float]]) -> RoundCost
     seconds = np.array([round_s for _, round_s in timed], dtype=np.float64)
     weights = 1.0 / seconds
     best, least = np.zeros(_FEATURES), np.inf
-    # Four parameters: the best of all sixteen subsets without a negative one is the constrained optimum. Of equally
-    # good ones the smallest subset is taken.
-    for num in range(_FEATURES + 1):
+    # Five parameters: the best of all 32 subsets without a negative one is the constrained optimum. Of equally good
+    # ones the largest is taken, of which `lstsq` returns the solution with the least sum of squares.
+    for num in range(_FEATURES, -1, -1):
         for subset in map(list, combinations(range(_FEATURES), num)):
             found = np.zeros(_FEATURES)
             if subset:
                 found[subset] = np.linalg.lstsq(rows[:, subset] * weights[:, None],
                                                 (seconds - undrafted_s) * weights, rcond=None)[0]
             error = float(np.sum(((undrafted_s + rows @ found - seconds) * weights) ** 2))
-            if (found >= 0.0).all() and error < least - 1e-12:
+            if (found >= -1e-12).all() and error < least - 1e-12:
                 best, least = found, error
-    per_node, fixed, per_step, lookup = map(float, best)
-    return RoundCosts(undrafted_s, per_node, fixed, per_step, lookup)
+    return RoundCosts(undrafted_s, *(max(0.0, float(cost)) for cost in best))
 
 
 def replay_of_anchor(setting: Setting, anchor: BlockRun, requests: int, tokens: int) -> ReplayedRounds:
@@ -145,16 +148,16 @@ def draft_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int
 
 
 def _draft_s(costs: RoundCosts, setting: Setting) -> float:
-    assert setting.tree is not None
-    if setting.method == "ngram":
-        return costs.lookup_s
-    return costs.fixed_s + costs.per_step_s * setting.tree.num_steps
+    return float(np.dot(_features(setting)[1:], (
+        costs.fixed_s, costs.per_step_s, costs.per_branch_s, costs.lookup_s)))
 
 
 def _features(setting: Setting) -> tuple[float, ...]:
-    """Multipliers of per_node_s, fixed_s, per_step_s and lookup_s."""
-    if setting.tree is None:
-        return (0.0, 0.0, 0.0, 0.0)
-    drafter = setting.method == "drafter"
-    return (setting.tree.num_draft_tokens - 1.0, float(drafter), setting.tree.num_steps * float(drafter),
-            float(not drafter))
+    """Multipliers of per_node_s, fixed_s, per_step_s, per_branch_s and lookup_s."""
+    tree = setting.tree
+    if tree is None:
+        return (0.0,) * _FEATURES
+    nodes = tree.num_draft_tokens - 1.0
+    if setting.method == "ngram":
+        return (nodes, 0.0, 0.0, 0.0, 1.0)
+    return (nodes, 1.0, float(tree.num_steps), (tree.num_steps - 1.0) * (tree.top_k - 1.0), 0.0)

@@ -271,11 +271,6 @@ def always_raced(by_speed: Sequence[Setting]) -> list[Setting]:
     return list(dict.fromkeys([*best, *drafter]))
 
 
-def trials_allowed(num_settings: int, share: float) -> int:
-    """How many settings may be measured at one concurrency: at least off, a leader and a rival."""
-    return min(num_settings, max(3, math.floor(share * num_settings)))
-
-
 def within_budget(order: Sequence[float], budget_s: float) -> int:
     """How many leading entries of these costs in seconds fit the budget; at least two (off and a leader)."""
     spent, count = 0.0, 0
