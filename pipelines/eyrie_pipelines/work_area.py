@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest
+from eyrie_api.artifacts import MANIFEST, digest_model, parse_manifest, read_manifest
 from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.open_store import open_store
@@ -29,7 +29,6 @@ from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
-    Manifest,
     ProveStage,
     StageSpec,
     TrainStage,
@@ -157,7 +156,8 @@ class WorkArea:
         try:
             download_dir(self._store, self._key(directory), directory)
         except ArtifactCorrupt as error:
-            for entry in Manifest.model_validate_json(self._store.read(self._key(directory / MANIFEST))).files:
+            name = self._key(directory / MANIFEST)
+            for entry in parse_manifest(self._store.read(name), name).files:
                 path = directory / entry.path
                 if not path.is_file() and self._differs(path, entry.sha256) and self._uploads:
                     marker = self._key(path.with_suffix(DAMAGED_SUFFIX))

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from eyrie_api.artifacts import digest_model, write_model
+from eyrie_api.artifacts import digest_model, read_sealed, write_model
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, BenchmarkSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -131,7 +131,7 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
     uses = uses_of(spec, {setting.label(): setting for setting in settings})
     with measuring(stage), open_session(spec, suites, uses, stage, max(spec.tune.concurrencies)) as session:
         runner = BlockRunner(session, draw_prompts(suites, spec).raced)
-        profile = TuningProfile.model_validate_json((directory / PROFILE).read_bytes())
+        profile = read_sealed((directory / PROFILE).read_bytes(), TuningProfile)
         grid, final = (_tuning(spec, stage, runner, settings, uses, profile, directory / name)
                        for name in (GRID, FINALISTS))
         rows, verdicts = [], []

@@ -19,23 +19,19 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.errors import EyrieError
-from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.catalog import stage_dir
-from tests.campaigns.live_servers import START_S, scratch
+from tests.campaigns.live_servers import Plane, scratch
 from tests.campaigns.report import ROOT, Campaign, options
 from tests.pipelines.conftest import REHEARSAL, Rehearsal, spec_of
 
@@ -44,13 +40,6 @@ JOBS_AT_ONCE = 2
 END_S = 180.0
 """For a job to end once nothing is killed any more."""
 
-_PLANE = """
-import sys
-from pathlib import Path
-from eyrie_api.settings import Settings
-from eyrie_operator.control_plane import run
-run(Settings(home=Path(sys.argv[1]), port=int(sys.argv[2]), reconcile_interval_s=0.2, lease_ttl_s=2.0))
-"""
 _BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
 
 
@@ -58,9 +47,8 @@ class Chaos:
     """One home, its control plane, and the jobs that have not been checked."""
 
     def __init__(self, campaign: Campaign, home: Path) -> None:
-        self.campaign, self.home, self.port = campaign, home, free_port()
-        self.rng = random.Random(campaign.seed)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30.0, trust_env=False)
+        self.campaign, self.home, self.plane = campaign, home, Plane(home)
+        self.rng, self.http = random.Random(campaign.seed), self.plane.http
         self.kills: Counter[str] = Counter()
         self.kills_of: Counter[str] = Counter()
         self.open: list[str] = []
@@ -69,18 +57,10 @@ class Chaos:
 
     def start(self) -> None:
         """Start the control plane and wait until it is ready."""
-        with (self.home.parent / "plane.log").open("ab") as log:
-            self.plane = subprocess.Popen([sys.executable, "-c", _PLANE, str(self.home), str(self.port)], stdout=log,
-                                          stderr=log)
-        if not wait_until(self._is_ready, START_S):
-            self.campaign.add_finding("the control plane starts after a kill", code=self.plane.poll(),
-                                      log=(self.home.parent / "plane.log").read_text()[-2000:])
-
-    def _is_ready(self) -> bool:
-        try:
-            return self.plane.poll() is None and self.http.get("/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
+        code = self.plane.start()
+        if code is not None:
+            self.campaign.add_finding("the control plane starts after a kill", code=code,
+                                      log=self.plane.log.read_text()[-2000:])
 
     def submit(self) -> None:
         """Keep a few jobs in progress."""
@@ -104,7 +84,7 @@ class Chaos:
             self.kills[kind] += 1
             self.kills_of[job_id] += kind == "run"
         if kind == "plane":
-            self.plane.wait()
+            self.plane.kill()
             time.sleep(self.rng.choice((0.0, 0.0, 1.0)))
             self.start()
 
@@ -162,28 +142,20 @@ class Chaos:
             self.campaign.add_finding("each accepted job ends", jobs=self.open, phases=[
                 self.http.get(f"/v1alpha1/jobs/{job_id}").json()["status"]["phase"] for job_id in self.open])
 
-    def close(self) -> None:
-        """Stop the control plane and what it started."""
-        self.plane.terminate()
-        try:
-            self.plane.wait(60)
-        except subprocess.TimeoutExpired:
-            self.plane.kill()
-            self.plane.wait()
-        self.http.close()
-        for directory in self.home.glob("jobs/*"):
-            local.stop(directory, grace_s=0.5)
-
 
 @contextlib.contextmanager
-def rehearsed(path: Path) -> Iterator[None]:
-    """Stages of every child process are rehearsed ones."""
+def rehearsed(path: Path) -> Iterator[Rehearsal]:
+    """Within the block, stages of every child process are rehearsed ones."""
     home = path / "rehearsal"
-    home.mkdir()
-    Rehearsal(home)
+    home.mkdir(exist_ok=True)
+    before = dict(os.environ)
     os.environ |= {"EYRIE_REHEARSAL": str(home), "EYRIE_RETRY_BACKOFF_S": "0.01",
                    "PYTHONPATH": f"{REHEARSAL}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    yield
+    try:
+        yield Rehearsal(home)
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 def main() -> int:
@@ -203,7 +175,7 @@ def main() -> int:
                 chaos.check_ended()
             chaos.finish()
         finally:
-            chaos.close()
+            chaos.plane.close()
     before = json.loads(wanted.state.read_text()) if wanted.state.exists() else {"kills": {}, "jobs": 0, "found": 0}
     total = {"kills": dict(Counter(before["kills"]) + chaos.kills), "jobs": before["jobs"] + chaos.checked,
              "found": before["found"] + campaign.found}

@@ -23,6 +23,7 @@ from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record, stop_endpoints
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
+from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 
 START_S = 120.0
@@ -38,6 +39,69 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", a
 """
 """`eyrie serve-api` without a broker: chores stay in the outbox, since nothing here is to train."""
 
+
+
+_PLANE = """
+import sys
+from pathlib import Path
+from eyrie_api.settings import Settings
+from eyrie_operator.control_plane import run
+run(Settings(home=Path(sys.argv[1]), port=int(sys.argv[2]), reconcile_interval_s=0.2, lease_ttl_s=2.0))
+"""
+
+
+class Plane:
+    """The embedded control plane as a process: it can be killed and started again on the same home."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.port = home, free_port()
+        self.log = home.parent / "plane.log"
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30.0, trust_env=False)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> int | None:
+        """Start it, and wait until it is ready. Returns None, or the exit code of one that ended (-1: not ready)."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen([sys.executable, "-c", _PLANE, str(self.home), str(self.port)],
+                                             stdout=log, stderr=log)
+        wait_until(lambda: self._is_ready() or self._ended(), START_S)
+        if self._is_ready():
+            return None
+        code = self._process.poll()
+        return -1 if code is None else code
+
+    def _ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def _is_ready(self) -> bool:
+        try:
+            return not self._ended() and self.http.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Stop it, and what its jobs left running."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self.http.close()
+        for directory in self.home.glob("jobs/*"):
+            local.stop(directory, grace_s=0.5)
 
 
 @dataclass(frozen=True)

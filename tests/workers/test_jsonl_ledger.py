@@ -57,3 +57,25 @@ def test_a_whole_line_that_is_no_entry_is_an_error_with_its_number(tmp_path: Pat
         file.write('{"suite": 3}\n')
     with pytest.raises(ArtifactCorrupt, match="line 3"):
         JsonlLedger(path, Entry, "a")
+
+
+@settings(deadline=None)
+@given(bit=st.integers(0, 10_000))
+def test_a_flipped_bit_anywhere_in_a_finished_line_is_an_error(
+        tmp_path_factory: pytest.TempPathFactory, bit: int) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "cells.jsonl"
+    JsonlLedger(path, Entry).append(entry(0))
+    data = bytearray(path.read_bytes())
+    bit %= 8 * (len(data) - 1)  # without its newline the line is that of a killed program
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    with pytest.raises(ArtifactCorrupt, match=r"cells\.jsonl, line 1 is not an entry"):
+        JsonlLedger(path, Entry)
+
+
+def test_lines_of_earlier_versions_have_no_checksum_and_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    path.write_text(entry(0).model_dump_json() + "\n")
+    ledger = JsonlLedger(path, Entry)
+    ledger.append(entry(1))
+    assert JsonlLedger(path, Entry).entries == [entry(0), entry(1)]

@@ -1,7 +1,9 @@
 """An append-only JSONL file of finished work: a killed program loses at most the entry it was writing.
 
-One entry is one line. A kill in the middle of a write leaves a last line without its newline; opening the ledger
-truncates that line. A complete line that does not parse is an error, because it was not written by this module.
+One entry is one line, whose last member is a checksum of the bytes before it: a flipped bit in a number would be valid
+JSON. A kill in the middle of a write leaves a last line without its newline; opening the ledger truncates that line. A
+complete line that does not parse, or whose checksum differs, is an error: it is not what this module wrote. Lines of
+earlier versions have no checksum.
 
 An optional header line `{"belongs_to": <digest>}` names the spec that the entries belong to. A file with another header
 is renamed to `<name>.stale` and a new one is begun, so that entries of two specs never mix.
@@ -11,6 +13,8 @@ One process writes a ledger at a time; the lock of the stage's directory ensures
 
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -22,12 +26,36 @@ from eyrie_api.v1alpha1.model import Frozen
 
 EntryT = TypeVar("EntryT", bound=Frozen)
 
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}\s*$')
+
 
 class Extent(NamedTuple):
     """The bytes of one line, newline included."""
 
     offset: int
     length: int
+
+
+def encode_line(entry: Frozen) -> bytes:
+    """One line of a ledger: the entry's JSON, and the CRC-32 of its bytes but the closing brace as last member."""
+    body = entry.model_dump_json().encode()[:-1]
+    return b'%s,"crc32":"%08x"}\n' % (body, zlib.crc32(body))
+
+
+def decode_line(line: bytes, entry_type: type[EntryT]) -> EntryT:
+    """The entry of a line. Raises ValueError for another checksum or another type (pydantic's ValidationError)."""
+    found = _CHECKSUM.search(line)
+    if found is None:
+        return entry_type.model_validate_json(line)
+    body = line[:found.start()]
+    if zlib.crc32(body) != int(found[1], 16):
+        raise ValueError("its checksum differs: the file was damaged after it was written")
+    return entry_type.model_validate_json(body + b"}")
+
+
+def reason_of(error: ValueError) -> str:
+    """What is wrong with a line, in one sentence."""
+    return error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
 
 
 class JsonlLedger(Generic[EntryT]):
@@ -68,7 +96,7 @@ class JsonlLedger(Generic[EntryT]):
 
     def append(self, entry: EntryT) -> None:
         """Write one entry. When this returns it survives the end of the process, and with `fsync` of the machine."""
-        line = entry.model_dump_json().encode() + b"\n"
+        line = encode_line(entry)
         with self.path.open("ab") as file:
             file.write(line)
             file.flush()
@@ -80,7 +108,7 @@ class JsonlLedger(Generic[EntryT]):
         """One entry by its position."""
         with self.path.open("rb") as file:
             file.seek(extent.offset)
-            return self._entry_type.model_validate_json(file.read(extent.length))
+            return decode_line(file.read(extent.length), self._entry_type)
 
     def _add(self, entry: EntryT, extent: Extent) -> None:
         """Register one entry, just read or just written. A subclass overrides this to index entries."""
@@ -107,9 +135,9 @@ class JsonlLedger(Generic[EntryT]):
     def _scan(self, first_line: int) -> None:
         for number, line in enumerate(self._lines(self._size), start=first_line):
             try:
-                entry = self._entry_type.model_validate_json(line)
-            except ValidationError as error:
-                raise ArtifactCorrupt(f"{self.path}, line {number} is not an entry: {error.errors()[0]['msg']}",
+                entry = decode_line(line, self._entry_type)
+            except ValueError as error:
+                raise ArtifactCorrupt(f"{self.path}, line {number} is not an entry: {reason_of(error)}",
                                       self._hint) from error
             self._add(entry, Extent(self._size, len(line)))
 

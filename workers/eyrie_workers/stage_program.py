@@ -37,6 +37,7 @@ from eyrie_api.artifacts import (
     read_manifest,
     verify_part,
     write_model,
+    write_sealed,
 )
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, Transient
 from eyrie_api.program_exit import report_error
@@ -157,7 +158,7 @@ class OpenStage(Generic[SpecT]):
         if self._before is not None and self._before.files == files:
             return
         spec = self.spec
-        write_model(self._manifest, Manifest(
+        write_sealed(self._manifest, Manifest(
             stage=spec.stage, job_id=spec.job_id,  # type: ignore[attr-defined]
             candidate=getattr(spec, "candidate", None), spec_digest=digest_model(spec), code_version=code_version(),
             started_at=self._started.isoformat(), finished_at=_now().isoformat(), files=files, report=result.report))

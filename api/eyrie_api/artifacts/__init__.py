@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,6 +32,10 @@ from eyrie_api.v1alpha1.stages import FileEntry, Manifest
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
+_SEAL = "digest"
+"""The member that `write_sealed` adds; no sealed value has a field of that name."""
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def digest_bytes(data: bytes) -> str:
@@ -81,6 +86,30 @@ def write_model(path: Path, value: BaseModel) -> None:
     write_atomically(path, value.model_dump_json(indent=2) + "\n")
 
 
+def write_sealed(path: Path, value: BaseModel) -> None:
+    """`write_model`, with the digest of the value as the last member: a flipped bit in a number would be valid JSON."""
+    members = json.loads(value.model_dump_json())
+    text = json.dumps(members | {_SEAL: _digest_members(members)}, indent=2, ensure_ascii=False)
+    write_atomically(path, text + "\n")
+
+
+def read_sealed(data: bytes, kind: type[ModelT]) -> ModelT:
+    """The value that `write_sealed` or, in earlier versions, `write_model` wrote.
+
+    The digest is of the members as they were written, so that a later version with more fields reads them too. Raises
+    ValueError for another digest, or for what is no such value (pydantic's ValidationError).
+    """
+    members = json.loads(data)
+    seal = members.pop(_SEAL, None) if isinstance(members, dict) else None
+    if seal is not None and seal != _digest_members(members):
+        raise ValueError("its digest differs: the file was damaged after it was written")
+    return kind.model_validate_json(json.dumps(members))
+
+
+def _digest_members(members: dict[str, object]) -> str:
+    return digest_bytes(json.dumps(members, sort_keys=True).encode())
+
+
 def list_files(root: Path, paths: Iterable[Path]) -> tuple[FileEntry, ...]:
     """Manifest entries of `paths`, relative to `root`, in order of name."""
     return tuple(
@@ -99,10 +128,16 @@ def read_manifest(path: Path) -> Manifest:
         data = file.read_bytes()
     except FileNotFoundError:
         raise ArtifactMissing(f"no manifest at {file}", "run the stage that writes it, or retry the job") from None
+    return parse_manifest(data, str(file))
+
+
+def parse_manifest(data: bytes, name: str) -> Manifest:
+    """A manifest's bytes; `name` is for the error. Raises ArtifactCorrupt."""
     try:
-        return Manifest.model_validate_json(data)
-    except ValidationError as error:
-        raise ArtifactCorrupt(f"manifest {file} is invalid: {error.errors()[0]['msg']}",
+        return read_sealed(data, Manifest)
+    except ValueError as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise ArtifactCorrupt(f"manifest {name} is invalid: {reason}",
                               "delete the stage's directory and retry the job") from error
 
 

@@ -17,15 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import ValidationError
-
-from eyrie_api.artifacts import MANIFEST
+from eyrie_api.artifacts import MANIFEST, parse_manifest
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, WorkArea
-from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
 from eyrie_operator.manifests.names import digest
 from eyrie_pipelines.work_area import split_drafter
@@ -93,11 +90,8 @@ class Drafters:
         options = self._options.model_copy(update={
             "url": work.url, "endpoint_url": work.endpoint_url, "region": work.region})
         store = open_store(work.url, options)
-        try:
-            manifest = Manifest.model_validate_json(store.read(f"{stored.prefix}/{MANIFEST}"))
-        except ValidationError as error:
-            raise ArtifactCorrupt(f"{stored.prefix}/{MANIFEST} in {store.url} is no manifest: "
-                                  f"{error.errors()[0]['msg']}", "run the training stage again") from error
+        name = f"{stored.prefix}/{MANIFEST}"
+        manifest = parse_manifest(store.read(name), f"{name} in {store.url}")
         inside = {one.path: one.sha256 for one in manifest.files if one.path.startswith(f"{stored.part}/")}
         if f"{stored.part}/{CONFIG}" not in inside:
             raise ArtifactMissing(f"the manifest of {stored.prefix} in {store.url} lists no {stored.part}/{CONFIG}",

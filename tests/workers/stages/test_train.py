@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,18 @@ def test_run_again_it_has_nothing_to_do(finished: Path) -> None:
     before = (finished / "manifest.json").read_bytes()
     assert run(finished) == 0
     assert (finished / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "eyrie-card.json"])
+def test_a_damaged_checkpoint_of_a_killed_training_is_refused_and_gets_no_digest(
+        name: str, finished: Path, tmp_path: Path) -> None:
+    killed = shutil.copytree(finished, tmp_path / "killed")
+    (killed / "manifest.json").unlink()
+    directory = killed / report_of(finished).checkpoints[0].path
+    (directory / name).write_bytes((directory / name).read_bytes()[:-1] + b" ")
+    assert run(killed) != 0
+    assert directory.name in json.loads((killed / "failure.json").read_text())["message"]
+    assert not (killed / "manifest.json").exists()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.model import Digest, Frozen
-from eyrie_workers.jsonl_ledger import Extent, JsonlLedger
+from eyrie_workers.jsonl_ledger import Extent, JsonlLedger, decode_line, reason_of
 
 ROWS = "rows.jsonl"
 META = "rows.meta.json"
@@ -112,7 +112,7 @@ class RowLedger(JsonlLedger[AnsweredRow]):
                 offset, length = self._by_id[row_id]
                 old.seek(offset)
                 line = old.read(length)
-                row = AnsweredRow.model_validate_json(line)
+                row = decode_line(line, AnsweredRow)
                 if keep(row):
                     new.write(line)
                     placed[row_id], size = Extent(size, length), size + length
@@ -133,9 +133,9 @@ def read_rows(path: Path) -> Iterator[AnsweredRow]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    yield AnsweredRow.model_validate_json(line)
-                except ValidationError as error:
-                    raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {error.errors()[0]['msg']}",
+                    yield decode_line(line, AnsweredRow)
+                except ValueError as error:
+                    raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {reason_of(error)}",
                                           "run regenerate again") from error
     except FileNotFoundError:
         raise ArtifactMissing(f"no {path}", "run regenerate first") from None

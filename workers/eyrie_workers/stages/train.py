@@ -38,7 +38,7 @@ from torch import nn
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
-from eyrie_api.errors import Conflict, NoUsableData
+from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
@@ -343,6 +343,7 @@ class TrainingRun:
             found = load_state(self._state_file, self.drafter, self.digest)
             if found is not None:
                 self.trainer.counters, notes, moments = found
+                self._check_exported(notes)
         # Rank 0 alone reads the state file; the others receive its contents.
         notes = self._dist.broadcast(notes)
         if notes is None:
@@ -355,6 +356,14 @@ class TrainingRun:
         self.speedups = {int(step): speedup for step, speedup in notes.get("standing", {}).items()}
         self.resumed_from = self.trainer.counters.step
         self.stage.event("Resumed", f"resuming from step {self.trainer.counters.step}")
+
+    def _check_exported(self, notes: dict[str, Any]) -> None:
+        """Checkpoints of an earlier run go into the manifest, which would give damaged ones a digest."""
+        for report in map(CheckpointReport.model_validate, notes["checkpoints"]):
+            directory = self.stage.out_dir / report.path
+            if digest_directory(directory) != report.digest:
+                raise ArtifactCorrupt(f"{directory} differs from the checkpoint that was written there",
+                                      "delete the training's directory and retry the job: it trains again")
 
     @property
     def finished(self) -> bool:

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from eyrie_api.artifacts import digest_model, write_model
-from eyrie_api.errors import EyrieError, InvalidInput, Transient, UnsupportedTarget
+from eyrie_api.artifacts import digest_model, read_sealed, write_model, write_sealed
+from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput, Transient, UnsupportedTarget
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
@@ -360,12 +360,15 @@ def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, setti
     path: Path = stage.out_dir / PROFILE
     digest = digest_model(spec)
     if path.exists():
-        kept = TuningProfile.model_validate_json(path.read_bytes())
+        try:
+            kept = read_sealed(path.read_bytes(), TuningProfile)
+        except ValueError as error:
+            raise ArtifactCorrupt(f"{path} cannot be used: {error}", "delete the file and run again") from error
         if kept.belongs_to == digest:
             stage.event("Resumed", f"predictions and costs found in {PROFILE}")
             return kept
     measured = _measure_profile(stage, spec, blocks, settings, uses, prompts, digest)
-    write_model(path, measured)
+    write_sealed(path, measured)
     stage.event("Predicted", f"{len(settings)} settings from {len(prompts)} prompts in {measured.seconds:.1f} s")
     return measured
 

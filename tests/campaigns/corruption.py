@@ -1,0 +1,282 @@
+"""Damaged files at rest: each is detected and named, or made again; none is used: `make campaign-corruption`.
+
+A real job runs once, small, with the programs of every stage. Then, again and again, one of its files is damaged and
+the program that reads it runs, alone:
+
+    input   a file of a finished stage; the next stage runs from the beginning
+    own     a file of a stage that was killed before its manifest; that stage runs again and resumes
+
+A file is flipped (one bit), truncated, emptied, or replaced by an older one (the same file of another checkpoint, the
+first half of the lines). Rules: a program that does not finish says which file is damaged, as an error with a hint and
+not as a traceback; one that finishes has used nothing of the damage: files that are functions of the spec are those of
+the whole job, byte by byte, and no line of a ledger that the damage made is left.
+
+    python -m tests.campaigns.corruption [--seed 1] [--seconds 600] [--world DIR] [--out FILE]
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import runpy
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from eyrie_api.artifacts import read_manifest
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.stages import StageName
+from eyrie_pipelines import local
+from eyrie_pipelines.processes import wait_until
+from eyrie_workers.catalog import CATALOG
+from tests.campaigns.corruption_home import Home, Verdict
+from tests.campaigns.live_servers import scratch
+from tests.campaigns.report import ROOT, Campaign, options
+
+WORLD_S = 600.0
+CASE_S = 180.0
+EXAMPLE = ROOT / "docs/examples/smallest.yaml"
+
+Damage = Literal["flipped", "truncated", "emptied", "older"]
+DAMAGES: tuple[Damage, ...] = ("flipped", "truncated", "emptied", "older")
+Use = Literal["input", "own"]
+GOOD = ("refused", "made again", "answered")
+
+_NOT_READ = re.compile(
+    r"(^|/)(\.lock|log\.txt|events\.jsonl|README\.md|spec\.json|failure\.json|report\.json|servers?/.*|variants/.*"
+    r"|.*-results\.json|quarantine\.jsonl)$")
+"""Written for people and for the control plane: no stage reads them again. A spec is written before each start."""
+
+_INPUTS = ("rows_dir", "store_dir", "drafter_dir", "tune_dir", "held_out_file")
+"""Fields of the stages' specs."""
+
+_MEASURED = ("benchmark", "tune", "prove")
+"""Stages whose artifacts hold seconds, so that a second run does not give the same bytes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One file of the world, and the stage directory whose program reads it."""
+
+    runs: str
+    use: Use
+    file: str
+
+    @property
+    def stage(self) -> StageName:
+        """The program's stage."""
+        return self.runs.split("/")[0]  # type: ignore[return-value]
+
+
+class World:
+    """A finished job, and a copy to restore it from."""
+
+    def __init__(self, path: Path) -> None:
+        self.job, self.kept = path / "job", path / "kept"
+
+    def build(self) -> None:
+        """Run the job, unless an earlier campaign did."""
+        if self.kept.exists():
+            return
+        shutil.rmtree(self.job, ignore_errors=True)
+        self.job.mkdir(parents=True)
+        wanted = yaml.safe_load(EXAMPLE.read_text())
+        wanted["data"]["max_conversations"] = 60
+        wanted["train"] |= {"max_steps": 12, "num_checkpoints": 2}
+        wanted["benchmark"]["suites"][0]["path"] = "held-out"
+        local.start(self.job, "job-1", JobSpec.model_validate(wanted))
+        if not wait_until(lambda: local.observe(self.job).state != "running", WORLD_S):
+            local.stop(self.job)
+        if local.observe(self.job).state != "succeeded":
+            raise SystemExit(f"the job did not finish: see {self.job}/run/pipeline.log")
+        shutil.copytree(self.job, self.kept)
+
+    def restore(self) -> None:
+        """Undo what the last case did."""
+        shutil.rmtree(self.job / "stages")
+        shutil.copytree(self.kept / "stages", self.job / "stages")
+
+    def cases(self) -> list[Case]:
+        """Every file that a stage reads, with the stage."""
+        stages = self.kept / "stages"
+        manifests = sorted(stages.rglob("manifest.json"))
+        directories = [manifest.parent.relative_to(stages).as_posix() for manifest in manifests]
+        found = []
+        for runs in directories:
+            files = self._files(runs)
+            found += [Case(runs, "own", file) for file in files if not file.endswith("manifest.json")]
+            spec = json.loads((stages / runs / "spec.json").read_text())
+            inputs = [Path(spec[name]).relative_to(self.job / "stages") for name in _INPUTS if spec.get(name)]
+            for path in inputs:
+                owner = next(one for one in directories if path.is_relative_to(one))
+                # What a measurement left to resume from is not read by the next stage.
+                read = [file for file in self._files(owner) if Path(file).is_relative_to(path)
+                        and owner.split("/")[0] not in _MEASURED]
+                found += [Case(runs, "input", file) for file in {*read, f"{owner}/manifest.json"}]
+        return sorted(found, key=lambda case: (case.runs, case.use, case.file))
+
+    def _files(self, directory: str) -> list[str]:
+        stages = self.kept / "stages"
+        return sorted(name for path in (stages / directory).rglob("*") if path.is_file() and path.stat().st_size
+                      if not _NOT_READ.search(name := path.relative_to(stages).as_posix()))
+
+
+def damaged(case: Case, damage: Damage, world: World, rng: random.Random) -> bytes | None:
+    """The file's bytes after the damage; None where this damage does not apply."""
+    path = world.kept / "stages" / case.file
+    data = path.read_bytes()
+    if damage == "flipped":
+        bit = rng.randrange(8 * len(data))
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        return bytes(flipped)
+    if damage == "truncated":
+        return data[:rng.randrange(1, len(data))] if len(data) > 1 else None
+    if damage == "emptied":
+        return b""
+    if case.use == "own":
+        return None  # an older file of an unfinished stage is what a kill leaves
+    siblings = [one for one in path.parent.parent.glob(f"*/{path.name}") if one.read_bytes() != data]
+    if siblings:
+        return siblings[0].read_bytes()
+    if path.suffix == ".jsonl":
+        lines = data.splitlines(keepends=True)
+        return b"".join(lines[:len(lines) // 2])
+    return None
+
+
+def _program(module: str, directory: str) -> None:
+    log = os.open(f"{directory}/campaign.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.argv = [module, "--spec", f"{directory}/spec.json", "--out", f"{directory}/manifest.json"]
+    os.environ |= {"EYRIE_DEVICE": "cpu"}
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class Programs:
+    """Stage programs as forks of a server that has imported them."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([stage.module for stage in CATALOG.values()])
+
+    def run(self, stage: StageName, directory: Path) -> int | None:
+        """Run a stage's program; None after CASE_S."""
+        process = self._context.Process(target=_program, args=(CATALOG[stage].module, str(directory)))
+        process.start()
+        process.join(CASE_S)
+        if process.is_alive():
+            process.terminate()
+            process.join(10.0)
+            process.kill()
+            return None
+        return process.exitcode
+
+
+def try_case(case: Case, data: bytes, world: World, programs: Programs) -> Verdict:
+    """Damage, run, judge: `refused`, `made again`, or the rule that was broken, with facts."""
+    world.restore()
+    stages, directory = world.job / "stages", world.job / "stages" / case.runs
+    (directory / "manifest.json").unlink()
+    if case.use == "input":
+        for path in directory.iterdir():
+            if path.name != "spec.json":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path = stages / case.file
+    path.write_bytes(data)
+    code = programs.run(case.stage, directory)
+    if code is None:
+        return "a program ends", {}
+    if code != 0:
+        return _judge_error(path, directory, code)
+    return _judge_result(case, data, world)
+
+
+def _judge_error(path: Path, directory: Path, code: int) -> Verdict:
+    file = directory / "failure.json"
+    log = (directory / "campaign.log").read_text(errors="replace")[-1500:]
+    if not file.exists():
+        return "an error is one of ours, not a traceback", {"code": str(code), "log": log}
+    failure = json.loads(file.read_text())
+    text = failure["message"] + failure["hint"]
+    if path.name not in text and path.parent.name not in text:
+        return "an error names the file", {"reason": failure["reason"], "message": failure["message"]}
+    return "refused", {}
+
+
+def _judge_result(case: Case, data: bytes, world: World) -> Verdict:
+    stages, kept = world.job / "stages", world.kept / "stages"
+    path, whole = stages / case.file, (kept / case.file).read_bytes()
+    if case.use == "input":
+        return "damage is not used", {"finished": "the stage"}
+    after = path.read_bytes() if path.exists() else b""
+    made = set(data.splitlines()) - set(whole.splitlines())
+    if path.suffix == ".jsonl" and (left := made & set(after.splitlines())):
+        return "damage is not used", {"left": repr(left)[:300]}
+    if path.suffix != ".jsonl" and after == data:
+        return "damage is not used", {"left": "the file as it was damaged"}
+    if case.stage not in _MEASURED:
+        before, now = (read_manifest(root / case.runs) for root in (kept, stages))
+        if before.files != now.files:
+            wrong = [one.path for one in now.files if one not in before.files]
+            return "a stage that finishes has the files of the whole job", {"differ": str(wrong)}
+    return "made again", {}
+
+
+@contextlib.contextmanager
+def _world_at(path: Path | None) -> Iterator[Path]:
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        yield path.resolve()
+        return
+    with scratch("corruption") as temporary:
+        yield temporary
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = options("corruption", "Damaged files at rest, and the programs that read them.", 600.0)
+    parser.add_argument("--world", type=Path, help="keep the jobs there, and use them again")
+    wanted = parser.parse_args()
+    campaign = Campaign("corruption", wanted.seed, wanted.seconds, wanted.out)
+    rng, counts, done = random.Random(wanted.seed), Counter[str](), 0
+    with _world_at(wanted.world) as path:
+        home, world, programs = Home(path / "home"), World(path), Programs()
+        home.build()
+        world.build()
+        built_s = campaign.elapsed_s
+        todo: list[tuple[Case | str, Damage]] = [(case, damage) for case in [*world.cases(), *home.files()]
+                                                 for damage in DAMAGES]
+        rng.shuffle(todo)
+        for case, damage in todo:
+            if campaign.is_over:
+                break
+            if isinstance(case, Case):
+                where = f"{case.runs}, {case.use} {case.file}"
+                data = damaged(case, damage, world, rng)
+                verdict, facts = try_case(case, data, world, programs) if data is not None else ("", {})
+            else:
+                where, data = f"home, {case}", home.damaged(case, damage, rng)
+                verdict, facts = home.try_case(case, data) if data is not None else ("", {})
+            if data is None:
+                continue
+            done += 1
+            counts[f"{where.partition(' ')[0].strip(',')}: {damage}: {verdict}"] += 1
+            print(f"corruption: {done}: {where} {damage}: {verdict}", file=sys.stderr, flush=True)
+            if verdict not in GOOD:
+                campaign.add_finding(verdict, where=where, damage=damage, **facts)
+    return campaign.finish({"cases": done, "possible": len(todo), "building the jobs, s": round(built_s),
+                            "verdicts": dict(sorted(counts.items()))})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
