@@ -151,7 +151,7 @@ bench-codecs: setup  ## acceptance length by codec of the hidden states; ten min
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
 CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
-.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaigns-short
+.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaign-corruption campaigns-short
 SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
@@ -166,11 +166,15 @@ campaign-tenancy: setup  ## every route as another project, as viewer, with revo
 campaign-chaos: setup  ## kills at random moments over many short jobs; counts add up over runs
 	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN)
 
+campaign-corruption: setup  ## files of jobs and of a home flipped, truncated, emptied: detected, named, made again, never used
+	@$(BIN)/python -m tests.campaigns.corruption $(CAMPAIGN)
+
 # Four minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
 	@$(BIN)/python -m tests.campaigns.tenancy --seconds 40 > /dev/null
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null
-	@$(BIN)/python -m tests.campaigns.chaos --seconds 45 > /dev/null
+	@$(BIN)/python -m tests.campaigns.chaos --seconds 30 > /dev/null
+	@$(BIN)/python -m tests.campaigns.corruption --home-only --seconds 40 > /dev/null
 
 $(SCHEMATHESIS): tests/campaigns/schemathesis.txt
 	@$(PYTHON) -m venv .eyrie/schemathesis

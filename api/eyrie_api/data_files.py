@@ -13,6 +13,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import IO, cast
 
+S3, HTTPS = "s3://", "https://"
+"""How the paths of files that are elsewhere begin."""
+
 PARQUET, GZIP, ZSTD = ".parquet", ".gz", ".zst"
 SUFFIXES = (*(f"{form}{packed}" for form in (".jsonl", ".json") for packed in ("", GZIP, ZSTD)), PARQUET)
 MAX_ROW_BYTES = 8 << 20
@@ -21,6 +24,11 @@ MAX_ROW_BYTES = 8 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"
 _PIECE = 1 << 16
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL, which stages read where they run."""
+    return path.startswith((S3, HTTPS))
 
 
 def is_pattern(path: str) -> bool:

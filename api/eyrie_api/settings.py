@@ -79,6 +79,10 @@ class Settings(Frozen):
     """Variables that jobs of projects may send, each with a host, for example
     `OPENAI_API_KEY=api.openai.com,TEAM_API_KEY=llm.example`. Administrators' jobs are not restricted."""
 
+    data_buckets: str | None = Field(None, pattern=r"^ *[^\s,]+ *(, *[^\s,]+ *)*$")
+    """What jobs of projects may read of object stores, as `bucket` or `bucket/prefix`, separated by commas: stages read
+    with Eyrie's own credentials. Administrators' jobs are not restricted."""
+
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """Larger request bodies are refused. A job spec is a few KiB."""
 

@@ -357,3 +357,12 @@ def test_a_rival_or_a_head_to_train_from_of_another_target_is_refused_with_both_
 def test_mtp_layers_of_a_target_that_sglang_does_not_draft_with_are_no_rival(settings: Settings, target: Path) -> None:
     refused(settings, UnsupportedTarget, "rivals: nextn: SGLang does not draft with MTP layers of Qwen3ForCausalLM",
             target={"model": str(target)}, rivals=["nextn"], engine={"kind": "sglang"}, drafter={"family": "eagle3"})
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/chats/*.parquet", "https://data.example/chats.jsonl.gz"])
+def test_data_elsewhere_is_checked_where_it_is_read_and_the_plan_says_so(
+        path: str, settings: Settings, target: Path) -> None:
+    checked = check(job_spec(target={"model": str(target)}, data=data(path)), settings)
+    assert checked.spec.data.sources[0].path == path
+    assert checked.plan is not None
+    assert f"the rows of {path} are not on this machine: the first stage checks them" in checked.plan.notes

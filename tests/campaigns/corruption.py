@@ -246,16 +246,19 @@ def main() -> int:
     """Run the campaign."""
     parser = options("corruption", "Damaged files at rest, and the programs that read them.", 600.0)
     parser.add_argument("--world", type=Path, help="keep the jobs there, and use them again")
+    parser.add_argument("--home-only", action="store_true", help="not the stages, whose job takes two minutes to make")
     wanted = parser.parse_args()
     campaign = Campaign("corruption", wanted.seed, wanted.seconds, wanted.out)
     rng, counts, done = random.Random(wanted.seed), Counter[str](), 0
     with _world_at(wanted.world) as path:
         home, world, programs = Home(path / "home"), World(path), Programs()
         home.build()
-        world.build()
+        files: list[Case | str] = [*home.files()]
+        if not wanted.home_only:
+            world.build()
+            files += world.cases()
         built_s = campaign.elapsed_s
-        todo: list[tuple[Case | str, Damage]] = [(case, damage) for case in [*world.cases(), *home.files()]
-                                                 for damage in DAMAGES]
+        todo = [(file, damage) for file in files for damage in DAMAGES]
         rng.shuffle(todo)
         for case, damage in todo:
             if campaign.is_over:

@@ -61,3 +61,17 @@ class StoreOptions(Frozen):
             name = str(first["loc"][0])
             raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {first['msg']}",
                                "correct or unset the variable") from error
+
+    def credentials(self) -> dict[str, str]:
+        """`access_key`, `secret_key` and, if there is one, `session_token` of `credentials_dir`; empty without one.
+        Raises InvalidInput where one is missing."""
+        directory = self.credentials_dir
+        if directory is None:
+            return {}
+        found = {name: (directory / name).read_text().strip() for name in ("access_key", "secret_key", "session_token")
+                 if (directory / name).is_file()}
+        missing = [name for name in ("access_key", "secret_key") if not found.get(name)]
+        if missing:
+            raise InvalidInput(f"EYRIE_ARTIFACTS_CREDENTIALS_DIR: {directory} lacks {' and '.join(missing)}",
+                               "mount a Secret with the keys access_key and secret_key there")
+        return found

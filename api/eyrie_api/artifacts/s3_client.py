@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import boto3
@@ -127,18 +126,8 @@ def _client(options: StoreOptions) -> Any:
         # Not every server supports the newer checksums, and a ranged read cannot be compared with one (rclone's
         # responses fail boto3's comparison): we send an MD5 per request and keep a SHA-256 per object.
         request_checksum_calculation="when_required", response_checksum_validation="when_required")
-    return boto3.session.Session().client("s3", endpoint_url=options.endpoint_url, region_name=options.region,
-                                          config=config, **_credentials(options.credentials_dir))
-
-
-def _credentials(directory: Path | None) -> dict[str, str]:
-    if directory is None:
-        return {}
     names = {"access_key": "aws_access_key_id", "secret_key": "aws_secret_access_key",
              "session_token": "aws_session_token"}
-    found = {name: (directory / name).read_text().strip() for name in names if (directory / name).is_file()}
-    missing = [name for name in ("access_key", "secret_key") if not found.get(name)]
-    if missing:
-        raise InvalidInput(f"EYRIE_ARTIFACTS_CREDENTIALS_DIR: {directory} lacks {' and '.join(missing)}",
-                           "mount a Secret with the keys access_key and secret_key there")
-    return {names[name]: value for name, value in found.items()}
+    credentials = {names[name]: value for name, value in options.credentials().items()}
+    return boto3.session.Session().client("s3", endpoint_url=options.endpoint_url, region_name=options.region,
+                                          config=config, **credentials)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from eyrie_api.data_files import is_remote
 from eyrie_api.decisions.capture_support import (
     SUPPORTED_BY_SGLANG,
     require_capture,
@@ -153,7 +154,7 @@ def _unread(spec: JobSpec) -> list[str]:
         notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
                      "files")
     return notes + [f"the rows of {source.path} are not on this machine: the first stage checks them"
-                    for source in spec.data.sources if _is_hub_id(source.path)]
+                    for source in spec.data.sources if is_remote(source.path) or _is_hub_id(source.path)]
 
 
 def _is_hub_id(name: str) -> bool:
@@ -309,12 +310,13 @@ def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
 
 
 def _check_source(source: DataSource) -> None:
-    if source.path == QUICKSTART:
+    if source.path == QUICKSTART or is_remote(source.path):
         return
     if local_path(source.path) is None:
         if not HUB_ID.match(source.path):
             raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
-                               "give a JSONL or parquet file, a Hub id org/name, or 'quickstart'")
+                               "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
+                               "'quickstart'")
         return
     check_data_source(source)
 

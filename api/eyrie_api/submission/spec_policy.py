@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from eyrie_api.data_files import S3, is_remote
 from eyrie_api.egress.ssrf_safe_http import is_allowed
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
@@ -32,6 +33,9 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
     """Raises InvalidInput naming the field with a path, variable or URL that is not allowed."""
     home = settings.home.resolve()
     for field, text in _paths(spec):
+        if is_remote(text):
+            _check_url(field, text, settings)
+            continue
         path = Path(text).expanduser()
         if path.is_absolute() or path.exists():
             _check_path(field, path.resolve(), home, is_mine)
@@ -46,6 +50,20 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
         if variable is not None and (variable, host) not in credential_hosts(settings):
             raise InvalidInput(f"{field} names {host}, and {variable} may not be sent there",
                                f"ask an administrator to add {variable}={host} to EYRIE_CREDENTIAL_HOSTS")
+
+
+def _check_url(field: str, url: str, settings: Settings) -> None:
+    if not url.startswith(S3):
+        host = _host(url)
+        if host in _METADATA or not _may_be_asked(host):
+            raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give a public address of the data")
+        return
+    # By parts: team-a/x is below team-a, and team-abc is not.
+    wanted = url.removeprefix(S3).split("/")
+    allowed = [one.strip().strip("/").split("/") for one in (settings.data_buckets or "").split(",") if one.strip()]
+    if ".." in wanted or not any(wanted[:len(one)] == one for one in allowed):
+        raise InvalidInput(f"{field} {url} is not of a bucket that jobs of projects may read",
+                           "ask an administrator to add its bucket/prefix to EYRIE_DATA_BUCKETS")
 
 
 def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.data_files import SUFFIXES, data_files, is_pattern
+from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
 from eyrie_api.decisions.plan import DataFacts, Experts, TargetFacts
 from eyrie_api.decisions.target_config import has_tied_embeddings, language_model
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
@@ -44,8 +44,8 @@ def exists(path: str) -> bool:
 
 
 def local_path(path: str) -> Path | None:
-    """The absolute path, if the text is one: it exists, or has the form of a path. None for a Hub id."""
-    if "\0" in path:
+    """The absolute path, if the text is one: it exists, or has the form of a path. None for a Hub id or a URL."""
+    if "\0" in path or is_remote(path):
         return None
     written_as_path = (path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
                        or is_pattern(path))

@@ -12,7 +12,8 @@ from tests.api.samples import job_spec
 
 
 def reaches(home: Path, **changes: Any) -> None:
-    settings = Settings(home=home, credential_hosts="OPENAI_API_KEY=api.openai.com, TEAM_API_KEY=10.0.0.5")
+    settings = Settings(home=home, credential_hosts="OPENAI_API_KEY=api.openai.com, TEAM_API_KEY=10.0.0.5",
+                        data_buckets="open, shared/team-a/")
     mine = {("jobs", "job-mine"), ("endpoints", "mine")}
     check(job_spec(**changes), settings, lambda kind, name: (kind, name) in mine)
 
@@ -69,3 +70,19 @@ def test_a_key_of_the_server_goes_to_the_hosts_that_an_administrator_named_for_i
     with pytest.raises(InvalidInput, match=r"endpoints\[0\].*EYRIE_CREDENTIAL_HOSTS"):
         reaches(tmp_path, regenerate=regenerate(api_key_env="OPENAI_API_KEY", base_url=openai,
                                                 endpoints=["https://evil.example/v1"]))
+
+
+def test_jobs_of_projects_read_the_buckets_that_an_administrator_named_and_no_others(tmp_path: Path) -> None:
+    def reads(path: str) -> None:
+        reaches(tmp_path, data=source(path))
+
+    for allowed in ("s3://open/chats", "s3://open", "s3://shared/team-a/x.jsonl"):
+        reads(allowed)
+    for url in ("s3://artifacts/jobs", "s3://shared/team-ab/x.jsonl", "s3://shared", "s3://shared/team-a/../team-b",
+                "s3://opened/x"):
+        with pytest.raises(InvalidInput, match=r"data\.sources\[0\]\.path.* of projects may read"):
+            reads(url)
+    reads("https://data.example/chats.jsonl")
+    for url in ("https://169.254.169.254/latest", "https://metadata.google.internal/x", "https://2852039166/x"):
+        with pytest.raises(InvalidInput, match="may not ask"):
+            reads(url)

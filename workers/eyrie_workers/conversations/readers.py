@@ -17,6 +17,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import resources
 from importlib.util import find_spec
 from itertools import islice
@@ -33,11 +34,13 @@ from eyrie_api.data_files import (
     begins_array,
     data_files,
     is_pattern,
+    is_remote,
 )
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations.conversation import Conversation, Malformed, conversation, detect_layout
+from eyrie_workers.conversations.remote_files import RemoteFile, remote_files, translating_errors
 
 _PEEKED_BYTES = 1 << 12
 
@@ -72,6 +75,9 @@ def check_source(source: DataSource) -> None:
     """Refuse a source that cannot be opened, before any work is done. Raises InvalidInput."""
     if source.path == "quickstart":
         return
+    if is_remote(source.path):
+        remote_files(source.path)
+        return
     if data_files(source.path):
         return
     if Path(source.path).is_dir():
@@ -81,7 +87,8 @@ def check_source(source: DataSource) -> None:
         raise InvalidInput(f"data source {source.path!r} matches no file", "correct the pattern")
     if not _looks_like_hub_id(source.path):
         raise InvalidInput(f"data source {source.path!r} does not exist",
-                           "give a JSONL or parquet file, a Hub data set id (org/name), or `quickstart`")
+                           "give a JSONL or parquet file, a directory or pattern, an s3:// or https:// URL, a Hub "
+                           "data set id (org/name), or `quickstart`")
     if find_spec("datasets") is None:
         raise InvalidInput(f"data source {source.path!r} is not a file here, and reading it from the Hub needs the "
                            "`datasets` package, which is not installed",
@@ -97,7 +104,8 @@ def _rows(source: DataSource) -> Iterator[tuple[str, Any]]:
     check_source(source)
     if source.path == "quickstart":
         return (("", row) for row in _quickstart_rows())
-    files = data_files(source.path)
+    files: list[Path] | list[RemoteFile] = (
+        remote_files(source.path) if is_remote(source.path) else data_files(source.path))
     if not files:
         return (("", row) for row in _hub_rows(source))
     if len(files) == 1:
@@ -106,29 +114,39 @@ def _rows(source: DataSource) -> Iterator[tuple[str, Any]]:
             for file in files for number, row in enumerate(_file_rows(file), start=1))
 
 
-def _file_rows(path: Path) -> Iterator[Any]:
-    if path.suffix == PARQUET:
-        yield from _parquet_rows(path)
-        return
-    try:
-        with _opened(path) as file:
-            if begins_array(file.peek(_PEEKED_BYTES)):
-                yield from array_rows(file, MAX_ROW_BYTES)
-            else:
-                yield from _lines(file)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise InvalidInput(f"data source {path} cannot be read: {error}", "copy or write it again") from error
+def _file_rows(file: Path | RemoteFile) -> Iterator[Any]:
+    with translating_errors(file.url) if isinstance(file, RemoteFile) else nullcontext():
+        try:
+            if file.suffix == PARQUET:
+                yield from _parquet_rows(file)
+                return
+            with _opened(file) as rows:
+                if begins_array(rows.peek(_PEEKED_BYTES)):
+                    yield from array_rows(rows, MAX_ROW_BYTES)
+                else:
+                    yield from _lines(rows)
+        except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
+            raise _unreadable(file, error) from error
+        except OSError as error:
+            if isinstance(file, RemoteFile):
+                raise
+            raise _unreadable(file, error) from error
 
 
-def _opened(path: Path) -> io.BufferedReader:
+def _unreadable(file: Path | RemoteFile, error: Exception) -> InvalidInput:
+    return InvalidInput(f"data source {file} cannot be read: {error}", "copy or write it again")
+
+
+def _opened(file: Path | RemoteFile) -> io.BufferedReader:
     """The file, unpacked. `peek` reads at least what its first read returns."""
-    if path.suffix == GZIP:
-        return io.BufferedReader(gzip.open(path))
-    if path.suffix == ZSTD:
+    packed = file.open() if isinstance(file, RemoteFile) else file.open("rb")
+    if file.suffix == GZIP:
+        return io.BufferedReader(gzip.open(packed))
+    if file.suffix == ZSTD:
         import pyarrow
 
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-    return path.open("rb")
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, mode="r"), "zstd"))
+    return packed
 
 
 def _quickstart_rows() -> Iterator[Any]:
@@ -164,12 +182,12 @@ def _decode(line: bytes) -> Any:
         return _Undecodable("bad JSON: nested too deep")
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _parquet_rows(path: Path | RemoteFile) -> Iterator[Any]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as file:
+        with ParquetFile(path.open_at_any_place() if isinstance(path, RemoteFile) else path) as file:
             for batch in file.iter_batches(batch_size=256):
                 yield from map(_without_nulls, batch.to_pylist())
     except pyarrow.ArrowInvalid as error:
