@@ -10,6 +10,7 @@
     eyrie demo             the whole job on the shipped target, from one REST call to an endpoint with a drafter
     eyrie check-drafter    whether SGLang and vLLM can serve a drafter directory as it was trained
     eyrie publish          a job's drafter with card and results, into a directory or a repository of the Hub
+    eyrie data push        data files of this machine into a bucket that jobs read
     eyrie compare          train and measure drafter families side by side for one target
     eyrie load             load tests of servers, compared
 
@@ -319,6 +320,27 @@ def publish(
             directory, to, public=public, message=f"{name} of job {found.spec.name or found.id}, with its results")
     Screen(as_json=as_json).show({"checkpoint": name, "job": found.id, "published": where},
                                  Text(f"{name}, its card and its results are in {where}"))
+
+
+data_app = typer.Typer(no_args_is_help=True, help="Conversations for jobs.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("push")
+@verb
+def push_data(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="File, directory, or pattern in quotes.")],
+    to: Annotated[str | None, typer.Option("--to", metavar="URL", help="s3://bucket/prefix. Default: data/NAME below "
+                                                                       "EYRIE_ARTIFACTS_URL.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Upload data files into a bucket that jobs read; repeated, it sends what is missing."""
+    from eyrie_operator.cli import data_push
+
+    screen = Screen(as_json=as_json)
+    done = data_push.push(path, to, screen)
+    screen.show(done, Text(f"{done.files} files, {done.bytes / 1e6:.1f} MB, are in the bucket; {done.sent} were sent. "
+                           f"In a job: data.sources[].path: {done.path}"))
 
 
 def main() -> None:

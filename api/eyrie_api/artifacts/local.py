@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import IO
 
 from eyrie_api.artifacts import digest_bytes, digest_file
-from eyrie_api.artifacts.store import AlreadyWritten, StoreCheck, StoredObject, checked_key, directory_prefix
+from eyrie_api.artifacts.store import (
+    AlreadyWritten,
+    Sent,
+    StoreCheck,
+    StoredObject,
+    checked_key,
+    directory_prefix,
+    ignore,
+)
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 
 _CHUNK = 1 << 20
@@ -80,11 +88,12 @@ class LocalStore:
                                      "artifacts are immutable: write under another key") from None
         return True
 
-    def upload(self, key: str, source: Path) -> StoredObject:
+    def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
         """See `ArtifactStore`."""
         with self._aside(key) as (file, aside, path):
             size, digest = _copy(source, file)
             os.replace(aside, path)
+        sent(size)
         return StoredObject(key, size, digest)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:

@@ -30,12 +30,14 @@ from eyrie_api.artifacts.s3_client import ALREADY_EXISTS, Bucket, RangeNotSatisf
 from eyrie_api.artifacts.s3_parts import abort, changed, md5_base64, upload_in_parts
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
+    Sent,
     StoreAccessDenied,
     StoreCheck,
     StoredObject,
     StoreUnavailable,
     checked_key,
     directory_prefix,
+    ignore,
 )
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
 
@@ -131,16 +133,18 @@ class S3Store:
         self._refuse_other(key, data)
         return False
 
-    def upload(self, key: str, source: Path) -> StoredObject:
+    def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
         """See `ArtifactStore`."""
         digest, size = digest_file(source), source.stat().st_size
         if size > self._bucket.options.part_size_bytes:
-            upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest})
+            upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest}, sent)
             return StoredObject(key, size, digest)
         data = source.read_bytes()
         if digest_bytes(data) != digest:
             raise changed(source)
-        return self.write(key, data)
+        written = self.write(key, data)
+        sent(size)
+        return written
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         """See `ArtifactStore`."""

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.artifacts.s3_client import Bucket, run_all
+from eyrie_api.artifacts.store import Sent, ignore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 
@@ -51,8 +52,9 @@ class Upload(Frozen):
         return math.ceil(self.size_bytes / self.part_size_bytes)
 
 
-def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadata: dict[str, str]) -> None:
-    """Put the bytes of `source`, whose digest is `sha256`, at `key` (prefix included)."""
+def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadata: dict[str, str],
+                    report: Sent = ignore) -> None:
+    """Put the bytes of `source`, whose digest is `sha256`, at `key` (prefix included); `report` counts them."""
     size = source.stat().st_size
     wanted = Upload(url=bucket.url, key=key, sha256=sha256, size_bytes=size,
                     part_size_bytes=max(bucket.options.part_size_bytes, math.ceil(size / _MAX_PARTS)))
@@ -65,7 +67,7 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
     recorded = _record(record_file, upload)
     sent: dict[int, str] = {}
     try:
-        _send(bucket, source, upload, uploaded, sent)
+        _send(bucket, source, upload, uploaded, sent, report)
         _complete(bucket, upload, sent)
     except BaseException as error:
         # After a transient error or a request to stop the next call resumes, if the upload is recorded and advances.
@@ -118,7 +120,7 @@ def _resume(bucket: Bucket, record_file: Path, wanted: Upload) -> tuple[Upload, 
 
 
 def _send(bucket: Bucket, source: Path, upload: Upload, uploaded: dict[int, tuple[str, int]],
-          etags: dict[int, str]) -> None:
+          etags: dict[int, str], report: Sent) -> None:
     """Send the missing parts; store the ETag of every part by its number."""
 
     def send(descriptor: int, number: int) -> None:
@@ -129,6 +131,7 @@ def _send(bucket: Bucket, source: Path, upload: Upload, uploaded: dict[int, tupl
                 etag = bucket.client.upload_part(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
                                                  PartNumber=number, Body=data, ContentMD5=md5_base64(data))["ETag"]
         etags[number] = etag
+        report(len(data))
 
     with source.open("rb") as file:
         before = os.fstat(file.fileno())

@@ -10,7 +10,7 @@ read before and after the write, which leaves a race of milliseconds.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +37,13 @@ class AlreadyWritten(Conflict):
     """The object exists, with other bytes."""
 
     reason = "AlreadyWritten"
+
+
+Sent = Callable[[int], None]
+
+
+def ignore(_num_bytes: int) -> None:
+    """For callers who do not follow an upload."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,11 @@ class ArtifactStore(Protocol):
     def write_once(self, key: str, data: bytes) -> bool:
         """Create an object. False when it exists with the same bytes. Raises AlreadyWritten."""
 
-    def upload(self, key: str, source: Path) -> StoredObject:
-        """Upload a file. After an interruption the next call resumes, where the store supports it."""
+    def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
+        """Upload a file. After an interruption the next call resumes, where the store supports it.
+
+        sent   called with the number of bytes whenever some more are in the store; from several threads
+        """
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         """Download an object into a file, atomically.

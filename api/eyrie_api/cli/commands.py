@@ -23,7 +23,7 @@ from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.cli.spec import build_job
 from eyrie_api.cli.verbs import Json, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
-from eyrie_api.data_files import SUFFIXES, is_pattern
+from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.history import HistoryKind
@@ -42,7 +42,7 @@ access.add_to(app)
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
 Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Watch until it ends. Ctrl-C ends the watch only.")]
 Target = Annotated[str | None, typer.Option("--target", help="Hugging Face directory, Hub id, or quickstart.")]
-Data = Annotated[list[str] | None, typer.Option("--data", help="JSONL, parquet, Hub data set, quickstart.")]
+Data = Annotated[list[str] | None, typer.Option("--data", help="File, directory, s3:// or https:// URL, Hub id.")]
 File = Annotated[Path | None, typer.Option("--file", "-f", help="Job document in YAML or JSON.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Any field, e.g. train.epochs=3.")]
 
@@ -66,7 +66,7 @@ def absolute_paths(job: JobSpec, server: str) -> JobSpec:
 
 
 def _absolute(path: str, flag: str) -> str:
-    if path in ("quickstart", "held-out"):
+    if path in ("quickstart", "held-out") or is_remote(path):
         return path
     here = Path(path).expanduser()
     if here.exists():
