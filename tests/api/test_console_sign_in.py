@@ -1,5 +1,7 @@
-"""The console where requests need a token: a key is exchanged for a cookie, which reads and does nothing else."""
+"""The console where requests need a token: a key is exchanged for a cookie, which reads; with what a page of this
+server has in its text it also works on jobs and endpoints."""
 
+import re
 from datetime import UTC, datetime, timedelta
 
 import httpx
@@ -7,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.access.sessions import COOKIE, LIFETIME_S, RENEWED_AFTER_S, create_cookie, is_due, verify_cookie
+from eyrie_api.access.sessions import (
+    CHANGE_HEADER,
+    COOKIE,
+    LIFETIME_S,
+    RENEWED_AFTER_S,
+    create_cookie,
+    is_due,
+    verify_cookie,
+)
 from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
@@ -72,6 +82,67 @@ def test_a_key_is_exchanged_for_a_cookie_that_reads_and_changes_nothing(client: 
     assert client.get("/", headers=PAGE | {"origin": "https://evil.example"}).status_code == 403
     assert client.get("/console/sign-out", follow_redirects=False).status_code == 303
     assert client.get("/", headers=PAGE).status_code == 401
+
+
+def change_of(client: httpx.Client) -> dict[str, str]:
+    """The header that the page's script sends with a change."""
+    found = re.search(r'<meta name="eyrie-change" content="([^"]+)">', client.get("/", headers=PAGE).text)
+    assert found is not None
+    return {CHANGE_HEADER: found[1], "content-type": "application/json"}
+
+
+def signed_in(client: httpx.Client, secret: str) -> httpx.Client:
+    client.cookies.clear()
+    client.post("/console/sign-in", headers=bearer(secret)).raise_for_status()
+    return client
+
+
+def test_a_page_cancels_and_deletes_with_its_token_and_a_request_without_it_does_not(
+        client: httpx.Client, database: Database) -> None:
+    job = Jobs(database).submit(job_spec(name="nightly"))
+    path, (key_id, secret) = f"/v1alpha1/jobs/{job.id}", key_of(database)
+    change = change_of(signed_in(client, secret))
+    page = client.get(f"/console/jobs/{job.id}", headers=PAGE).text
+    assert f'data-method="POST" data-path="{path}/cancel"' in page
+    assert 'data-method="DELETE"' not in page, "a job that runs is cancelled first"
+    assert client.post(path + "/cancel", headers={"content-type": "application/json"}).status_code == 401
+    for origin in ("https://evil.example", "null"):
+        assert client.post(path + "/cancel", headers=change | {"origin": origin}).status_code == 403
+    assert client.post(path + "/cancel", headers=change | {"origin": "https://console.example"}).status_code == 202
+    assert client.delete(path, headers=change).status_code in (202, 204)
+    audited = client.get("/v1alpha1/audit", headers=bearer(TOKEN)).json()["items"]
+    assert {line["actor"] for line in audited if job.id in line["object"] and line["outcome"] == "done"} == {
+        f"key:{key_id}"}
+
+
+def test_a_session_administers_nothing_whatever_its_key_may(client: httpx.Client, database: Database) -> None:
+    _, secret = key_of(database, "admin")
+    change = change_of(signed_in(client, secret))
+    assert client.post("/v1alpha1/keys", headers=change, json={"name": "mine", "role": "viewer"}).status_code == 403
+    assert client.post("/v1alpha1/projects", headers=change, json={"name": "mine"}).status_code == 403
+    assert client.post("/v1alpha1/jobs", headers=change, json=job_body()).status_code == 202
+
+
+def test_a_viewers_page_has_no_buttons_and_its_session_may_not_change(client: httpx.Client,
+                                                                     database: Database) -> None:
+    job = Jobs(database).submit(job_spec())
+    change = change_of(signed_in(client, key_of(database, "viewer")[1]))
+    assert "<button" not in client.get(f"/console/jobs/{job.id}", headers=PAGE).text
+    assert client.post(f"/v1alpha1/jobs/{job.id}/cancel", headers=change).status_code == 403
+
+
+def test_a_pages_token_is_of_its_key_and_ends(client: httpx.Client, database: Database,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Jobs(database).submit(job_spec())
+    path = f"/v1alpha1/jobs/{job.id}/cancel"
+    of_another = change_of(signed_in(client, key_of(database)[1]))
+    own = change_of(signed_in(client, key_of(database)[1]))
+    cookie = client.cookies[COOKIE].partition(".")[2]
+    for made_up in (of_another, own | {CHANGE_HEADER: "x"}, own | {CHANGE_HEADER: cookie}):
+        assert client.post(path, headers=made_up).status_code == 401
+    later = datetime.now(UTC) + timedelta(seconds=LIFETIME_S)
+    monkeypatch.setattr(client.app.state.authenticator, "_clock", lambda: later)  # type: ignore[attr-defined]
+    assert client.post(path, headers=own).status_code == 401
 
 
 def test_a_cookie_is_no_bearer_token_and_a_key_is_no_cookie(client: httpx.Client, database: Database) -> None:

@@ -24,10 +24,10 @@ ROLES: tuple[Role, ...] = get_args(Role)
 ALL_PROJECTS = "*"
 
 READS: frozenset[Action] = frozenset({"jobs:read", "endpoints:read"})
-_WORK: frozenset[Action] = frozenset({"jobs:write", "endpoints:write"})
+WORKS: frozenset[Action] = READS | frozenset[Action]({"jobs:write", "endpoints:write"})
 ALLOWED: Mapping[Role, frozenset[Action]] = {
     "viewer": READS,
-    "operator": READS | _WORK,
+    "operator": WORKS,
     "admin": frozenset(ACTIONS),
 }
 

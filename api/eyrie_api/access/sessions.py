@@ -3,9 +3,13 @@
     <key id or "token">.<expiry, seconds since the epoch>.<HMAC-SHA256 over both>
 
 The HMAC's key is the SHA-256 of the credential's secret, which the server has stored and nobody else has: no session is
-stored, every replica verifies every cookie, and a revoked key's cookies end with it. A cookie is no API key: it is
-accepted for reading alone, and the key cannot be computed from it. Who reads the stored digests can make cookies, and
-has read the database already.
+stored, every replica verifies every cookie, and a revoked key's cookies end with it. A cookie is no API key: the key
+cannot be computed from it. Who reads the stored digests can make cookies, and has read the database already.
+
+A browser sends the cookie with every request, whichever page made it. It is therefore accepted for reading alone; a
+change needs a second proof, which a page of this server has in its text and sends as the header `CHANGE_HEADER`:
+
+    <expiry>.<HMAC-SHA256 over credential and expiry, of another form than the cookie's>
 """
 
 import hashlib
@@ -15,11 +19,12 @@ from collections.abc import Callable
 
 from eyrie_api.errors import Unauthorized
 
-COOKIE = "eyrie_session"
+COOKIE, CHANGE_HEADER = "eyrie_session", "eyrie-change"
 LIFETIME_S, RENEWED_AFTER_S = 8 * 3600, 3600
 INSTALLATION_TOKEN = "token"
 """In place of a key's id."""
 
+_CHANGE_FORM = re.compile(r"([0-9]{1,12})\.([0-9a-f]{64})")
 _FORM = re.compile(r"([0-9A-Za-z]{1,12})\.([0-9]{1,12})\.([0-9a-f]{64})")
 
 
@@ -45,6 +50,21 @@ def verify_cookie(cookie: str, digest_of: Callable[[str], str | None], now_s: fl
     if int(found[2]) <= now_s:
         raise Unauthorized("the session has expired", "sign in again")
     return found[1]
+
+
+def create_change_token(credential: str, digest: str, now_s: float) -> str:
+    """What a page of a signed-in browser sends with a change; valid for `LIFETIME_S`."""
+    expiry = int(now_s) + LIFETIME_S
+    return f"{expiry}.{_sign(f'change {credential}.{expiry}', digest)}"
+
+
+def verify_change_token(token: str, credential: str, digest: str, now_s: float) -> None:
+    """Raises Unauthorized for a token that is not of this credential, or has expired."""
+    found = _CHANGE_FORM.fullmatch(token)
+    if found is None or not hmac.compare_digest(_sign(f"change {credential}.{found[1]}", digest), found[2]):
+        raise Unauthorized("a session changes something only from a page of this server", "load the page again")
+    if int(found[1]) <= now_s:
+        raise Unauthorized("the page is too old to change something", "load the page again")
 
 
 def is_due(cookie: str, now_s: float) -> bool:

@@ -17,14 +17,22 @@ from collections.abc import Callable
 
 from eyrie_api.access.keys import PREFIX, id_of, principal_of, verify_key
 from eyrie_api.access.oidc import Issuer
-from eyrie_api.access.roles import ALL_PROJECTS, READS, Principal
-from eyrie_api.access.sessions import INSTALLATION_TOKEN, create_cookie, is_due, verify_cookie
+from eyrie_api.access.roles import ALL_PROJECTS, READS, WORKS, Principal
+from eyrie_api.access.sessions import (
+    INSTALLATION_TOKEN,
+    create_change_token,
+    create_cookie,
+    is_due,
+    verify_change_token,
+    verify_cookie,
+)
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.api_keys import ApiKeys
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import Projects
 from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import Action
 
 CACHED_S = 5.0
 _MAX_CACHED = 10_000
@@ -84,19 +92,35 @@ class Authenticator:
 
     def authenticate_session(self, cookie: str) -> Principal:
         """The principal of a cookie, restricted to reading. Raises Unauthorized."""
-        credential = verify_cookie(cookie, self._digest_of, self._clock().timestamp())
-        record = None if credential == INSTALLATION_TOKEN else self._keys.find(credential)
-        held = INSTALLATION if record is None else principal_of(record)
-        principal = held.model_copy(update={"scopes": READS if held.scopes is None else READS & held.scopes})
+        principal = self._holder(verify_cookie(cookie, self._digest_of, self._clock().timestamp()), READS)
         self._remember(_cookie_digest(cookie), principal)
         return principal
+
+    def authenticate_change(self, cookie: str, change: str) -> Principal:
+        """The principal of a cookie with a page's proof: it may work on jobs and endpoints, and administers nothing.
+        Raises Unauthorized."""
+        now_s = self._clock().timestamp()
+        credential = verify_cookie(cookie, self._digest_of, now_s)
+        verify_change_token(change, credential, self._digest_of(credential) or "", now_s)
+        return self._holder(credential, WORKS)
+
+    def _holder(self, credential: str, most: frozenset[Action]) -> Principal:
+        record = None if credential == INSTALLATION_TOKEN else self._keys.find(credential)
+        held = INSTALLATION if record is None else principal_of(record)
+        return held.model_copy(update={"scopes": most if held.scopes is None else most & held.scopes})
+
+    def change_token_for(self, principal: Principal) -> str:
+        """For the text of a page, whose browser's session changes something by it; empty where no session is used."""
+        credential = _credential_of(principal)
+        digest = None if principal == LOCAL else self._digest_of(credential)
+        return "" if digest is None else create_change_token(credential, digest, self._clock().timestamp())
 
     def session_for(self, principal: Principal) -> str | None:
         """A cookie for the caller of a request; None where requests need no token. Raises InvalidInput for a caller
         without an API key."""
         if principal == LOCAL:
             return None
-        credential = INSTALLATION_TOKEN if principal == INSTALLATION else principal.subject.removeprefix("key:")
+        credential = _credential_of(principal)
         digest = self._digest_of(credential)
         if digest is None:
             raise InvalidInput("this caller has no API key, and the console is signed in to with one",
@@ -158,6 +182,11 @@ class Authenticator:
         if name not in self._known_projects and self._projects.exists(name):
             self._known_projects.add(name)
         return name in self._known_projects
+
+
+def _credential_of(principal: Principal) -> str:
+    """The id of the caller's key, or `INSTALLATION_TOKEN`."""
+    return INSTALLATION_TOKEN if principal.subject == INSTALLATION.subject else principal.subject.removeprefix("key:")
 
 
 def _cookie_digest(cookie: str) -> bytes:

@@ -4,8 +4,9 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
 
 - The authenticated caller and the project become the request's `Scope` (`scope["state"]["access"]`), which filters the
   rows that routes see. A bind that other machines can reach requires a token on everything but the two probes and the
-  console's script and style. Reading is allowed to the console's cookie as well (GET of pages of this origin alone), so
-  that no web page can change anything by it; a browser without one gets the page that asks for a key.
+  console's script and style. Reading is allowed to the console's cookie as well, and a change of jobs and endpoints to
+  the cookie with a page's proof in a header, both from this origin alone, so that no other web page can change anything
+  by it; a browser without a cookie gets the page that asks for a key.
 - Without a token (loopback) requests of web pages are refused (`eyrie_api.request_origin`): by Host, Origin and
   Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
@@ -32,7 +33,7 @@ from starlette.types import Scope as Request
 from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.access.sessions import COOKIE
+from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE
 from eyrie_api.database.audit import Audit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
@@ -136,6 +137,9 @@ class AccessMiddleware:
         cookie = self._session(request)
         if cookie and not token:
             check_origin(request["method"], Headers(scope=request))
+            if request["method"] in MUTATING:
+                change = _header(request, CHANGE_HEADER.encode())
+                return await to_thread.run_sync(self._authenticator.authenticate_change, cookie, change)
             known = self._authenticator.cached_session(cookie)
             if known is None:
                 known = await to_thread.run_sync(self._authenticator.authenticate_session, cookie)
@@ -145,7 +149,8 @@ class AccessMiddleware:
 
     def _session(self, request: Request) -> str:
         """The console's cookie, where it is accepted."""
-        if not self._authenticator.requires_token or request["method"] not in ("GET", "HEAD"):
+        reads = request["method"] in ("GET", "HEAD")
+        if not self._authenticator.requires_token or not (reads or _header(request, CHANGE_HEADER.encode())):
             return ""
         return cookie_parser(_header(request, b"cookie")).get(COOKIE, "")
 

@@ -2,11 +2,12 @@
 
 They call the functions that the REST routes call and show nothing else. A page is whole without script; with it (htmx)
 it asks for itself again every few seconds and replaces its live part, and curves are drawn (uPlot). Both libraries are
-the unchanged files of their npm packages (`static/LICENSES.md`). No page changes anything: each action is shown as the
-`eyrie` and the `curl` line that does it.
+the unchanged files of their npm packages (`static/LICENSES.md`). Each action is a button that calls the public REST
+route, next to the `eyrie` and the `curl` line that does the same.
 
-Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), which is
-accepted for reading alone.
+Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`). It reads; for
+a change, script sends the token in the page's text with it, by which jobs and endpoints are worked on and nothing is
+administered.
 
 Strict Content-Security-Policy: script, style and data from this server alone, nothing inline.
 """
@@ -20,6 +21,7 @@ from fastapi import APIRouter, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
+from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.artifacts.stage_manifests import report_of
 from eyrie_api.database.results import ResultFilter
@@ -27,6 +29,7 @@ from eyrie_api.errors import NotFound
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.control import Control, Here
 from eyrie_api.quantities import duration, size
+from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.history import History
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, StageStatus
@@ -55,11 +58,12 @@ _ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure}
 
 
 @router.get("/", response_class=HTMLResponse)
-def home(control: Here) -> Response:
+def home(control: Here, request: Request) -> Response:
     """Endpoints, jobs, and what needs a person."""
     endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=_JOBS)
-    return _page("home.html", control, endpoints=endpoints, jobs=listed.items, more=listed.next_cursor is not None,
-                 attention=attention(listed.items, endpoints), now=datetime.now(UTC))
+    return _page("home.html", control, request, endpoints=endpoints, jobs=listed.items,
+                 more=listed.next_cursor is not None, attention=attention(listed.items, endpoints),
+                 now=datetime.now(UTC))
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
@@ -70,15 +74,18 @@ def job(job_id: str, control: Here, request: Request) -> Response:
     # The reports are files: they are read once there is one to show.
     is_tuned = any((one.stage, one.state) == ("tune", "Succeeded") for one in found.status.stages)
     measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
-    return _page("job.html", control, job=found, pipeline=pipeline(found), leaderboard=entries, measured=measured,
-                 events=control.jobs.events(job_id, limit=_EVENTS), now=datetime.now(UTC), ended=_ENDED,
-                 server=str(request.base_url).rstrip("/"))
+    project = control.jobs.project_of(job_id)
+    return _page("job.html", control, request, job=found, pipeline=pipeline(found), leaderboard=entries,
+                 measured=measured, events=control.jobs.events(job_id, limit=_EVENTS), now=datetime.now(UTC),
+                 ended=_ENDED, may_work=_may(control, "jobs:write", project),
+                 may_serve=_may(control, "endpoints:write", project), server=str(request.base_url).rstrip("/"))
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
 def endpoint(name: str, control: Here, request: Request) -> Response:
     """One endpoint: what serves, its revisions, its history."""
-    return _page("endpoint.html", control, endpoint=control.endpoints.get(name), now=datetime.now(UTC),
+    return _page("endpoint.html", control, request, endpoint=control.endpoints.get(name), now=datetime.now(UTC),
+                 may_serve=_may(control, "endpoints:write", control.endpoints.project_of(name)),
                  history=_recent(control.histories.read(name, limit=_HISTORY)),
                  server=str(request.base_url).rstrip("/"))
 
@@ -124,13 +131,24 @@ def is_asked_for(method: str, headers: Mapping[str, str], path: str) -> bool:
 
 def sign_in_page() -> HTMLResponse:
     """The page that asks for an API key."""
-    return HTMLResponse(_ENVIRONMENT.get_template("sign_in.html").render(who=None), status_code=401, headers=_HEADERS)
+    page = _ENVIRONMENT.get_template("sign_in.html").render(who=None, change="")
+    return HTMLResponse(page, status_code=401, headers=_HEADERS)
 
 
-def _page(template: str, control: Control, **values: Any) -> HTMLResponse:
+def _page(template: str, control: Control, request: Request, **values: Any) -> HTMLResponse:
     principal = control.scope.principal
     who = None if principal is None or principal == LOCAL else principal.subject
-    return HTMLResponse(_ENVIRONMENT.get_template(template).render(who=who, **values), headers=_HEADERS)
+    change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
+    page = _ENVIRONMENT.get_template(template).render(who=who, change=change, **values)
+    return HTMLResponse(page, headers=_HEADERS)
+
+
+def _may(control: Control, action: Action, project: str | None) -> bool:
+    """Whether the caller's role allows the action, for the buttons of a page. What a request may do is decided again
+    when it arrives, by the credential it comes with."""
+    principal = control.scope.principal
+    # A cookie alone only reads; with the page's proof it may do what its role allows.
+    return principal is None or principal.model_copy(update={"scopes": None}).allows(action, project or ALL_PROJECTS)
 
 
 def _recent(history: History) -> History:

@@ -1,4 +1,4 @@
-// Times in the reader's zone, a word when the server does not answer, the curves of a training, and signing in.
+// Times in the reader's zone, a word when the server does not answer, the curves of a training, signing in, and actions.
 "use strict";
 
 function localTimes(root) {
@@ -99,6 +99,28 @@ function signIn(form) {
   });
 }
 
+async function act(button) {
+  if (!confirm(button.dataset.question)) return;
+  const outcome = document.getElementById("outcome"), token = document.querySelector("meta[name=eyrie-change]");
+  const headers = { "content-type": "application/json" };
+  if (token !== null) headers["eyrie-change"] = token.content;
+  button.disabled = true;
+  outcome.textContent = `${button.textContent}: sent`;
+  try {
+    const answer = await fetch(button.dataset.path, { method: button.dataset.method, headers, body: button.dataset.body });
+    if (answer.ok) return answer.status === 204 ? location.assign("/") : location.reload();
+    const problem = await answer.json();
+    outcome.textContent = `${button.textContent}: ${problem.detail}: ${problem.hint}`;
+  } catch {
+    outcome.textContent = "The server does not answer.";
+  }
+  button.disabled = false;
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button[data-path]");
+  if (button !== null) act(button);
+});
 document.addEventListener("htmx:sendError", stale);
 document.addEventListener("htmx:responseError", stale);
 document.addEventListener("htmx:afterSwap", (event) => {
