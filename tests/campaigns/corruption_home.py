@@ -2,9 +2,9 @@
 
 Two jobs with rehearsed stages: one has ended, one was killed with its run and the control plane while it trained. One
 file is damaged, then the control plane is started. Rules: it starts, or refuses with an error that names the database;
-both jobs and their files are answered without a 5xx, but for the error that says which file is damaged; no file is served that differs from its
-digest; a job that had ended is as it was; one that had not ends as if nothing had happened, or failed for a reason
-that names the file.
+both jobs and their files are answered without a 5xx, but for the error that says which file is damaged; no file is
+served that differs from its digest; a job that had ended is as it was; one that had not ends as if nothing had
+happened, or failed for a reason that names the file.
 """
 
 import json
