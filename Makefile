@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-kernels test-gpu bench-gpu docs lint bench bench-load bench-control bench-tuner bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu docs lint bench bench-load bench-control bench-tuner bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -90,6 +90,14 @@ test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs
 test-helm: setup  ## the chart rendered by Helm's SDK; installed too where KUBECONFIG names an API server
 	@$(HELM_SDK)
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 600 $(BIN)/pytest tests/helm
+
+# The driver and the accessibility rules are installed for this target alone; the browser is the machine's own Chromium.
+test-browser: setup  ## the console in a real Chromium (needs chromium; screenshots in .eyrie/browser)
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	  { echo "error: no Chromium on this machine" >&2; echo "hint: apt-get install chromium" >&2; exit 75; }
+	@$(BIN)/python -c 'import playwright, axe_playwright_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip \
+	  --disable-pip-version-check install --quiet -c constraints.txt playwright axe-playwright-python
+	@EYRIE_TEST_BROWSER=1 timeout --kill-after=30 600 $(BIN)/pytest tests/browser
 
 # Triton is installed for this target alone. Two processes, because a process either interprets kernels or compiles them
 # ahead for GPUs that this machine does not have.

@@ -171,7 +171,7 @@ def attention(jobs: Iterable[Job], endpoints: Iterable[Endpoint]) -> list[dict[s
             reason = _condition(job.status.conditions, "Failed")
             words = reason.message if reason else ""
             if failed is not None:
-                words = " ".join(filter(None, (failed.message, failed.hint)))
+                words = "; hint: ".join(filter(None, (failed.message, failed.hint)))
             where = f" in {failed.stage}" if failed is not None else ""
             found.append({"title": f"Job {name} failed{where}", "link": link, "words": words})
         if job.status.decision is not None and job.status.decision.verdict == "awaits-approval":

@@ -1,0 +1,128 @@
+"""A real Chromium and real servers of the console. `make test-browser` installs the driver."""
+
+import importlib.util
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from eyrie_api.access.scope import Scope
+from eyrie_api.database.api_keys import ApiKeys, KeyRequest
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.projects import Projects
+from eyrie_api.http.authentication import LOCAL
+from eyrie_api.http.server import create_app
+from eyrie_api.processes import free_port
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import CreateProject, Role
+from eyrie_pipelines.processes import wait_until
+from tests.campaigns.chaos import rehearsed
+from tests.campaigns.live_servers import Plane
+from tests.pipelines.conftest import Rehearsal
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOTS = Path(__file__).resolve().parents[2] / ".eyrie" / "browser"
+TOKEN = "installation-token-of-these-tests"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without EYRIE_TEST_BROWSER nothing here runs: a browser and its driver are half a gigabyte."""
+    reason = None
+    if os.environ.get("EYRIE_TEST_BROWSER") != "1":
+        reason = "a browser: make test-browser"
+    elif CHROMIUM is None:
+        reason = "no Chromium on this machine: apt-get install chromium"
+    elif importlib.util.find_spec("playwright") is None:
+        reason = "no playwright: make test-browser installs it"
+    for item in items:
+        if reason is not None and "tests/browser" in item.path.as_posix():
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """The browser."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def faults() -> list[str]:
+    """What the pages of a test wrote to the console's log as errors."""
+    return []
+
+
+@pytest.fixture
+def open_page(chromium: Any, faults: list[str]) -> Iterator[Callable[..., Any]]:
+    """Makes a page of a new browser profile; `faults` collects its errors."""
+    contexts = []
+
+    def make(**options: Any) -> Any:
+        contexts.append(chromium.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
+    """Stages of the planes of a test do no work."""
+    with rehearsed(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def plane(tmp_path: Path, rehearsal: Rehearsal) -> Iterator[Plane]:
+    """The control plane of one machine, without a token."""
+    (tmp_path / "home").mkdir()
+    made = Plane(tmp_path / "home")
+    assert made.start() is None, made.log.read_text()[-2000:]
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[tuple[str, Database]]:
+    """The API with a token, as on a cluster, and its database. No worker runs its jobs."""
+    home = tmp_path / "guarded"
+    home.mkdir()
+    settings = Settings(home=home, token=TOKEN)
+    database = Database(settings.resolved_database_url)
+    upgrade(database)
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(create_app(settings, database=database), host="127.0.0.1", port=port,
+                                           log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert wait_until(lambda: server.started, 30.0)
+    yield f"http://127.0.0.1:{port}", database
+    server.should_exit = True
+    thread.join(10.0)
+    database.close()
+
+
+def within(project: str, database: Database) -> Scope:
+    """The scope of an administrator in a project, which is made if need be."""
+    if not Projects(database).exists(project):
+        Projects(database).create(CreateProject(name=project))
+    return Scope(LOCAL, project)
+
+
+def key_in(database: Database, project: str, role: Role) -> str:
+    """The secret of a new key of a project."""
+    return ApiKeys(database, scope=within(project, database)).create(KeyRequest(name="k", role=role))[1]

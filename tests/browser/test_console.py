@@ -1,0 +1,184 @@
+"""The console as a person uses it: a real Chromium, the real control plane; stages of its jobs do no work."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_pipelines.processes import wait_until
+from tests.api.samples import job_spec
+from tests.browser.conftest import SHOTS, TOKEN, key_in, within
+from tests.campaigns.live_servers import Plane
+from tests.pipelines.conftest import Rehearsal, spec_of
+
+BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
+OpenPage = Callable[..., Any]
+_PATIENCE_MS = 60_000
+
+
+def submitted(plane: Plane, **fields: object) -> str:
+    answer = plane.http.post("/v1alpha1/jobs", json=BODY | fields)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def address(plane: Plane, path: str = "/") -> str:
+    return f"http://127.0.0.1:{plane.port}{path}"
+
+
+def has_phase(page: Any, phase: str) -> None:
+    page.locator("h1 .badge", has_text=phase).wait_for(timeout=_PATIENCE_MS)
+
+
+def test_a_job_is_followed_from_submission_to_promotion_without_a_reload(
+        plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
+    page = open_page()
+    job = submitted(plane, name="nightly")
+    page.goto(address(plane))
+    page.get_by_role("link", name="nightly").first.click()
+    page.evaluate("window.stays = true")
+    has_phase(page, "Succeeded")
+    assert page.evaluate("window.stays"), "the page was loaded again"
+    status = plane.http.get(f"/v1alpha1/jobs/{job}").json()["status"]
+    shown = page.locator(".pipeline li h3").all_inner_texts()
+    assert [one.split()[0] for one in shown] == list(dict.fromkeys(stage["stage"] for stage in status["stages"]))
+    assert all("Succeeded" in one for one in shown)
+    rows = page.locator("section[aria-labelledby=decision] tbody tr").count()
+    assert rows == len(status["decision"]["checks"])
+    entries = plane.http.get("/v1alpha1/leaderboard", params={"job_id": job}).json()["items"]
+    first = page.locator("section[aria-labelledby=leaderboard] tbody tr").first.inner_text()
+    assert entries[0]["checkpoint"] in first
+    assert f"{entries[0]['tau']:.2f}" in first
+    assert page.get_by_role("button", name="Cancel").count() == 0
+    assert faults == []
+
+
+def test_cancel_retry_and_delete_by_button_and_a_question_first(
+        plane: Plane, rehearsal: Rehearsal, open_page: OpenPage, faults: list[str]) -> None:
+    rehearsal.plan(train__base=["hang", "ok"])
+    job, page, asked = submitted(plane), open_page(), list[str]()
+    answers = [False, True, True, True]
+
+    def answer(dialog: Any) -> None:
+        asked.append(dialog.message)
+        dialog.accept() if answers[len(asked) - 1] else dialog.dismiss()
+
+    page.on("dialog", answer)
+    page.goto(address(plane, f"/console/jobs/{job}"))
+    page.locator(".pipeline li.running h3", has_text="train").wait_for(timeout=_PATIENCE_MS)
+    page.get_by_role("button", name="Cancel").click()
+    assert asked == ["Cancel it; finished stages are kept?"]
+    assert plane.http.get(f"/v1alpha1/jobs/{job}").json()["status"]["phase"] == "Running", "no was answered"
+    page.get_by_role("button", name="Cancel").click()
+    has_phase(page, "Cancelled")
+    page.get_by_role("button", name="Retry").click()
+    has_phase(page, "Succeeded")
+    page.get_by_role("button", name="Delete").click()
+    page.wait_for_url(address(plane), timeout=_PATIENCE_MS)
+    assert plane.http.get(f"/v1alpha1/jobs/{job}").status_code == 404
+    assert faults == []
+
+
+def test_a_failed_job_is_on_the_first_page_with_what_to_do(
+        plane: Plane, rehearsal: Rehearsal, open_page: OpenPage) -> None:
+    rehearsal.plan(capture=["permanent"])
+    job, page = submitted(plane, name="broken"), open_page()
+    page.goto(address(plane))
+    attention = page.locator(".attention", has_text="Job broken failed in capture")
+    attention.wait_for(timeout=_PATIENCE_MS)
+    failed = next(one for one in plane.http.get(f"/v1alpha1/jobs/{job}").json()["status"]["stages"]
+                  if one["state"] == "Failed")
+    assert failed["hint"]
+    assert failed["hint"] in attention.inner_text()
+
+
+def test_the_page_says_when_the_server_is_gone_and_goes_on_when_it_is_back(
+        plane: Plane, rehearsal: Rehearsal, open_page: OpenPage) -> None:
+    rehearsal.plan(train__base=["hang"])
+    page, job = open_page(), submitted(plane)
+    page.goto(address(plane, f"/console/jobs/{job}"))
+    page.locator(".pipeline li.running h3", has_text="train").wait_for(timeout=_PATIENCE_MS)
+    os.kill(plane.pid, signal.SIGKILL)
+    note = page.locator("#stale")
+    note.wait_for(state="visible", timeout=_PATIENCE_MS)
+    assert "No answer since" in note.inner_text()
+    assert plane.start() is None
+    note.wait_for(state="hidden", timeout=_PATIENCE_MS)
+    plane.http.post(f"/v1alpha1/jobs/{job}/cancel", json={})
+    has_phase(page, "Cancelled")
+
+
+def test_signing_in_with_a_key_shows_its_projects_jobs_and_no_others(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    secret = key_in(database, "team", "operator")
+    own = Jobs(database, scope=within("team", database)).submit(job_spec(name="ours"))
+    other = Jobs(database, scope=within("other", database)).submit(
+        job_spec(name="theirs", serve={"endpoint": "theirs"}))
+    page = open_page()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(url)
+    page.get_by_label("API key").fill("not-a-key")
+    page.get_by_role("button", name="Sign in").click()
+    page.locator("#refused", has_text="token").wait_for()
+    page.get_by_label("API key").fill(secret)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("link", name="ours").first.wait_for()
+    assert page.get_by_text("theirs").count() == 0
+    assert page.goto(f"{url}/console/jobs/{other.id}").status == 404
+    page.goto(f"{url}/console/jobs/{own.id}")
+    page.get_by_role("button", name="Cancel").click()
+    assert wait_until(lambda: Jobs(database).get(own.id).status.phase in ("Cancelling", "Cancelled"), 20.0)
+    page.get_by_role("link", name="Sign out").click()
+    page.get_by_label("API key").wait_for()
+
+
+def test_a_viewer_reads_and_has_no_buttons(guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    job = Jobs(database, scope=within("team", database)).submit(job_spec(name="ours"))
+    page = open_page()
+    page.goto(url)
+    page.get_by_label("API key").fill(key_in(database, "team", "viewer"))
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("link", name="ours").first.click()
+    page.locator("h1", has_text="ours").wait_for()
+    assert page.get_by_role("button").count() == 0
+    assert job.id in page.url
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
+        scheme: str, plane: Plane, guarded: tuple[str, Database], rehearsal: Rehearsal, open_page: OpenPage,
+        faults: list[str]) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    rehearsal.plan(capture=["ok", "permanent"])
+    whole, broken = submitted(plane, name="whole"), submitted(plane, name="broken")
+    assert wait_until(lambda: all(plane.http.get(f"/v1alpha1/jobs/{one}").json()["status"]["finished_at"]
+                                  for one in (whole, broken)), 120.0)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    pages = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
+             "failed-job": address(plane, f"/console/jobs/{broken}"), "sign-in": guarded[0]}
+    for width, height in ((375, 812), (820, 1180), (1440, 900)):
+        page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        for name, url in pages.items():
+            page.goto(url)
+            page.wait_for_load_state("networkidle")
+            page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=True)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than {width}"
+            found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
+            assert found.violations_count == 0, f"{name} at {width}, {scheme}: {found.generate_report()}"
+    assert [one for one in faults if "401" not in one] == [], "the sign-in page is a 401, which Chromium logs"
+
+
+def test_the_installations_token_signs_in(guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    page = open_page()
+    page.goto(guarded[0])
+    page.get_by_label("API key").fill(TOKEN)
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Sign out").wait_for()
