@@ -381,6 +381,10 @@ class Client:
         """Create a webhook. Its secret is returned only here."""
         return self._post(f"{_API}/webhooks", CreatedWebhook, wanted.model_dump(mode="json"))
 
+    def rotate_webhook(self, webhook_id: str) -> CreatedWebhook:
+        """Replace a webhook's secret. The new one is returned only here."""
+        return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/rotate", CreatedWebhook)
+
     def webhooks(self) -> WebhookList:
         """All webhooks."""
         return self._get(f"{_API}/webhooks", WebhookList)

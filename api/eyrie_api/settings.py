@@ -10,15 +10,17 @@ The attribute docstrings of settings that the Helm chart does not set itself are
 helm/eyrie/values.schema.json, and a test compares them (`tests.helm.values_table`).
 """
 
+import base64
 import contextlib
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import InvalidInput
@@ -27,8 +29,11 @@ from eyrie_api.v1alpha1.model import Frozen
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
-_SECRETS = ("token", "database_url", "broker_url")
+_SECRETS = ("token", "secret_key", "database_url", "broker_url")
 """Settings whose values error messages do not contain, because messages reach logs."""
+
+_FERNET_KEYS = re.compile(r"\s*[\w-]{43}=(\s*,\s*[\w-]{43}=)*\s*", re.ASCII)
+_NOT_KEYS = "must be one or more Fernet keys (32 bytes each, in URL-safe base64), separated by commas"
 
 
 class Settings(Frozen):
@@ -54,6 +59,10 @@ class Settings(Frozen):
     port: int = Field(DEFAULT_PORT, ge=0, le=65535)
     token: str | None = Field(None, min_length=16)
     """Bearer token. Required unless the bind address is loopback; if unset, one is generated under home."""
+
+    secret_key: str | None = Field(None, repr=False)
+    """Fernet keys that encrypt stored secrets, separated by commas: the first encrypts, all decrypt. If unset with
+    SQLite, one is generated under home."""
 
     oidc_issuer: str | None = None
     """URL of an OIDC issuer whose bearer tokens are taken; every request must then prove itself, on loopback too."""
@@ -124,6 +133,13 @@ class Settings(Frozen):
     train_gflops: float = Field(80.0, gt=0.0)
     """Forward and backward of the drafter."""
 
+    @field_validator("secret_key")
+    @classmethod
+    def _check_keys(cls, value: str | None) -> str | None:
+        if value is not None and not _FERNET_KEYS.fullmatch(value):
+            raise ValueError(_NOT_KEYS)
+        return value
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         """Read EYRIE_HOME, EYRIE_DATABASE_URL, ... Raises InvalidInput naming the variable that is wrong."""
@@ -167,13 +183,35 @@ class Settings(Frozen):
         if self.token is not None or self.is_loopback:
             return self.token
         path = self.home / "token"
-        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            # Of two processes that start together one link succeeds, and both read a token that is whole: a file
-            # created in place would be empty until it is written, and an empty token would admit anybody.
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".token-") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-                file.flush()
-                with contextlib.suppress(FileExistsError):
-                    os.link(file.name, path)
+            _write_once(path, secrets.token_urlsafe(32))
         return path.read_text().strip()
+
+    def required_secret_keys(self) -> tuple[str, ...]:
+        """The Fernet keys for stored secrets: those of the setting, then those in `<home>/secret-key`.
+
+        With SQLite the file is generated if there is neither. Servers that share another database need the same key, so
+        none is generated there, and there may be none. Raises InvalidInput for a file that is not one of keys.
+        """
+        path = self.home / "secret-key"
+        if self.secret_key is None and self.resolved_database_url.startswith("sqlite") and not path.exists():
+            _write_once(path, base64.urlsafe_b64encode(secrets.token_bytes(32)).decode())
+        try:
+            stored = path.read_text() if path.exists() else None
+        except OSError as error:
+            raise InvalidInput(f"{path} cannot be read: {error.strerror}", "correct its owner and mode") from None
+        if stored is not None and not _FERNET_KEYS.fullmatch(stored):
+            raise InvalidInput(f"the content of {path} {_NOT_KEYS}", "restore the file from a backup")
+        return tuple(key.strip() for text in (self.secret_key, stored) if text is not None for key in text.split(","))
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Create a file that its owner alone may read, unless it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Of two processes that start together one link succeeds, and both read a file that is whole: one created in place
+    # would be empty until it is written, and an empty token would admit anybody.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as file:
+        file.write(text + "\n")
+        file.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)

@@ -16,10 +16,12 @@ from types import FrameType
 
 import uvicorn
 
+from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.tasks import make_celery, queue_lengths
 from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.slow_clients import TimedProtocol
@@ -62,6 +64,7 @@ class Plane:
         self._settings = settings
         self._database = Database(settings.resolved_database_url)
         upgrade(self._database)
+        encrypt_stored(self._database, SecretKeys(settings.required_secret_keys()))
         self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
         celery = make_celery(settings, self._jobs.advance, reconcile_endpoint=self._endpoints.reconcile,

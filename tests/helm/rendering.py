@@ -74,8 +74,10 @@ EXTERNAL: Values = {
     "artifacts": {"url": "s3://bucket/prefix", "endpointUrl": "https://s3.example",
                   "credentials": {"accessKey": "s3-access-word", "secretKey": "s3-secret-word"}},
     "api": {"token": {"value": "token-secret-word-0123"}},
+    "secretKey": {"value": "webhook-secret-word-0123456789-0123456789-0="},
 }
-SECRET_WORDS = ("pg-secret-word", "redis-secret-word", "s3-access-word", "s3-secret-word", "token-secret-word")
+SECRET_WORDS = ("pg-secret-word", "redis-secret-word", "s3-access-word", "s3-secret-word", "token-secret-word",
+                "webhook-secret-word")
 
 SETS: dict[str, tuple[Values, tuple[str, ...]]] = {
     "default": ({}, ()),

@@ -104,11 +104,13 @@ def test_a_trial_is_installed_upgraded_rolled_back_and_leaves_what_the_switches_
     assert server.definitions() == set(CRDS)
     token, database = server.secret("rel-eyrie-api-token"), server.secret("rel-eyrie-database")
     assert database["password"] in database["url"]
+    key = server.secret("rel-eyrie-secret-key")
     eventually(lambda: server.names(server.batch.list_namespaced_job) == {"rel-eyrie-migrations-1"})
 
     server.helm.upgrade(server.chart, "rel", {"worker": {"replicas": 3}}, timeout=int(LONG_S))
     assert server.replicas("rel-eyrie-worker") == 3
     assert (server.secret("rel-eyrie-api-token"), server.secret("rel-eyrie-database")) == (token, database)
+    assert server.secret("rel-eyrie-secret-key") == key
     eventually(lambda: server.names(server.batch.list_namespaced_job) == {"rel-eyrie-migrations-2"})
 
     server.helm.rollback("rel", version=1, timeout=int(LONG_S))
@@ -122,7 +124,7 @@ def test_a_trial_is_installed_upgraded_rolled_back_and_leaves_what_the_switches_
     eventually(lambda: not server.names(server.apps.list_namespaced_deployment))
 
     server.install(TRIAL)  # takes up what was kept: the volume knows the old password alone
-    assert server.secret("rel-eyrie-database") == database
+    assert (server.secret("rel-eyrie-database"), server.secret("rel-eyrie-secret-key")) == (database, key)
 
 
 @pytest.mark.xdist_group("cluster")

@@ -130,7 +130,7 @@ def test_generated_secret_values_are_in_their_secret_alone() -> None:
     rendered = render()
     values = [value for one in rendered.of("Secret") for value in one["stringData"].values()]
     words = [value for value in values if "://" not in value]
-    assert len(words) == 5  # token, two passwords, two S3 keys
+    assert len(words) == 6  # token, two passwords, two S3 keys, a Fernet key
     others = json.dumps([one for one in rendered if one["kind"] != "Secret"])
     assert [word for word in words if word in others] == []
 
@@ -141,10 +141,20 @@ def test_existing_secrets_are_used_everywhere_and_none_is_made_next_to_them() ->
     assert rendered.of("Secret") == rendered.of("StatefulSet") == []
     named = {(variable["valueFrom"]["secretKeyRef"]["name"], variable["valueFrom"]["secretKeyRef"]["key"])
              for _, container in rendered.containers() for variable in container["env"] if "valueFrom" in variable}
-    assert named == {("eyrie-database", "url"), ("eyrie-broker", "url"), ("mine", "bearer")}
+    assert named == {("eyrie-database", "url"), ("eyrie-broker", "url"), ("mine", "bearer"),
+                     ("eyrie-secret-key", "secret-key")}
     mounted = {volume["secret"]["secretName"] for _, template in rendered.pods()
                for volume in template["spec"]["volumes"] if "secret" in volume}
     assert mounted == {"eyrie-artifacts"}
+
+
+def test_api_and_worker_share_the_key_that_encrypts_webhook_secrets_and_others_have_none(rendered: Rendered) -> None:
+    named = {name: variable["valueFrom"]["secretKeyRef"] for name, container in rendered.containers()
+             for variable in container.get("env", []) if variable["name"] == "EYRIE_SECRET_KEY"}
+    assert set(named) == {"Deployment/rel-eyrie-api/api", "Deployment/rel-eyrie-worker/worker"}
+    (secret,) = {reference["name"] for reference in named.values()}
+    for one in rendered.of("Secret", secret):
+        assert Settings(secret_key=one["stringData"]["secret-key"]).required_secret_keys()
 
 
 def test_no_variable_that_can_hold_a_secret_is_written_out(rendered: Rendered) -> None:
@@ -371,9 +381,10 @@ def test_what_is_kept_says_so() -> None:
         return {one["metadata"]["name"] for one in render(values).of("Secret")
                 if "helm.sh/resource-policy" in one["metadata"].get("annotations", {})}
 
-    assert kept({}) == {"rel-eyrie-database", "rel-eyrie-artifacts"}  # whose volumes outlive the release too
+    # Volumes outlive the release too, and a kept database is worth nothing to webhooks without its key.
+    assert kept({}) == {"rel-eyrie-database", "rel-eyrie-artifacts", "rel-eyrie-secret-key"}
     assert kept({"bundled": {"keep": False}}) == set()
-    assert kept(EXTERNAL) == set()
+    assert kept(EXTERNAL) == {"rel-eyrie-secret-key"}
     policy = "persistentVolumeClaimRetentionPolicy"
     loose = render({"bundled": {"keep": False}}).the("StatefulSet", "rel-eyrie-postgresql")["spec"]
     assert loose[policy]["whenDeleted"] == "Delete"

@@ -19,7 +19,8 @@ SCHEMA, VALUES = HELM / "eyrie/values.schema.json", HELM / "eyrie/values.yaml"
 PAGE = HELM.parent / "docs/helm_values.md"
 BEGIN, END = "<!-- values: python -m tests.helm.values_table -->\n", "<!-- end of values -->\n"
 
-GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "database_url", "broker_url", "cluster_profile"}
+GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "secret_key", "database_url", "broker_url",
+         "cluster_profile"}
 """Settings that the chart gives by itself, most of them from Secrets."""
 
 _PROFILE = "Profile"

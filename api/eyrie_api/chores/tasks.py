@@ -31,6 +31,7 @@ from typing import Any
 
 from celery import Celery
 
+from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.broker import SHARD_QUEUE, messages_waiting, transport_settings
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Endpoints
@@ -105,7 +106,8 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
                 reconcile_endpoint: Step | None, forget: Step | None, sweep: Callable[[], None] | None) -> None:
     jobs, outbox = Jobs(database, clock), Outbox(database, clock)
     endpoints, idempotency = Endpoints(database, clock), Idempotency(database, settings.idempotency_ttl_s, clock)
-    webhooks = Webhooks(database, clock, allow_private=settings.webhooks_allow_private)
+    webhooks = Webhooks(database, clock, allow_private=settings.webhooks_allow_private,
+                        keys=SecretKeys(settings.required_secret_keys()))
 
     @app.task(name="eyrie.advance_job", shared=False)  # type: ignore[untyped-decorator]
     def advance_job(job_id: str) -> None:

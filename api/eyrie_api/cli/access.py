@@ -17,6 +17,7 @@ from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.access import (
     Action,
+    CreatedWebhook,
     CreateKey,
     CreateMember,
     CreateProject,
@@ -224,16 +225,10 @@ def webhooks_create(
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Post a project's events to a URL. The signing secret is shown only once."""
-    screen = Screen(as_json=as_json)
     events = [cast(WebhookEvent, _one_of(one, WebhookEvent, "--event")) for one in event or ()]
     wanted = _checked(CreateWebhook, url=url, **({"events": tuple(events)} if events else {}))
     with connect(server, project) as client:
-        made = client.create_webhook(wanted)
-    if as_json:
-        screen.show({"webhook": made.webhook, "secret": made.secret}, "")
-        return
-    screen.line(None, Text(made.secret))
-    screen.note(f"webhook {made.webhook.id} of {made.webhook.project}; its secret is shown only once")
+        _show_once(client.create_webhook(wanted), Screen(as_json=as_json))
 
 
 @webhooks_app.command("list")
@@ -247,6 +242,14 @@ def webhooks_list(project: InProject = None, server: Server = DEFAULT_SERVER, as
 
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Id.")]
+
+
+@webhooks_app.command("rotate")
+@verb
+def webhooks_rotate(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Replace a webhook's secret. The new one, shown only once, signs every attempt from now on."""
+    with connect(server) as client:
+        _show_once(client.rotate_webhook(webhook), Screen(as_json=as_json))
 
 
 @webhooks_app.command("delete")
@@ -277,6 +280,14 @@ def webhooks_ping(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: 
     with connect(server) as client:
         sent = client.ping_webhook(webhook)
     Screen(as_json=as_json).show(sent, Text(f"Sent {sent.id}. How it went: eyrie webhooks deliveries {webhook}"))
+
+
+def _show_once(made: CreatedWebhook, screen: Screen) -> None:
+    if screen.as_json:
+        screen.show({"webhook": made.webhook, "secret": made.secret}, "")
+        return
+    screen.line(None, Text(made.secret))
+    screen.note(f"webhook {made.webhook.id} of {made.webhook.project}; its secret is shown only once")
 
 
 def _one_of(given: str, kind: Any, flag: str) -> str:

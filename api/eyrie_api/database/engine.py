@@ -76,8 +76,8 @@ class Database:
                                    "differently", "name a file")
             path = Path(str(parsed.database)).absolute()
             path.parent.mkdir(parents=True, exist_ok=True)
-            # It holds webhook secrets and digests of keys. SQLite gives its -wal and -shm files the same mode. A path
-            # that cannot be written is reported by the first connection.
+            # It holds digests of keys. SQLite gives its -wal and -shm files the same mode. A path that cannot be
+            # written is reported by the first connection.
             with suppress(OSError):
                 path.touch(mode=0o600)
                 path.chmod(0o600)
@@ -113,6 +113,22 @@ class Database:
         """Whether a statement can be run. Raises what the driver raises when it cannot."""
         with self.reading() as session:
             return bool(session.execute(text("SELECT 1")).scalar_one())
+
+    def erase_free_space(self) -> bool:
+        """On SQLite: rewrite the file and empty its -wal file, so that neither contains values replaced before. Returns
+        whether nothing prevented it, such as an open reader or a full disk. On PostgreSQL does nothing."""
+        if not self.is_sqlite:
+            return True
+        connection = self.engine.raw_connection()
+        try:
+            cursor = connection.cursor()
+            cursor.execute("VACUUM")
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            return bool((cursor.fetchone() or [1])[0] == 0)  # the first column is "busy"
+        except self.engine.dialect.loaded_dbapi.Error:
+            return False
+        finally:
+            connection.close()
 
     def close(self) -> None:
         """Close all connections."""

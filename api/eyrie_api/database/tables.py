@@ -324,15 +324,16 @@ class AuditRow(Base):
 
 
 class WebhookRow(Base):
-    """One webhook of a project. The secret is stored in plain text, because signing needs it: with read access to the
-    database, deliveries to the receiver can be forged, but the secret gives no access to Eyrie."""
+    """One webhook of a project. `secret` is NULL, except in rows of versions that stored it in plain text, until a
+    control plane with a key starts (`webhook_secrets`)."""
 
     __tablename__ = "webhooks"
     id: Mapped[str] = mapped_column(String(16), primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"), index=True)
     url: Mapped[str] = mapped_column(String(2048))
     events: Mapped[list[Any]]
-    secret: Mapped[str] = mapped_column(String(63))
+    secret: Mapped[str | None] = mapped_column(String(63))
+    secret_encrypted: Mapped[str | None] = mapped_column(Text)
     failures: Mapped[int]
     disabled_reason: Mapped[str | None] = mapped_column(String(255))
     created_by: Mapped[str] = mapped_column(String(512))

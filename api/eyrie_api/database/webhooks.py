@@ -5,13 +5,14 @@ so that there is a delivery for every change and none without one. `deliver` is 
 with increasing delay (`BACKOFF_S`), and the tick finds it. A delivery may arrive twice, with the same id.
 
 A webhook is disabled after `MAX_FAILURES` failed deliveries in a row; a successful `ping` enables it again. Its secret
-is shown once, at its creation.
+is shown once, at its creation, and stored encrypted (`webhook_secrets`). An attempt whose secret cannot be decrypted
+fails before anything is sent.
 """
 
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from http.client import HTTPException
 from typing import Any
@@ -20,11 +21,13 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.access.secret_keys import SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.tables import DeliveryRow, WebhookRow
+from eyrie_api.database.webhook_secrets import secret_of, set_secret
 from eyrie_api.egress import ssrf_safe_http
 from eyrie_api.egress.webhook_signatures import signed_headers
 from eyrie_api.errors import InvalidInput, NotFound
@@ -50,8 +53,10 @@ class Attempt:
     id: str
     event: str
     url: str
-    secret: str
     body: bytes
+    secret: str = field(repr=False)
+    unreadable: str | None = None
+    """Why the secret cannot be decrypted."""
 
 
 def announce(session: Session, clock: Clock, project: str, event: WebhookEvent, payload: Mapping[str, Any]) -> None:
@@ -78,15 +83,15 @@ class Webhooks:
     """Webhook and delivery rows of one database, as `scope` sees them."""
 
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM, *,
-                 allow_private: bool = False) -> None:
+                 allow_private: bool = False, keys: SecretKeys | None = None) -> None:
         self._database, self._clock, self._scope = database, clock, scope
-        self._allow_private = allow_private
+        self._allow_private, self._keys = allow_private, keys or SecretKeys()
 
     # Requests.
 
     def create(self, wanted: CreateWebhook) -> tuple[Webhook, str]:
         """A new webhook of the scope's project and its secret. Raises InvalidInput for an invalid URL, or one whose
-        address is not allowed."""
+        address is not allowed; SecretKeyMissing."""
         project = self._scope.home("webhooks:write")
         try:
             ssrf_safe_http.resolve_allowed(ssrf_safe_http.parse_url(wanted.url), allow_private=self._allow_private)
@@ -94,12 +99,23 @@ class Webhooks:
             raise InvalidInput("url names a host that cannot be resolved", "check its name") from None
         actor = "system" if self._scope.principal is None else self._scope.principal.subject
         row = WebhookRow(id="whk_" + secrets.token_hex(6), project=project, url=wanted.url, events=list(wanted.events),
-                         secret="whsec_" + secrets.token_urlsafe(32), failures=0, disabled_reason=None,
-                         created_by=actor, created_at=self._clock())
+                         failures=0, disabled_reason=None, created_by=actor, created_at=self._clock())
+        secret = _new_secret()
+        set_secret(row, secret, self._keys)
         with self._database.writing() as session:
             session.add(row)
             record_change(session, self._scope, self._clock, "webhook.create", f"webhook/{row.id}", project)
-            return _render(row), row.secret
+            return _render(row), secret
+
+    def rotate(self, webhook_id: str) -> tuple[Webhook, str]:
+        """Give it a new secret, which signs all further attempts. The former one need not be readable. Raises NotFound,
+        Forbidden or SecretKeyMissing."""
+        secret = _new_secret()
+        with self._database.writing() as session:
+            row = self._find(session, webhook_id)
+            set_secret(row, secret, self._keys)
+            record_change(session, self._scope, self._clock, "webhook.rotate", f"webhook/{webhook_id}", row.project)
+            return _render(row), secret
 
     def list(self) -> tuple[Webhook, ...]:
         """Webhooks that the scope may see, oldest first."""
@@ -123,9 +139,11 @@ class Webhooks:
             return tuple(_render_delivery(row) for row in rows)
 
     def ping(self, webhook_id: str) -> Delivery:
-        """Send it a test event. Raises NotFound or Forbidden."""
+        """Send it a test event. Raises NotFound or Forbidden; SecretKeyMissing or SecretUnreadable for a secret that
+        this server cannot decrypt."""
         with self._database.writing() as session:
             hook = self._find(session, webhook_id)
+            secret_of(hook, self._keys)
             row = _add(session, self._clock, hook, "ping", {})
             record_change(session, self._scope, self._clock, "webhook.ping", f"webhook/{webhook_id}", hook.project)
             session.flush()
@@ -143,6 +161,9 @@ class Webhooks:
         """One attempt, if the delivery is due and no other worker is attempting it."""
         attempt = self._take(delivery_id)
         if attempt is None:
+            return
+        if attempt.unreadable is not None:
+            self._settle(delivery_id, None, attempt.unreadable)
             return
         timestamp = int(self._clock().timestamp())
         headers = signed_headers(attempt.secret, attempt.id, attempt.event, timestamp, attempt.body)
@@ -176,7 +197,11 @@ class Webhooks:
                 return None
             row.attempts += 1
             row.next_at = now + timedelta(seconds=_ATTEMPT_TIMEOUT_S)
-            return Attempt(row.id, row.event, hook.url, hook.secret, row.body.encode())
+            body = row.body.encode()
+            try:
+                return Attempt(row.id, row.event, hook.url, body, secret_of(hook, self._keys))
+            except (SecretKeyMissing, SecretUnreadable) as error:
+                return Attempt(row.id, row.event, hook.url, body, "", f"{error.message}; {error.hint}")
 
     def _settle(self, delivery_id: str, status: int | None, failed: str | None) -> None:
         now = self._clock()
@@ -205,6 +230,10 @@ class Webhooks:
             raise absent
         self._scope.check("webhooks:write", row.project, absent)
         return row
+
+
+def _new_secret() -> str:
+    return "whsec_" + secrets.token_urlsafe(32)
 
 
 def _render(row: WebhookRow) -> Webhook:

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.database.api_keys import ApiKeys
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoint_history import Histories
@@ -52,6 +53,7 @@ class Control:
     projects: Projects
     audit: Audit
     webhooks: Webhooks
+    secret_keys: SecretKeys
     preflight: PreflightCache
     scope: Scope = SYSTEM
     wake: Callable[[], None] = _nothing
@@ -67,10 +69,12 @@ class Control:
              queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
         """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
+        keys = SecretKeys(settings.required_secret_keys())
         return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
                    Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
-                   ApiKeys(database), Projects(database), Audit(database), Webhooks(database),
-                   PreflightCache(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
+                   ApiKeys(database), Projects(database), Audit(database),
+                   Webhooks(database, keys=keys), keys, PreflightCache(settings), SYSTEM, wake or _nothing,
+                   checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
         """The same, restricted to `scope`."""
@@ -80,7 +84,8 @@ class Control:
             endpoints=Endpoints(database, scope=scope), histories=Histories(database, scope=scope),
             results=Results(database, scope=scope), keys=ApiKeys(database, scope=scope),
             projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
-            webhooks=Webhooks(database, scope=scope, allow_private=self.settings.webhooks_allow_private))
+            webhooks=Webhooks(database, scope=scope, keys=self.secret_keys,
+                              allow_private=self.settings.webhooks_allow_private))
 
     def check_spec_policy(self, spec: JobSpec) -> None:
         """Whether a job uses only paths and endpoints that its submitter may use. Raises InvalidInput."""

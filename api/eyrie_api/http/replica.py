@@ -18,10 +18,12 @@ from collections.abc import Callable
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
+from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.chores.worker import Ticker
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import SchemaState, schema_state, upgrade
+from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
@@ -55,6 +57,7 @@ def serve(settings: Settings) -> None:
         raise InvalidInput("the broker memory:// lives inside one process, and no worker could take this one's chores",
                            "set EYRIE_BROKER_URL to a Redis, or run `eyrie up`, which does its own chores")
     database = Database(settings.resolved_database_url)
+    encrypt_stored(database, SecretKeys(settings.required_secret_keys()))
     celery = make_celery(settings, _taken_elsewhere, reconcile_endpoint=_taken_elsewhere, database=database)
     ticker = Ticker(settings, celery)
     app = create_app(settings, database=database, wake=ticker.wake, checks={"the ticker": lambda: ticker.is_running},

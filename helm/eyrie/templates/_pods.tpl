@@ -53,7 +53,7 @@ generated secrets none is taken, since without a server each rendering makes ano
 {{- $values := .root.Values -}}
 checksum/settings: {{ include "eyrie.settings" .root | sha256sum }}
 checksum/cluster: {{ toJson $values.cluster | sha256sum }}
-checksum/stores: {{ list $values.database $values.broker $values.artifacts $values.api.token | toJson | sha256sum }}
+checksum/stores: {{ list $values.database $values.broker $values.artifacts $values.api.token $values.secretKey | toJson | sha256sum }}
 {{- with (index $values .component).podAnnotations }}
 {{ toYaml . }}
 {{- end }}
@@ -99,6 +99,15 @@ EYRIE_{{ upper $name }}: {{ $value | toString | quote }}
     secretKeyRef:
       name: {{ include "eyrie.store.secret" (dict "root" . "store" "broker") }}
       key: {{ include "eyrie.store.key" (dict "root" . "store" "broker") }}
+{{- end -}}
+
+{{/* For the API server, which creates webhooks, and the worker, which signs deliveries to them. */}}
+{{- define "eyrie.secretKeyVariable" -}}
+- name: EYRIE_SECRET_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "eyrie.secretKey.secret" . }}
+      key: {{ include "eyrie.secretKey.key" . }}
 {{- end -}}
 
 {{/*

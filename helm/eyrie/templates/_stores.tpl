@@ -44,8 +44,17 @@ either is the bundled one set up.
 {{- with .Values.api.token.existingSecret -}}{{ if .name }}{{ .key }}{{ else }}token{{ end }}{{- end -}}
 {{- end -}}
 
+{{- define "eyrie.secretKey.secret" -}}
+{{- .Values.secretKey.existingSecret.name | default (printf "%s-secret-key" (include "eyrie.fullname" .)) -}}
+{{- end -}}
+
+{{- define "eyrie.secretKey.key" -}}
+{{- with .Values.secretKey.existingSecret -}}{{ if .name }}{{ .key }}{{ else }}secret-key{{ end }}{{- end -}}
+{{- end -}}
+
 {{/*
-(dict "root" $ "secret" "name" "key" "password" "length" 32): the value that the Secret in the cluster has, or a new one.
+(dict "root" $ "secret" "name" "key" "password" "length" 32), or "fernet" true for "length": the value that the Secret in the
+cluster has, or a new one.
 Without a server (helm template) there is nothing to look up, and each rendering makes another.
 */}}
 {{- define "eyrie.keptOrNew" -}}
@@ -53,7 +62,8 @@ Without a server (helm template) there is nothing to look up, and each rendering
 {{- if and $found (hasKey ($found.data | default dict) .key) -}}
 {{- index $found.data .key | b64dec -}}
 {{- else -}}
-{{- randAlphaNum .length -}}
+{{- /* A Fernet key is 32 bytes in URL-safe base64. */ -}}
+{{- if .fernet }}{{ randBytes 32 | replace "+" "-" | replace "/" "_" }}{{ else }}{{ randAlphaNum .length }}{{ end -}}
 {{- end -}}
 {{- end -}}
 

@@ -19,6 +19,8 @@ from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
 
 TOKEN = "the-installation-s-own-token"
+SECRET_KEY = "c2VjcmV0LWtleS1vZi10aGUtdGVzdHMtMDEyMzQ1Njc="
+"""A Fernet key."""
 KEYS, PROJECTS, JOBS, ENDPOINTS, WEBHOOKS = (
     f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints", "webhooks"))
 
@@ -56,7 +58,7 @@ def as_admin_of(control: Control, project: str) -> Control:
 @contextmanager
 def two_projects(settings: Settings, database: Database) -> Iterator[Harness]:
     """A harness, for as long as the context lasts."""
-    closed = settings.model_copy(update={"token": TOKEN, "webhooks_allow_private": True})
+    closed = settings.model_copy(update={"token": TOKEN, "webhooks_allow_private": True, "secret_key": SECRET_KEY})
     with (serving(closed, database) as server,
           httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as http):
         a, b = (_tenant(server, http, project) for project in ("north", "south"))

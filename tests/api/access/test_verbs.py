@@ -86,6 +86,10 @@ def test_a_webhook_is_made_pinged_and_deleted(harness: Harness) -> None:
         listed = as_json(harness, "webhooks", "deliveries", webhook)["items"]
         assert [one["event"] for one in listed] == ["ping"]
         assert "pending" in run(harness, "webhooks", "deliveries", webhook).stdout
+        rotated = as_json(harness, "webhooks", "rotate", webhook)
+        assert rotated["secret"].startswith("whsec_")
+        assert rotated["secret"] != made["secret"]
+        assert run(harness, "webhooks", "rotate", webhook).stdout.startswith("whsec_")
         run(harness, "webhooks", "delete", webhook)
     run(harness, "webhooks", "ping", webhook, code=66)
     run(harness, "webhooks", "create", "http://169.254.169.254/x", code=65)

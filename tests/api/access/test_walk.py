@@ -92,6 +92,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("DELETE", WEBHOOKS + "/{webhook_id}"): ("one", None),
     ("GET", WEBHOOKS + "/{webhook_id}/deliveries"): ("one", None),
     ("POST", WEBHOOKS + "/{webhook_id}/ping"): ("one", None),
+    ("POST", WEBHOOKS + "/{webhook_id}/rotate"): ("one", None),
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.tasks import make_celery
 from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.clock import utc_now
@@ -24,8 +25,11 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateWebhook
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
+from tests.api.access.harness import SECRET_KEY
 from tests.api.access.receiver import Receiver, receiving
 from tests.api.samples import ManualClock, ended, job_spec
+
+KEYS = SecretKeys([SECRET_KEY])
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def webhooks(database: Database, clock: ManualClock) -> Webhooks:
-    return Webhooks(database, clock, allow_private=True)
+    return Webhooks(database, clock, allow_private=True, keys=KEYS)
 
 
 def deliver_all(webhooks: Webhooks) -> int:
@@ -146,8 +150,9 @@ def test_a_delivery_whose_worker_died_is_due_again_and_two_workers_do_not_send_i
 
 
 def test_the_chores_deliver(settings: Settings, database: Database, receiver: Receiver) -> None:
-    open_ = settings.model_copy(update={"webhooks_allow_private": True, "reconcile_interval_s": 0.1})
-    webhooks = Webhooks(database, utc_now, allow_private=True)
+    open_ = settings.model_copy(update={"webhooks_allow_private": True, "reconcile_interval_s": 0.1,
+                                       "secret_key": SECRET_KEY})
+    webhooks = Webhooks(database, utc_now, allow_private=True, keys=KEYS)
     loop = ChoreLoop(open_, make_celery(open_, lambda _job_id: None, database=database))
     loop.start()
     try:
@@ -212,8 +217,8 @@ def test_a_webhook_made_when_its_name_led_outside_is_not_sent_inside_later(
         database: Database, clock: ManualClock, receiver: Receiver) -> None:
     with pytest.raises(InvalidInput):
         Webhooks(database, clock).create(CreateWebhook(url=receiver.url))
-    hook, _secret = Webhooks(database, clock, allow_private=True).create(CreateWebhook(url=receiver.url))
-    strict = Webhooks(database, clock)
+    hook, _secret = Webhooks(database, clock, allow_private=True, keys=KEYS).create(CreateWebhook(url=receiver.url))
+    strict = Webhooks(database, clock, keys=KEYS)
     strict.ping(hook.id)
     assert deliver_all(strict) == 1
     assert receiver.got == []

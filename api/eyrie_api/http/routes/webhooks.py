@@ -29,6 +29,13 @@ def delete_webhook(webhook_id: str, control: Here) -> Response:
     return Response(status_code=204)
 
 
+@router.post(WEBHOOKS + "/{webhook_id}/rotate", status_code=201, name="webhook.rotate")
+def rotate_webhook(webhook_id: str, control: Here) -> CreatedWebhook:
+    """Replace the secret: the new one, shown this once, signs every attempt from now on."""
+    webhook, secret = control.webhooks.rotate(webhook_id)
+    return CreatedWebhook(webhook=webhook, secret=secret)
+
+
 @router.get(WEBHOOKS + "/{webhook_id}/deliveries")
 def list_deliveries(webhook_id: str, control: Here) -> DeliveryList:
     """Its latest hundred deliveries, newest first. Ended ones are kept for two weeks."""
