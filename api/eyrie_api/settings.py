@@ -119,6 +119,9 @@ class Settings(Frozen):
     sse_poll_s: float = Field(0.05, gt=0.0)
     """How often new events are looked for, for all live streams of a process together."""
 
+    gpu_hour_prices: str | None = Field(None, pattern=r"^ *[^\s,=]+=[0-9.]+ *(, *[^\s,=]+=[0-9.]+ *)*$")
+    """What an hour of a GPU costs, for plans: `NVIDIA-H100-80GB-HBM3=2.5,NVIDIA-B200=5`, by node label of the type."""
+
     # Effective throughput of the machine, for plans. Measured on a 2-core AVX-512 CPU with the 16 x 256 quickstart
     # target: 63k tokens generated in 75 CPU seconds, captured in 18, 236k tokens trained (TTT 7) in 150.
     decode_gflops: float = Field(22.0, gt=0.0)
@@ -186,6 +189,12 @@ class Settings(Frozen):
         if not path.exists():
             _write_once(path, secrets.token_urlsafe(32))
         return path.read_text().strip()
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """`gpu_hour_prices` by label."""
+        pairs = (one.partition("=") for one in (self.gpu_hour_prices or "").split(",") if one.strip())
+        return {label.strip(): float(price) for label, _, price in pairs}
 
     def required_secret_keys(self) -> tuple[str, ...]:
         """The Fernet keys for stored secrets: those of the setting, then those in `<home>/secret-key`.

@@ -13,6 +13,7 @@ import yaml
 
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_operator.command import app
+from tests.benchmarks import plans
 from tests.docs.reference import REFERENCE, cli_page, errors_page, job_page, rest_page
 from tests.house.sources import ROOT
 from tests.walkthrough.test_one_machine import plane
@@ -24,6 +25,10 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), ROOT / "R
 @pytest.mark.parametrize(("page", "written"), [("job.md", job_page), ("cli.md", cli_page), ("rest.md", rest_page)])
 def test_a_generated_page_is_what_the_code_says(page: str, written: object) -> None:
     assert (REFERENCE / page).read_text() == written(), "python -m tests.docs.reference"  # type: ignore[operator]
+
+
+def test_the_page_of_plans_is_what_the_planner_says() -> None:
+    assert plans.PAGE.read_text() == plans.page(), "python -m tests.benchmarks.plans"
 
 
 def test_the_page_of_errors_has_every_reason_and_what_to_do() -> None:

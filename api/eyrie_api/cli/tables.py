@@ -263,16 +263,27 @@ def revision_words(revision: Revision | None) -> str:
 
 def plan_view(plan: Plan) -> RenderableType:
     """What a job will cost, and what the numbers rest on."""
-    table = _table("STAGE", "TOKENS", "DISK", "TIME", right=("TOKENS", "DISK", "TIME"))
+    on_gpus = any(stage.num_gpus for stage in plan.stages)
+    heads = ["TOKENS", "DISK", "TIME", *(["RANGE", "GPUS", "GPU HOURS", "COST"] if on_gpus else [])]
+    table = _table("STAGE", *heads, *(["BOUND BY"] if on_gpus else []), right=tuple(heads))
     for stage in plan.stages:
-        table.add_row(stage.stage, count(stage.tokens), size(stage.bytes_on_disk), duration(stage.hours * 3600))
-    table.add_row("total", count(plan.total_tokens), size(plan.total_bytes_on_disk), duration(plan.total_hours * 3600),
-                  style="bold")
+        cells = [stage.stage, count(stage.tokens), size(stage.bytes_on_disk), duration(stage.hours * 3600)]
+        if on_gpus:
+            seen = stage.hours_range
+            cells += ["-" if seen is None else f"{duration(seen.low * 3600)} - {duration(seen.high * 3600)}",
+                      f"{stage.num_gpus} {stage.gpu_type}" if stage.num_gpus else "-", f"{stage.gpu_hours:,.1f}",
+                      "-" if stage.cost is None else f"{stage.cost:,.0f}", stage.bound_by]
+        table.add_row(*cells)
+    totals = ["total", count(plan.total_tokens), size(plan.total_bytes_on_disk), duration(plan.total_hours * 3600)]
+    if on_gpus:
+        totals += ["", "", f"{plan.total_gpu_hours:,.1f}",
+                   "-" if plan.total_cost is None else f"{plan.total_cost:,.0f}", ""]
+    table.add_row(*totals, style="bold")
     assumed = _table("ASSUMED", "VALUE", "FROM", right=("VALUE",))
     for one in plan.assumptions:
         assumed.add_row(one.name, f"{one.value:,.6g} {one.unit}".rstrip(), one.source)
     per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
-    parts: list[RenderableType] = [table, per_token, assumed]
+    parts: list[RenderableType] = [table, Text(plan.bottleneck), per_token, assumed]
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
     parts += [Text(note) for note in plan.notes]
     if plan.fits_disk is False:

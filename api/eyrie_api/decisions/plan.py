@@ -16,20 +16,23 @@ same job stores 16.7 TiB.)
 
 Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training those of
 `decisions.training_cost` where it describes the family's step, else 6 per drafter parameter and pass of a token through
-the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. The rates are settings with
-measured defaults. A plan is accurate to about a factor of two.
+the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. The rates are those of the
+GPUs that the job requests (`decisions.hardware`), with a range; without GPUs they are settings with measured defaults,
+and a plan is accurate to about a factor of two. Hours are of stages, and of a stage's parts, one after the other.
 
 Legend: A aux layers, H hidden, V vocabulary.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from pydantic import ValidationError
 
 from eyrie_api.decisions.families import description, fuses, named_layers
+from eyrie_api.decisions.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu
 from eyrie_api.decisions.sweep import Candidate, families_of
 from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import GPU_TOKENS, TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
@@ -37,10 +40,12 @@ from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, DecoderSizes, DrafterSizes
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
-from eyrie_api.v1alpha1.requests import PlacementRequest
+from eyrie_api.v1alpha1.requests import PlacementRequest, StageKey
 from eyrie_api.v1alpha1.tuning import TuneSpec
 
+STAGES: tuple[StageKey, ...] = get_args(StageKey)
 DEFAULT_AUX_LAYERS = 3
 ROW_JSON_BYTES_PER_TOKEN = 6
 """Token ids as decimal text with a comma."""
@@ -136,51 +141,111 @@ class DataFacts:
     source: str = "limits of the spec (an upper bound)"
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Effective throughput of the machine in GFLOP/s, by kind of work."""
-
-    prefill: float = 90.0
-    decode: float = 22.0
-    """Many requests in a batch."""
-
-    single: float = 1.5
-    """One request at a time: memory-bound on the weights."""
-
-    train: float = 80.0
-    source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
-
-
 def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: TargetFacts, free_bytes: int | None, *,
-              data_facts: DataFacts | None = None, rates: Rates | None = None) -> Plan:
+              data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
+              gpu_hour_prices: Mapping[str, float] | None = None) -> Plan:
     """The cost of `spec` and its sweep's candidates for a target, stage by stage.
 
-    `free_bytes` is the free space where the job would write, None when unknown.
+    free_bytes        free space where the job would write, None when unknown
+    rates             of this machine, if they were set; by default those of the GPUs that the job requests, or measured
+                      ones of a CPU
+    on_gpus           whether the job computes on GPUs although it requests none: those of its machine
+    gpu_hour_prices   by node label of the type
     """
-    data_facts, rates = data_facts or DataFacts(), rates or Rates()
+    data_facts = data_facts or DataFacts()
     work = _Work(spec, target_facts, data_facts, candidates)
-    stages = (
-        _regenerate(work, rates),
-        _capture(work, rates),
-        _train(work, candidates, rates),
-        _benchmark(work, candidates, rates),
-        _tune(work, rates),
-        _prove(work, rates),
-    )
+    counts = {stage: _stage_gpus(spec, stage, len(candidates), on_gpus) for stage in STAGES}
+    used = {stage: rates or _rates_of(work, stage, counts[stage], "expected") for stage in STAGES}
+    stages = _stages(work, candidates, used)
+    if rates is None and any(counts.values()):
+        slow, fast = (_stages(work, candidates, {stage: _rates_of(work, stage, counts[stage], speed)
+                                                 for stage in STAGES}) for speed in ("low", "high"))
+        stages = tuple(_on_gpus(work, one, counts[one.stage], gpu_hour_prices or {}, (least.hours, most.hours))
+                       if counts[one.stage] else one.model_copy(update={"bound_by": ""})
+                       for one, least, most in zip(stages, fast, slow, strict=True))
+    else:
+        stages = tuple(one.model_copy(update={"bound_by": ""}) for one in stages)
     total = sum(stage.bytes_on_disk for stage in stages)
     warnings = list(_warnings(work, candidates))
+    if rates is None:
+        warnings += _unknown_gpus(spec, counts)
     fits = None if free_bytes is None else total <= free_bytes
     if fits is False:
         warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
     if not work.within_budget:
         fits = False
+    costs = [stage.cost for stage in stages if stage.num_gpus]
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
-        assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings),
+        bottleneck=_bottleneck(stages), total_gpu_hours=sum(stage.gpu_hours for stage in stages),
+        total_cost=sum(cost for cost in costs if cost is not None) if costs and None not in costs else None,
+        assumptions=_assumptions(work, candidates, used, counts), warnings=tuple(warnings),
         notes=(*(description(family) for family in families_of(candidates)),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
                  for rival in spec.benchmarked_rivals)), fits_disk=fits)
+
+
+def _stages(work: "_Work", candidates: Sequence[Candidate], rates: Mapping[str, Rates]) -> tuple[StagePlan, ...]:
+    return (
+        _regenerate(work, rates["regenerate"]), _capture(work, rates["capture"]),
+        _train(work, candidates, rates["train"]), _benchmark(work, candidates, rates["benchmark"]),
+        _tune(work, rates["tune"]), _prove(work, rates["prove"]))
+
+
+def _stage_gpus(spec: JobSpec, stage: StageKey, num_candidates: int, on_gpus: bool) -> int:
+    """GPUs that a stage computes on together; 0: CPUs. On one machine an engine's GPUs are those of every stage."""
+    request = spec.placement.stages.get(stage, PlacementRequest())
+    placed = request.num_gpus if request.num_gpus is not None else spec.placement.every.num_gpus
+    if placed is None:
+        return spec.engine.num_gpus or int(on_gpus)
+    return training_gpus(spec, num_candidates) if stage == "train" else placed
+
+
+def _label(spec: JobSpec, stage: StageKey) -> str | None:
+    return spec.placement.stages.get(stage, PlacementRequest()).gpu_type or spec.placement.every.gpu_type
+
+
+def _rates_of(work: "_Work", stage: StageKey, num_gpus: int, speed: Speed) -> Rates:
+    if not num_gpus:
+        return Rates()
+    spec, target = work.spec, work.target
+    # Checkpoints and data are divided over all GPUs; settings and loads are measured with one server at a time.
+    together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else spec.engine.tp_size
+    loads = {"regenerate": spec.regenerate.concurrency, "benchmark": max(spec.benchmark.concurrencies, default=1),
+             "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.loads, default=1)}
+    return gpu_rates(
+        known_gpu(_label(spec, stage)) or ASSUMED, speed, num_gpus=together,
+        tp_size=together if stage == "benchmark" else spec.engine.tp_size, batch=int(loads.get(stage, 1)),
+        weight_bytes=4 if spec.resolved_target.dtype == "float32" else 2,
+        active_share=target.active_parameters / target.parameters)
+
+
+def _on_gpus(work: "_Work", plan: StagePlan, num_gpus: int, prices: Mapping[str, float],
+             hours_range: tuple[float, float]) -> StagePlan:
+    label = _label(work.spec, plan.stage)  # type: ignore[arg-type]
+    price = prices.get(label or "")
+    return plan.model_copy(update={
+        "num_gpus": num_gpus, "gpu_type": (known_gpu(label) or ASSUMED).name,
+        "hours_range": Interval(low=hours_range[0], high=hours_range[1]),
+        "cost": None if price is None else plan.hours * num_gpus * price})
+
+
+def _bottleneck(stages: Sequence[StagePlan]) -> str:
+    total, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
+    if not total:
+        return ""
+    limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
+    return f"{slowest.stage} takes {slowest.hours / total:.0%} of the time{limited}"
+
+
+def _unknown_gpus(spec: JobSpec, counts: Mapping[StageKey, int]) -> list[str]:
+    labels = {_label(spec, stage) for stage, num_gpus in counts.items() if num_gpus}
+    unknown = sorted(label or "none" for label in labels if known_gpu(label) is None)
+    if not unknown:
+        return []
+    return [f"hours are those of an {ASSUMED.name}: the job's type of GPU ({', '.join(unknown)}) has no figures here; "
+            "name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS"]
 
 
 class _Work:
@@ -242,20 +307,27 @@ def _hours(flops: float, gflops: float) -> float:
     return flops / (gflops * 1e9) / _SECONDS_PER_HOUR
 
 
+def _store_hours(num_bytes: float, rates: Rates) -> float:
+    """To move so many bytes of states."""
+    return 0.0 if rates.store_bytes_per_s is None else num_bytes / rates.store_bytes_per_s / _SECONDS_PER_HOUR
+
+
 def _regenerate(work: _Work, rates: Rates) -> StagePlan:
     prompts, answers = round(work.rows * work.prompt), round(work.rows * work.answer)
     hours = _hours(prompts * work.flops_per_token, rates.prefill) + _hours(answers * work.flops_per_token, rates.decode)
     tokens = prompts + answers
-    return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=hours)
+    return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=hours,
+                     bound_by="memory bandwidth" if rates.decode < rates.prefill else "compute")
 
 
 def _capture(work: _Work, rates: Rates) -> StagePlan:
     if work.streamed:  # only ids and masks are written; the target's forward passes run, and count, in training
         return StagePlan(stage="capture", tokens=work.captured,
                          bytes_on_disk=work.captured * ID_AND_MASK_BYTES, hours=0.0)
-    return StagePlan(stage="capture", tokens=work.captured,
-                     bytes_on_disk=work.store_bytes,
-                     hours=_hours(work.captured * work.flops_per_token, rates.prefill))
+    computing = _hours(work.captured * work.flops_per_token, rates.prefill)
+    storing = _store_hours(work.store_bytes, rates)
+    return StagePlan(stage="capture", tokens=work.captured, bytes_on_disk=work.store_bytes,
+                     hours=max(computing, storing), bound_by="compute" if computing >= storing else "storage")
 
 
 def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
@@ -268,9 +340,14 @@ def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StageP
         hours += _hours(_training_flops(work, candidate, round(seen * share)), rates.train)
         # Exported checkpoints, and one resumable state: weights and two moments.
         size += work.target.drafter_parameters(candidate) * 4 * (train.num_checkpoints + 3)
+    reading = 0.0
     if work.streamed:
-        hours += _hours(_streamed_tokens(work, candidates) * work.flops_per_token, rates.prefill)
-    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=hours)
+        hours += _hours(_shared_tokens(work, candidates) * work.flops_per_token, rates.prefill)
+    else:
+        shared = _shared_tokens(work, candidates) * (work.state_bytes + ID_AND_MASK_BYTES)
+        reading = _store_hours(shared, rates)
+    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=max(hours, reading),
+                     bound_by="compute" if hours >= reading else "storage")
 
 
 def _training_flops(work: _Work, candidate: Candidate, tokens: int) -> float:
@@ -333,9 +410,10 @@ def _tokens_seen(work: _Work, candidate: Candidate) -> int:
     return seen if train.max_steps is None else min(seen, train.max_steps * work.step_tokens(candidate))
 
 
-def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
-    """Tokens the target computes for candidates trained without stored states. Candidates with the same seed and batch
-    size see the same documents at the same steps and share one forward pass; every epoch computes them again."""
+def _shared_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
+    """Tokens whose states are read for all candidates, or computed by the target where none are stored. Candidates with
+    the same seed and batch size see the same documents at the same steps and share one pass; every epoch needs them
+    again."""
     if work.spec.sweep.together == "never":
         return sum(_tokens_seen(work, one) for one in candidates)
     longest: dict[tuple[int, int], int] = {}
@@ -367,7 +445,7 @@ def _benchmark(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> St
     checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates) + len(work.spec.benchmarked_rivals)
     alone = checkpoints * _suite_tokens(work.spec)
     together = checkpoints * _concurrent_tokens(work.spec)
-    return StagePlan(stage="benchmark", tokens=alone + together, bytes_on_disk=0,
+    return StagePlan(stage="benchmark", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=_hours(alone * work.flops_per_token, rates.single)
                      + _hours(together * work.flops_per_token, rates.decode))
 
@@ -398,7 +476,7 @@ def _tune(work: _Work, rates: Rates) -> StagePlan:
     confirmed = _suite_tokens(work.spec)
     hours = min(_hours(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
     tuned = 1 + _tunes_rival(work.spec)
-    return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0,
+    return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=tuned * (hours + _hours(confirmed * work.flops_per_token, rates.single)))
 
 
@@ -410,11 +488,13 @@ def _prove(work: _Work, rates: Rates) -> StagePlan:
     """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
     and without the drafter, and with a rival that the winner has to beat."""
     prove = work.spec.prove
-    loads = len(prove.loads) + bool(prove.system_prompt)
-    tokens = prove.max_new_tokens * (
-        3 * prove.parity_prompts + (2 + _tunes_rival(work.spec)) * prove.requests * loads)
-    return StagePlan(stage="prove", tokens=tokens, bytes_on_disk=0,
-                     hours=_hours(tokens * work.flops_per_token, rates.single))
+    each = (2 + _tunes_rival(work.spec)) * prove.requests * prove.max_new_tokens
+    together = each * sum(load > 1 for load in prove.loads)
+    alone = (each * (sum(load <= 1 for load in prove.loads) + bool(prove.system_prompt))
+             + 3 * prove.parity_prompts * prove.max_new_tokens)
+    return StagePlan(stage="prove", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
+                     hours=_hours(alone * work.flops_per_token, rates.single)
+                     + _hours(together * work.flops_per_token, rates.decode))
 
 
 def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
@@ -490,7 +570,23 @@ def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assu
         source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
-def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> tuple[Assumption, ...]:
+def _rates_named(used: Mapping[StageKey, Rates], counts: Mapping[StageKey, int]) -> tuple[Assumption, ...]:
+    """The rates that hours rest on, each of the stage where it matters."""
+    named = (("prefill rate", "capture", used["capture"].prefill),
+             ("decode rate, many requests", "regenerate", used["regenerate"].decode),
+             ("decode rate, one request", "prove", used["prove"].single),
+             ("training rate", "train", used["train"].train))
+    found = [Assumption(name=name, value=round(value, 1), unit="GFLOP/s", source=used[stage].source)
+             for name, stage, value in named]
+    store = used["capture"].store_bytes_per_s
+    if counts["capture"] and store is not None:
+        found.append(Assumption(name="transfer of states", value=store / 1e9, unit="GB/s",
+                                source="an assumption (0.3 to 3): a pod and an object store or shared file system"))
+    return tuple(found)
+
+
+def _assumptions(work: _Work, candidates: Sequence[Candidate], used: Mapping[StageKey, Rates],
+                 counts: Mapping[StageKey, int]) -> tuple[Assumption, ...]:
     target, data, dtype = work.target, work.data, work.spec.resolved_target.dtype
 
     def say(name: str, value: float, unit: str, source: str) -> Assumption:
@@ -515,8 +611,5 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> 
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         say("candidates", len(candidates), "drafters", "sweep"),
         *_training_memory(work, candidates),
-        say("prefill rate", rates.prefill, "GFLOP/s", rates.source),
-        say("decode rate, many requests", rates.decode, "GFLOP/s", rates.source),
-        say("decode rate, one request", rates.single, "GFLOP/s", rates.source),
-        say("training rate", rates.train, "GFLOP/s", rates.source),
+        *_rates_named(used, counts),
     )

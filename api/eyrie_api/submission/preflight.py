@@ -139,7 +139,8 @@ def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, b
         return spec, None, False
     _check_sizes(candidates, facts)
     require_gpu_memory(spec, candidates, facts, known)
-    planned = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
+    planned = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings),
+                        on_gpus=computes_on_gpus(spec, settings), gpu_hour_prices=settings.prices)
     return (spec, planned.model_copy(update={"notes": (*planned.notes, *_unread(spec))}),
             known.prompt_tokens is not None)
 
@@ -161,10 +162,12 @@ def _is_hub_id(name: str) -> bool:
     return local_path(name) is None and HUB_ID.match(name) is not None
 
 
-def rates(settings: Settings) -> Rates:
-    """Arithmetic rates of the machine, from the settings."""
+def rates(settings: Settings) -> Rates | None:
+    """Arithmetic rates of the machine, where one was set; None: those of the hardware that a job requests."""
+    if not {"prefill_gflops", "decode_gflops", "single_gflops", "train_gflops"} & settings.model_fields_set:
+        return None
     return Rates(prefill=settings.prefill_gflops, decode=settings.decode_gflops, single=settings.single_gflops,
-                 train=settings.train_gflops)
+                 train=settings.train_gflops, source="EYRIE_*_GFLOPS")
 
 
 def _with_dtype(spec: JobSpec, settings: Settings) -> JobSpec:

@@ -1,8 +1,10 @@
 """What a job will cost before it runs: the answer to `POST /v1alpha1/plans`."""
 
+from typing import Literal
+
 from pydantic import Field
 
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.model import Frozen, Interval
 
 
 class Assumption(Frozen):
@@ -22,6 +24,27 @@ class StagePlan(Frozen):
     tokens: int = Field(ge=0)
     bytes_on_disk: int = Field(ge=0)
     hours: float = Field(ge=0.0)
+    """Wall time, parts of a stage one after the other."""
+
+    hours_range: Interval | None = None
+    """Between the fast and the slow end of what a GPU is assumed to reach; None on CPUs, whose rates are measured."""
+
+    num_gpus: int = Field(0, ge=0)
+    """GPUs that the stage computes on together."""
+
+    gpu_type: str = ""
+    """The type whose rates were used."""
+
+    cost: float | None = None
+    """GPU hours at the price of EYRIE_GPU_HOUR_PRICES, in its currency; None where the type has no price."""
+
+    bound_by: Literal["", "compute", "memory bandwidth", "storage"] = ""
+    """What the hours are limited by; empty on CPUs."""
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours times GPUs."""
+        return self.hours * self.num_gpus
 
 
 class Plan(Frozen):
@@ -38,6 +61,13 @@ class Plan(Frozen):
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """On each family of drafters that the job trains: what it suits and what it costs."""
+
+    bottleneck: str = ""
+    """The stage that takes most of the time, its share, and what limits it."""
+
+    total_gpu_hours: float = 0.0
+    total_cost: float | None = None
+    """Of all stages on GPUs; None where one has no price."""
 
     fits_disk: bool | None = None
     """Whether the free space where the job would write holds it; None when unknown."""

@@ -1,0 +1,104 @@
+"""How fast a target computes on a type of GPU, for plans: published peaks, and the share of them that is reached. Pure.
+
+    prefill, capture    compute-bound: the share of peak bfloat16 FLOP/s times the peak
+    training            the same with a share of its own
+    decode              memory-bound: a step of b requests reads every weight once and yields b tokens,
+                        2 b bandwidth / bytes per weight FLOP/s, until that reaches the rate of prefill
+
+Shares are ranges, and so are the hours of a plan. Two are measured by others: SpecForge's documentation reports 27,000
+captured tokens/s of an 8B target on an H200, 44 % of its peak, and 43.5 % for its trainer. The others are assumptions:
+Eyrie itself has not been timed on these GPUs.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Speed = Literal["low", "expected", "high"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Effective throughput of a machine in GFLOP/s, by kind of work."""
+
+    prefill: float = 90.0
+    decode: float = 22.0
+    """Many requests in a batch."""
+
+    single: float = 1.5
+    """One request at a time: memory-bound on the weights."""
+
+    train: float = 80.0
+    source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
+    store_bytes_per_s: float | None = None
+    """To and from where hidden states are stored; None: not limiting."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures of one type."""
+
+    name: str
+    labels: tuple[str, ...]
+    """Parts of its node label (`nvidia.com/gpu.product`), in upper case; the first type with a matching one is it."""
+
+    tflops: float
+    """Peak dense bfloat16 TFLOP/s with tensor cores."""
+
+    gb_per_s: float
+    """Memory bandwidth."""
+
+
+# NVIDIA's data sheets; where they give figures with sparsity, half of them.
+GPUS = (
+    Gpu("B200", ("B200", "GB200"), 2250.0, 8000.0),
+    Gpu("H200", ("H200",), 989.0, 4800.0),
+    Gpu("H100 PCIe", ("H100-PCIE",), 756.0, 2000.0),
+    Gpu("H100", ("H100",), 989.0, 3350.0),
+    Gpu("A100 80 GB", ("A100-SXM4-80GB", "A100-80GB", "A100-SXM-80GB", "A100 80GB"), 312.0, 2039.0),
+    Gpu("A100", ("A100",), 312.0, 1555.0),
+    Gpu("L40S", ("L40S",), 362.0, 864.0),
+    Gpu("L4", ("L4",), 121.0, 300.0),
+    Gpu("A10", ("A10",), 125.0, 600.0),
+)
+ASSUMED = next(gpu for gpu in GPUS if gpu.name == "H100")
+"""Where a job names no type that is known here."""
+
+_PREFILL = {"low": 0.25, "expected": 0.40, "high": 0.50}
+_TRAINING = {"low": 0.20, "expected": 0.35, "high": 0.45}
+_BANDWIDTH = {"low": 0.45, "expected": 0.60, "high": 0.75}
+_BATCH = {"low": 32, "expected": 64, "high": 128}
+"""Requests that memory holds at once, beyond what the job asks for."""
+
+_STORE_BYTES_PER_S = {"low": 3e8, "expected": 1e9, "high": 3e9}
+"""A pod's transfer to an object store or a shared file system."""
+
+
+def known_gpu(label: str | None) -> Gpu | None:
+    """The type that a node label names; None for none, and for one that is not listed here."""
+    text = re.sub(r"[ _]", "-", (label or "").upper())
+    return next((gpu for gpu in GPUS if any(re.search(rf"(^|-){re.escape(part.replace(' ', '-'))}(-|$)", text)
+                                            for part in gpu.labels)), None)
+
+
+def gpu_rates(gpu: Gpu, speed: Speed, *, num_gpus: int, tp_size: int, batch: int, weight_bytes: int,
+              active_share: float) -> Rates:
+    """Rates of a stage.
+
+    num_gpus      of all its servers or processes together
+    tp_size       of one server: one request at a time uses so many
+    batch         requests at once that the job asks for, over all servers
+    weight_bytes  of one weight
+    active_share  of a mixture's weights, those that compute one token; a batch reads all of them
+    """
+    peak = gpu.tflops * 1e3 * 2 / weight_bytes  # float32 computes at half of bfloat16 at best
+    prefill = peak * _PREFILL[speed]
+    reads = 2 * gpu.gb_per_s * _BANDWIDTH[speed] / weight_bytes
+    in_flight = min(max(1.0, batch / num_gpus), _BATCH[speed])
+    decode = min(prefill, max(reads, reads * in_flight * active_share))
+    return Rates(
+        prefill=prefill * num_gpus, decode=decode * num_gpus, single=reads * tp_size,
+        train=peak * _TRAINING[speed] * num_gpus, store_bytes_per_s=_STORE_BYTES_PER_S[speed],
+        source=f"{num_gpus} x {gpu.name}: {gpu.tflops:g} TFLOP/s in bfloat16 and {gpu.gb_per_s:g} GB/s (data sheet), "
+               f"of which {_PREFILL['low']:.0%}-{_PREFILL['high']:.0%}, in training {_TRAINING['low']:.0%}-"
+               f"{_TRAINING['high']:.0%}, and {_BANDWIDTH['low']:.0%}-{_BANDWIDTH['high']:.0%} are reached")

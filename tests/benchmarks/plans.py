@@ -1,0 +1,97 @@
+"""Writes docs/results/plans.md: what `eyrie plan` says of two jobs whose targets are too large for this machine.
+
+    python -m tests.benchmarks.plans
+
+The sizes of the targets are those of their published config.json, so that nothing is downloaded; lengths of the data
+are given. A test compares the page with what the code says.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan
+from eyrie_api.decisions.sweep import expand
+from eyrie_api.quantities import size
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/results/plans.md"
+PRICES = {"NVIDIA-H200": 4.0, "NVIDIA-H100-80GB-HBM3": 2.5}
+"""Round numbers in dollars, to show the column; not an offer of anyone."""
+
+LLAMA_8B = TargetFacts(hidden_size=4096, num_layers=32, vocab_size=128_256, intermediate_size=14_336, num_heads=32,
+                       num_kv_heads=8, head_dim=128, tie_word_embeddings=False, source="config.json", dtype="bfloat16")
+OLMO_32B = replace(LLAMA_8B, hidden_size=5120, num_layers=64, vocab_size=100_278, intermediate_size=27_648,
+                   num_heads=40)
+
+
+@dataclass(frozen=True)
+class Job:
+    """An example, and what a server with its target and data would know of them."""
+
+    title: str
+    example: str
+    target: TargetFacts
+    data: DataFacts
+    gpu_type: str | None = None
+    """Where the example leaves it to its one machine."""
+
+    def plan(self) -> Plan:
+        """Its plan."""
+        document = yaml.safe_load((ROOT / "docs/examples" / self.example).read_text())
+        document["target"]["dtype"] = "bfloat16"
+        if self.gpu_type is not None:
+            document["placement"] = {"every": {"num_gpus": 1, "gpu_type": self.gpu_type}}
+        spec = JobSpec.model_validate(document)
+        return make_plan(spec, expand(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES)
+
+
+JOBS = (
+    Job("An 8B target on one H100", "one_gpu.yaml", LLAMA_8B,
+        DataFacts(20_000, 250.0, 500.0, "means assumed for this page"), "NVIDIA-H100-80GB-HBM3"),
+    Job("Olmo-3.1-32B-Think on eight H200", "olmo-3.1-32b.yaml", OLMO_32B,
+        DataFacts(500_000, 1024.0, 1024.0, "2048 tokens a conversation, as in the post")),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = ["# Plans of two jobs\n",
+             "Computed by `python -m tests.benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
+             "of them ([hardware.py](../../api/eyrie_api/decisions/hardware.py)); nothing here was measured, and\n"
+             "Eyrie has not run on these GPUs. A test keeps the page current. Hours are expected ones with their\n"
+             "range, stages one after the other; prices are round numbers to show the column.\n"]
+    for job in JOBS:
+        parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(job.plan())]
+    return "\n".join(parts)
+
+
+def _table(plan: Plan) -> str:
+    rows = ["| stage | tokens | disk | hours | range | GPUs | GPU hours | cost | bound by |",
+            "|---|---|---|---|---|---|---|---|---|"]
+    for one in plan.stages:
+        seen = one.hours_range
+        hours_range = "-" if seen is None else f"{seen.low:.2f} to {seen.high:.2f}"
+        rows.append(f"| {one.stage} | {one.tokens / 1e6:,.1f} M | {size(one.bytes_on_disk)} | {one.hours:.2f} | "
+                    f"{hours_range} | {one.num_gpus} {one.gpu_type} | {one.gpu_hours:,.1f} | "
+                    f"{'-' if one.cost is None else format(one.cost, ',.0f')} | {one.bound_by} |")
+    cost = "-" if plan.total_cost is None else f"{plan.total_cost:,.0f}"
+    rows.append(f"| total | {plan.total_tokens / 1e6:,.1f} M | {size(plan.total_bytes_on_disk)} | "
+                f"{plan.total_hours:.2f} | | | {plan.total_gpu_hours:,.1f} | {cost} | |")
+    words = [f"\n{plan.bottleneck}. {plan.bytes_per_token:,} bytes of states per token.\n"]
+    words += [f"- {warning}" for warning in plan.warnings]
+    return "\n".join(rows + words) + "\n"
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
