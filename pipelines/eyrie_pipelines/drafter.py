@@ -2,7 +2,7 @@
 
     regenerate -> capture -> sweep -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
 
-The sweep task trains all candidates of a job in one program where that is cheaper (`steps.trains_together`); the train
+The sweep task trains all candidates of a job in one program where that is cheaper (`sweep.trains_together`); the train
 tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
 
 On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local. For a cluster `placement` passes a

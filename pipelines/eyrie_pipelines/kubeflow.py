@@ -28,7 +28,7 @@ from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.sweep import expand, trains_together
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.submission.placement import resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import ClusterProfile
@@ -39,7 +39,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_failure import FAILURE_FILE, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
-from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, trains_together
+from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked
 from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
 

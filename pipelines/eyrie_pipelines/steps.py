@@ -101,27 +101,6 @@ def stage_gpus(spec: JobSpec, stage: StageName) -> int:
     return (spec.placement.every.num_gpus or 1) if named is None else named
 
 
-def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int, *, on_cluster: bool) -> bool:
-    """Whether one program trains all candidates of a job (`sweep.together`).
-
-    num_gpus    of one training.
-    on_cluster  whether other machines could train other candidates.
-
-    One program costs less in total; separate trainings finish sooner if there is hardware for all of them at once.
-    `auto` assumes that a cluster seldom has that many idle machines of at most one GPU; a job with several GPUs or
-    nodes per training trains its candidates separately there. On one machine the program divides the candidates among
-    the GPUs, unless there are fewer candidates than GPUs: then each candidate in turn is trained on all of them.
-    """
-    sweep = spec.sweep
-    if sweep.together == "never" or num_candidates < 2:
-        return False
-    if sweep.together == "always":
-        return True
-    if on_cluster:
-        return num_gpus <= 1 and spec.placement.train_launcher == "pod"
-    return num_candidates >= num_gpus
-
-
 def train_spec(job: JobFile, job_dir: Path, candidate: str) -> TrainStage:
     """The training of one candidate of the sweep. Raises InvalidInput for a name that is not one."""
     found = next((each for each in job.candidates if each.name == candidate), None)

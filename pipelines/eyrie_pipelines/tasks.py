@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_model
 from eyrie_api.decisions.leaderboard import select_for_proof
+from eyrie_api.decisions.sweep import trains_together
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
@@ -67,12 +68,12 @@ def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
 
 
 def sweep(job_dir: str, spec_digest: str, store: str) -> str:
-    """Train all candidates in one program, if the job is configured so (`steps.trains_together`)."""
+    """Train all candidates in one program, if the job is configured so (`sweep.trains_together`)."""
     failed = None
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
         gpus = num_processes(steps.stage_gpus(job.spec, "train"))
-        if steps.trains_together(job.spec, len(job.candidates), gpus, on_cluster=False):
+        if trains_together(job.spec, len(job.candidates), gpus, on_cluster=False):
             specs = {candidate.name: steps.train_spec(job, Path(job_dir), candidate.name)
                      for candidate in job.candidates}
             failed = _train_together(job_dir, specs, job.spec.sweep.rungs, gpus)

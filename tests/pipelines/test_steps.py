@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.decisions import sweep
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
@@ -70,7 +71,7 @@ def test_capture_stores_what_any_candidate_reads() -> None:
 
 def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
     """num_gpus: of a training's pod; None: on one machine."""
-    return steps.trains_together(spec, len(expand(spec)), num_gpus or 1, on_cluster=num_gpus is not None)
+    return sweep.trains_together(spec, len(expand(spec)), num_gpus or 1, on_cluster=num_gpus is not None)
 
 
 def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_than_was_asked_for() -> None:
@@ -83,7 +84,7 @@ def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_th
     nodes = JobPlacement(train_nodes=4, train_launcher="trainjob")
     assert not trains_together(sweeping_spec(placement=nodes), num_gpus=1)
     assert trains_together(sweeping_spec(placement=nodes)), "on one machine there is no launcher"
-    of_three = [steps.trains_together(sweeping_spec(), 3, num_gpus, on_cluster=False) for num_gpus in (1, 2, 3, 8)]
+    of_three = [sweep.trains_together(sweeping_spec(), 3, num_gpus, on_cluster=False) for num_gpus in (1, 2, 3, 8)]
     assert of_three == [True, True, True, False], "a GPU would have no candidate"
 
 

@@ -222,3 +222,24 @@ def _label(value: JsonValue) -> str:
     text = format(value, "g") if isinstance(value, float) else str(value)
     text = text.lower().replace(".", "p").replace("+", "")
     return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
+
+
+def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int, *, on_cluster: bool) -> bool:
+    """Whether one program trains all candidates of a job (`sweep.together`).
+
+    num_gpus    of one training.
+    on_cluster  whether other machines could train other candidates.
+
+    One program costs less in total; separate trainings finish sooner if there is hardware for all of them at once.
+    `auto` assumes that a cluster seldom has that many idle machines of at most one GPU; a job with several GPUs or
+    nodes per training trains its candidates separately there. On one machine the program divides the candidates among
+    the GPUs, unless there are fewer candidates than GPUs: then each candidate in turn is trained on all of them.
+    """
+    sweep = spec.sweep
+    if sweep.together == "never" or num_candidates < 2:
+        return False
+    if sweep.together == "always":
+        return True
+    if on_cluster:
+        return num_gpus <= 1 and spec.placement.train_launcher == "pod"
+    return num_candidates >= num_gpus
