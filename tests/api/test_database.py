@@ -15,6 +15,7 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import downgrade, upgrade
+from eyrie_api.database.projects import Projects
 from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
@@ -67,6 +68,15 @@ def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: D
     with database.reading() as session:
         result = session.execute(text("SELECT reason FROM revisions ORDER BY number")).scalars().all()
     assert result == [row["reason"] for row in rows]
+
+
+def test_endpoints_of_older_tables_count_the_replicas_they_name(database: Database) -> None:
+    endpoints = Endpoints(database)
+    for name, serve in (("three", EndpointServeSpec(replicas=3)), ("unnamed", EndpointServeSpec())):
+        endpoints.create(name, TargetSpec(model="m"), serve, "m")
+    downgrade(database, "v0005")
+    upgrade(database)
+    assert Projects(database).get("default").live_replicas == 4
 
 
 @pytest.mark.parametrize(("index", "query"), [

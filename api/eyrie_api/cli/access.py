@@ -146,13 +146,19 @@ def projects_quotas(
     name: ProjectName,
     jobs: Annotated[int | None, typer.Option("--jobs", min=0, help="Jobs that have not ended.")] = None,
     endpoints: Annotated[int | None, typer.Option("--endpoints", min=0, help="Endpoints that are on.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs that jobs request at one time.")] = None,
+    replicas: Annotated[int | None, typer.Option("--replicas", min=0, help="Replicas of endpoints.")] = None,
+    priority_class: Annotated[list[str] | None, typer.Option(
+        "--priority-class", help="Kubernetes PriorityClass that may be named; repeatable.")] = None,
     per_minute: Annotated[int | None, typer.Option("--requests-per-minute", min=1)] = None,
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Replace a project's quotas; omitted ones are unlimited."""
+    wanted = _checked(Quotas, max_jobs=jobs, max_endpoints=endpoints, max_gpus=gpus, max_replicas=replicas,
+                      priority_classes=tuple(priority_class) if priority_class else None,
+                      requests_per_minute=per_minute)
     with connect(server) as client:
-        changed = client.set_quotas(name, Quotas(max_jobs=jobs, max_endpoints=endpoints,
-                                                 requests_per_minute=per_minute))
+        changed = client.set_quotas(name, wanted)
     Screen(as_json=as_json).show(changed, _projects([changed]))
 
 
@@ -307,8 +313,11 @@ def _checked(model: Any, **fields: Any) -> Any:
 
 def _projects(projects: Sequence[Project]) -> Table | Text:
     rows = [(one.name, _of(one.live_jobs, one.quotas.max_jobs), _of(one.live_endpoints, one.quotas.max_endpoints),
+             _of(one.live_gpus, one.quotas.max_gpus), _of(one.live_replicas, one.quotas.max_replicas),
+             "any" if one.quotas.priority_classes is None else ", ".join(one.quotas.priority_classes) or "none",
              str(one.quotas.requests_per_minute or "-"), one.description) for one in projects]
-    return _table(("NAME", "JOBS", "ENDPOINTS", "REQUESTS/MIN", "DESCRIPTION"), rows, "You are in no project.")
+    return _table(("NAME", "JOBS", "ENDPOINTS", "GPUS", "REPLICAS", "PRIORITY CLASSES", "REQUESTS/MIN", "DESCRIPTION"),
+                  rows, "You are in no project.")
 
 
 def _of(used: int, most: int | None) -> str:

@@ -24,7 +24,7 @@ from eyrie_api.database.audit import record_change
 from eyrie_api.database.endpoint_history import record_history
 from eyrie_api.database.engine import Database
 from eyrie_api.database.outbox import enqueue
-from eyrie_api.database.quotas import check_endpoints
+from eyrie_api.database.quotas import check_endpoint
 from eyrie_api.database.rendering import render_endpoint, render_revision
 from eyrie_api.database.tables import EndpointRow, HistoryRow, JobRow, RevisionRow
 from eyrie_api.database.webhooks import announce
@@ -58,25 +58,27 @@ class Endpoints:
             return endpoint_names.project_of(session, name)
 
     def create(self, name: str, target: TargetSpec, serve: EndpointServeSpec, model: str,
-               project: str | None = None) -> Endpoint:
+               project: str | None = None, num_replicas: int = 1, *, checked: bool = False) -> Endpoint:
         """Create the endpoint with the target alone as its first candidate, or update an existing one.
 
         The serving section of the job that promoted last applies from the next engine on, except the port, which is
         kept. Raises Conflict when the endpoint exists for another target, since a URL must not change its model under
         its users, and when its name belongs to another project. `project` defaults to the one that owns the name.
+        `num_replicas` is what it counts for quotas; they are checked in requests, and if `checked`.
         """
         now = self._clock()
         with self._database.writing() as session:
             owner = endpoint_names.project_of(session, name) or project or self._scope.home("endpoints:write")
             self._scope.check("endpoints:write", owner, _missing(name))
             endpoint_names.claim(session, name, project or owner, self._clock)
-            self._check_quota(session, owner, name)
+            if checked or not self._scope.is_system:
+                check_endpoint(session, owner, name, num_replicas, serve.placement)
             row = session.get(EndpointRow, name)
             if row is None:
                 row = EndpointRow(
                     name=name, target=target.model_dump(mode="json"), serve=serve.model_dump(mode="json"), model=model,
                     url=None, desired="on", active_revision=None, candidate_revision=1, conditions=[], created_at=now,
-                    updated_at=now)
+                    updated_at=now, num_replicas=num_replicas)
                 session.add(row)
                 session.flush()
                 session.add(RevisionRow(endpoint=name, number=1, job_id=None, checkpoint=None, tree=None,
@@ -94,6 +96,7 @@ class Endpoints:
                                "give serve.endpoint another name")
             else:
                 row.serve = serve.model_copy(update={"port": row.serve["port"]}).model_dump(mode="json")
+                row.num_replicas = num_replicas
                 session.flush()
             return self._render(session, row)
 
@@ -161,7 +164,7 @@ class Endpoints:
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._note(session, "endpoint.rollback", name)
-            self._check_quota(session, endpoint_names.project_of(session, name) or DEFAULT_PROJECT, name)
+            self._check_quota(session, row)
             back = _earlier(session, row) if revision is None else session.get(RevisionRow, (name, revision))
             if back is None:
                 raise NotFound(f"endpoint {name!r} has no revision {revision}", "get the endpoint to see them")
@@ -173,13 +176,15 @@ class Endpoints:
                            revision=row.active_revision, actor=actor, figures={"to": float(back.number)})
             return self._render(session, row)
 
-    def set_desired(self, name: str, desired: Literal["on", "off"], *, actor: Actor = "person") -> Endpoint:
-        """Switch the endpoint `on` or `off`; `off` keeps name, URL and history."""
+    def set_desired(self, name: str, desired: Literal["on", "off"], *, actor: Actor = "person",
+                    checked: bool = False) -> Endpoint:
+        """Switch the endpoint `on` or `off`; `off` keeps name, URL and history. Quotas are checked in requests, and if
+        `checked`."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._note(session, f"endpoint.{desired}", name)
             if desired == "on":
-                self._check_quota(session, endpoint_names.project_of(session, name) or DEFAULT_PROJECT, name)
+                self._check_quota(session, row, checked=checked)
             if row.desired != desired:
                 record_history(session, self._clock, name, desired, "SwitchedOn" if desired == "on" else "SwitchedOff",
                                "requested", revision=row.active_revision, actor=actor)
@@ -267,10 +272,11 @@ class Endpoints:
         project = endpoint_names.project_of(session, name)
         record_change(session, self._scope, self._clock, verb, f"endpoint/{name}", project)
 
-    def _check_quota(self, session: Session, project: str, name: str) -> None:
+    def _check_quota(self, session: Session, row: EndpointRow, *, checked: bool = False) -> None:
         """For requests only: the control plane itself completes what was accepted. Raises QuotaReached."""
-        if not self._scope.is_system:
-            check_endpoints(session, project, name)
+        if checked or not self._scope.is_system:
+            check_endpoint(session, endpoint_names.project_of(session, row.name) or DEFAULT_PROJECT, row.name,
+                           row.num_replicas, EndpointServeSpec.model_validate(row.serve).placement)
 
     def _announce(self, session: Session, revision: RevisionRow, before: RevisionRow | None) -> None:
         back = before is not None and before.state == "rolled-back"

@@ -18,7 +18,7 @@ control plane itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, JsonText, Rows, insert_all, rowcount, upsert
 from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
 from eyrie_api.database.outbox import enqueue, outbox_row
-from eyrie_api.database.quotas import check_endpoints, check_jobs
+from eyrie_api.database.quotas import DEFAULT_DEMAND, Demand, check_job
 from eyrie_api.database.rendering import (
     ENDS,
     decode_cursor,
@@ -82,10 +82,13 @@ _END_EVENTS: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed
                                      "Cancelled": "job.cancelled"}
 
 
+_QUOTAS = ("max_jobs", "max_endpoints", "max_gpus", "max_replicas", "priority_classes")
+"""Columns of the quotas that `check_job` checks."""
+
 _FAST_PATH = and_(
     exists().where(EndpointNameRow.name == bindparam("endpoint"), EndpointNameRow.project == bindparam("project")),
     not_(exists().where(ProjectRow.name == bindparam("project"),
-                        or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_endpoints.is_not(None)))))
+                        or_(*(getattr(ProjectRow, quota).is_not(None) for quota in _QUOTAS)))))
 """The condition of `submit_once`'s single statement: the project owns the endpoint's name and has no quota."""
 
 
@@ -146,20 +149,22 @@ class Jobs:
 
     # Requests.
 
-    def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None) -> Job:
+    def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None,
+               demand: Demand = DEFAULT_DEMAND) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
         With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
         the scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
-        Raises Conflict when the name belongs to another project, and QuotaReached.
+        Raises Conflict when the name belongs to another project, QuotaReached and PriorityClassRefused.
         """
         with self.database.writing() as session:
-            job = self._accept(session, spec, project, None)
+            job = self._accept(session, spec, project, None, demand)
             if claim is not None and self._idempotency is not None:
                 self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
         return job
 
-    def submit_once(self, spec: JobSpec, once: Once | None, project: str) -> Job | Replay:
+    def submit_once(self, spec: JobSpec, once: Once | None, project: str,
+                    demand: Demand = DEFAULT_DEMAND) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
         This request is the one most often sent concurrently, so the usual case is tried first, in one statement: the
@@ -169,12 +174,12 @@ class Jobs:
         """
         for attempt in range(2):
             try:
-                job, rows = self._draft(spec, project, once)
+                job, rows = self._draft(spec, project, once, demand)
                 given = {"endpoint": spec.serve.endpoint, "project": project}
                 if self.database.insert_at_once(_FAST_PATH, given, rows):
                     return job
                 with self.database.writing() as session:
-                    return self._accept(session, spec, project, once)
+                    return self._accept(session, spec, project, once, demand)
             except IntegrityError:
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
@@ -183,22 +188,20 @@ class Jobs:
                     raise
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None) -> Job:
+    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None, demand: Demand) -> Job:
         asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
         project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
         if asked is not None:
-            check_jobs(session, asked)
-            if spec.serve.enabled:
-                check_endpoints(session, asked, endpoint)
-        job, rows = self._draft(spec, project, once)
+            check_job(session, asked, spec, demand)
+        job, rows = self._draft(spec, project, once, demand)
         insert_all(session, rows)
         return job
 
-    def _draft(self, spec: JobSpec, project: str, once: Once | None) -> tuple[Job, Rows]:
-        """A new job and all its rows. Columns that are NULL are omitted, because psycopg caches the parsed form of a
-        statement only up to 50 parameters."""
+    def _draft(self, spec: JobSpec, project: str, once: Once | None, demand: Demand) -> tuple[Job, Rows]:
+        """A new job and all its rows. Columns that are NULL or have their default are omitted, because psycopg caches
+        the parsed form of a statement only up to 50 parameters."""
         now, job_id = self._clock(), new_job_id()
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)
@@ -208,7 +211,7 @@ class Jobs:
             "id": job_id, "name": spec.name, "target": spec.target.model, "spec": JsonText(spec.model_dump_json()),
             "status": JsonText(status.model_dump_json()), "phase": status.phase, "ended": False, "generation": 1,
             "attempt": 1, "cancel_requested": False, "delete_requested": False, "project": project, "created_at": now,
-            "updated_at": now})]
+            "updated_at": now} | ({} if demand == DEFAULT_DEMAND else asdict(demand)))]
         if once is not None and self._idempotency is not None:
             rows.insert(0, (IdempotencyRow, self._idempotency.row(once, 202, JsonText(job.model_dump_json()))))
         rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
@@ -228,6 +231,11 @@ class Jobs:
         """The project of a job. Raises NotFound."""
         with self.database.reading() as session:
             return self._find(session, job_id).project
+
+    def demand(self, job_id: str) -> Demand:
+        """What the job was accepted with. Raises NotFound."""
+        with self.database.reading() as session:
+            return _demand(self._find(session, job_id))
 
     def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
         """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
@@ -264,7 +272,8 @@ class Jobs:
     def retry(self, job_id: str) -> Job:
         """Resume from the failed stage: finished stages keep their manifests, the others return to Pending.
 
-        Raises Conflict when the job has not ended, has succeeded, or is being deleted, and QuotaReached.
+        Raises Conflict when the job has not ended, has succeeded, or is being deleted, QuotaReached and
+        PriorityClassRefused.
         """
         with self.database.writing() as session:
             row = self._hold(session, job_id, "jobs:write")
@@ -274,10 +283,7 @@ class Jobs:
                 raise Conflict(f"job {job_id} has not ended: {row.phase}", "cancel it first, or wait")
             if row.phase == "Succeeded":
                 raise Conflict(f"job {job_id} has succeeded", "submit a new job to train again")
-            check_jobs(session, row.project)
-            serve = JobSpec.model_validate(row.spec).serve
-            if serve.enabled:
-                check_endpoints(session, row.project, serve.endpoint)
+            check_job(session, row.project, JobSpec.model_validate(row.spec), _demand(row))
             row.attempt += 1
             row.cancel_requested = row.ended = False
             row.phase = "Pending"
@@ -516,6 +522,10 @@ def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metri
     """Record one point in the running transaction."""
     upsert(session, MetricRow, {"job_id": job_id, "stage": stage, "key": key, "name": point.name, "step": point.step},
            {"time": point.time, "value": point.value})
+
+
+def _demand(row: JobRow) -> Demand:
+    return Demand(row.num_gpus, row.num_replicas)
 
 
 def _filtered(wanted: JobFilter) -> Select[Any]:

@@ -16,7 +16,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.api_keys import revoke_keys_of
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
-from eyrie_api.database.quotas import live_endpoints, live_jobs
+from eyrie_api.database.quotas import live_endpoints, live_gpus, live_jobs, live_replicas
 from eyrie_api.database.tables import MembershipRow, ProjectRow
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, Member, Project, Quotas, Role
@@ -146,10 +146,10 @@ class Projects:
 
 
 def _render(session: Session, row: ProjectRow) -> Project:
-    quotas = Quotas(max_jobs=row.max_jobs, max_endpoints=row.max_endpoints,
-                    requests_per_minute=row.requests_per_minute)
+    quotas = Quotas.model_validate({name: getattr(row, name) for name in Quotas.model_fields})
     return Project(name=row.name, description=row.description, quotas=quotas, live_jobs=live_jobs(session, row.name),
-                   live_endpoints=live_endpoints(session, row.name), created_at=row.created_at)
+                   live_endpoints=live_endpoints(session, row.name), live_gpus=live_gpus(session, row.name),
+                   live_replicas=live_replicas(session, row.name), created_at=row.created_at)
 
 
 def _member(row: MembershipRow) -> Member:

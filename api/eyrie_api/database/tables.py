@@ -79,6 +79,9 @@ class JobRow(Base):
     lease_owner: Mapped[str | None] = mapped_column(String(255))
     lease_until: Mapped[datetime | None]
     project: Mapped[str] = mapped_column(String(63), server_default="default")
+    # The job's `quotas.Demand`.
+    num_gpus: Mapped[int] = mapped_column(server_default="0")
+    num_replicas: Mapped[int] = mapped_column(server_default="1")
     __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),
                       Index("ix_jobs_project_created_at_id", "project", "created_at", "id"))
 
@@ -211,6 +214,7 @@ class EndpointRow(Base):
     conditions: Mapped[list[Any]]
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]
+    num_replicas: Mapped[int] = mapped_column(server_default="1")
 
 
 class RevisionRow(Base):
@@ -272,6 +276,9 @@ class ProjectRow(Base):
     max_jobs: Mapped[int | None]
     max_endpoints: Mapped[int | None]
     requests_per_minute: Mapped[int | None]
+    max_gpus: Mapped[int | None]
+    max_replicas: Mapped[int | None]
+    priority_classes: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     created_at: Mapped[datetime]
 
 

@@ -28,7 +28,9 @@ from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.settings import Settings
 from eyrie_api.submission import spec_policy
+from eyrie_api.submission.placement import read_profile
 from eyrie_api.submission.preflight import PreflightCache
+from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
 
 
@@ -54,6 +56,7 @@ class Control:
     audit: Audit
     webhooks: Webhooks
     secret_keys: SecretKeys
+    profile: ClusterProfile | None
     preflight: PreflightCache
     scope: Scope = SYSTEM
     wake: Callable[[], None] = _nothing
@@ -70,10 +73,11 @@ class Control:
         """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         keys = SecretKeys(settings.required_secret_keys())
+        profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
         return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
                    Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
                    ApiKeys(database), Projects(database), Audit(database),
-                   Webhooks(database, keys=keys), keys, PreflightCache(settings), SYSTEM, wake or _nothing,
+                   Webhooks(database, keys=keys), keys, profile, PreflightCache(settings), SYSTEM, wake or _nothing,
                    checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from eyrie_api.v1alpha1.model import Frozen, Name
+from eyrie_api.v1alpha1.placement import ObjectName
 
 Role = Literal["viewer", "operator", "admin"]
 Action = Literal[
@@ -96,6 +97,17 @@ class Quotas(Frozen):
     max_endpoints: int | None = Field(None, strict=True, ge=0, le=1_000_000)
     """Endpoints that are on."""
 
+    max_gpus: int | None = Field(None, strict=True, ge=0, le=1_000_000)
+    """GPUs that jobs which have not ended request at one time: of each job, those of the stage with the most, for all
+    pods that it may run side by side. GPUs of endpoints are not counted."""
+
+    max_replicas: int | None = Field(None, strict=True, ge=0, le=1_000_000)
+    """Replicas of the endpoints that are on, together; of one that is autoscaled, the most that it may have."""
+
+    priority_classes: tuple[ObjectName, ...] | None = Field(None, max_length=64)
+    """Kubernetes PriorityClasses that jobs and endpoints may name. Those of the administrator's placements need not be
+    among them."""
+
     requests_per_minute: int | None = Field(None, strict=True, ge=1, le=10_000_000)
     """Of the whole project; every key has the server's limit besides (EYRIE_RATE_LIMIT_PER_MINUTE)."""
 
@@ -108,6 +120,12 @@ class Project(Frozen):
     quotas: Quotas
     live_jobs: int
     live_endpoints: int
+    live_gpus: int
+    """What `quotas.max_gpus` limits."""
+
+    live_replicas: int
+    """What `quotas.max_replicas` limits."""
+
     created_at: datetime
 
 

@@ -31,10 +31,11 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.quotas import QuotaReached
+from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy
+from eyrie_api.submission.demand import demand_of, replicas_of
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
@@ -65,6 +66,7 @@ from eyrie_operator.cluster.reconcile import (
     UpdateStatus,
     reconcile_endpoint,
     reconcile_job,
+    refuse_endpoint,
     refuse_job,
 )
 from eyrie_operator.cluster.resources import (
@@ -90,7 +92,7 @@ Key = tuple[Kind | Literal["Endpoint"], str, str]
 
 _ROUTE = "kubernetes/drafterjobs"
 _FULL_CHECK_S = 15.0
-"""Requeue delay of an object whose project has reached its quota of jobs."""
+"""Requeue delay of an object whose project has reached a quota."""
 
 _NEVER_EXPIRES_S = 10 * 365 * 24 * 3600.0
 _OVERLAP = timedelta(seconds=10)
@@ -114,7 +116,7 @@ class Controller:
         self._mirror_namespace, self._namespaces = mirror_namespace, tuple(namespaces)
         self._projects = dict(projects or {})
         self._endpoint_reconciler: EndpointReconciler | None = None
-        profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
+        profile = self._profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
         if profile is not None and profile.serving is not None:
             self._endpoint_reconciler = EndpointReconciler(
                 settings, profile, profile.serving, database, cluster, self._owner, clock)
@@ -384,7 +386,14 @@ class Controller:
                 self._execute(key, resource, refused)
                 moved = moved or not refused
             else:
-                moved = self._execute_one(key, action, resource.identity) or moved
+                try:
+                    moved = self._execute_one(key, action, resource.identity) or moved
+                except (QuotaReached, PriorityClassRefused) as refusal:
+                    if not isinstance(resource, EndpointResource):
+                        raise
+                    refused = refuse_endpoint(resource, refusal.reason, str(refusal), self._clock())
+                    self._execute(key, resource, (*refused, RequeueAfter(_FULL_CHECK_S)))
+                    return
         if moved:
             self.queue.add(key)
 
@@ -423,12 +432,15 @@ class Controller:
         elif isinstance(action, DeleteJob):
             self._jobs.delete(action.job_id)
         elif isinstance(action, CreateEndpoint):
-            self._endpoints.create(action.name, action.target, action.serve, action.model, self._project_of(identity))
+            self._endpoints.create(action.name, action.target, action.serve, action.model, self._project_of(identity),
+                                   replicas_of(action.serve, self._profile), checked=True)
         elif isinstance(action, UpdateServing):
             target = self._endpoints.serving(action.name).target
-            self._endpoints.create(action.name, target, action.serve, _model_name(target.model))
+            is_on = self._endpoints.get(action.name).desired == "on"
+            self._endpoints.create(action.name, target, action.serve, _model_name(target.model),
+                                   num_replicas=replicas_of(action.serve, self._profile), checked=is_on)
         elif isinstance(action, SetDesired):
-            self._endpoints.set_desired(action.name, action.desired)
+            self._endpoints.set_desired(action.name, action.desired, checked=True)
         else:
             raise TypeError(f"unknown action {type(action).__name__}")
 
@@ -449,7 +461,8 @@ class Controller:
             # too: who may create objects there is not an administrator of the installation.
             spec_policy.check(spec, self._settings, self._belongs_to(project))
             accepted = preflight.check(spec, self._settings).spec
-            self._job_of[action.key] = self._jobs.submit(accepted, claimed, project).id
+            self._job_of[action.key] = self._jobs.submit(
+                accepted, claimed, project, demand_of(accepted, self._profile)).id
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)

@@ -313,19 +313,19 @@ def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, mo
         return _finalize_endpoint(resource, endpoint, existing, ours=taken_by is None)
     if taken_by is not None:
         message = f"{taken_by} already has this endpoint name: choose another"
-        return _refuse_endpoint(resource, "NameTaken", message, now)
+        return refuse_endpoint(resource, "NameTaken", message, now)
     if resource.spec is None:
-        return _refuse_endpoint(resource, "InvalidSpec", resource.refusal, now)
+        return refuse_endpoint(resource, "InvalidSpec", resource.refusal, now)
     if endpoint is None:
         if resource.mirrored:
-            return _refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of this name: restore "
+            return refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of this name: restore "
                                     "the database, or delete this object", now)
         wanted = resource.spec.serve.model_copy(update={"endpoint": resource.identity.name})
         return (AddFinalizer(), CreateEndpoint(resource.identity.name, resource.spec.target, wanted, model))
     if endpoint.target != resource.spec.target.model:
         message = (f"the name serves target {endpoint.target!r} already, not {resource.spec.target.model!r}: apply "
                    "this endpoint under another name")
-        return _refuse_endpoint(resource, "TargetDiffers", message, now)
+        return refuse_endpoint(resource, "TargetDiffers", message, now)
     actions: list[Action] = [] if resource.held else [AddFinalizer()]
     actions += _apply_serving(resource, resource.spec, endpoint, serve)
     accepted = _condition("Accepted", "True", "EndpointAccepted", "the spec is valid", resource, now)
@@ -366,7 +366,8 @@ def _finalize_endpoint(resource: EndpointResource, endpoint: Endpoint | None, ex
     return (RequeueAfter(STOPPING_CHECK_S),) if existing.objects else (RemoveFinalizer(),)
 
 
-def _refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: datetime) -> Actions:
+def refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: datetime) -> Actions:
+    """The status of an object that is not applied."""
     refused = _condition("Accepted", "False", reason, message, resource, now)
     status = DraftEndpointStatus(observed_generation=resource.identity.generation, conditions=(refused,))
     return _write(resource.identity, resource.status, status)

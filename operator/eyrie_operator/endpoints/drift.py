@@ -16,6 +16,7 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.quotas import Demand
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
@@ -54,7 +55,7 @@ class Drift:
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":
                 try:
-                    started = self._start(spec, f"{endpoint}/{once}")
+                    started = self._start(spec, f"{endpoint}/{once}", self._jobs.demand(promoted.id))
                 except RequestInFlight:
                     return  # race: a control plane died while it submitted; its key expires within a minute
                 outcome = f"{started} retrains on recent traffic"
@@ -68,12 +69,12 @@ class Drift:
                                    revision=action.revision, once=f"retraining/{once}")
         log.warning("endpoint %s: %s; %s", endpoint, action.message, outcome)
 
-    def _start(self, spec: JobSpec, key: str) -> str:
+    def _start(self, spec: JobSpec, key: str, demand: Demand) -> str:
         claim = self._idempotency.claim(key, ROUTE, digest_model(spec))
         if isinstance(claim, Replay):
             return str(claim.response["id"])
         try:
-            return self._jobs.submit(spec, claim).id
+            return self._jobs.submit(spec, claim, demand=demand).id
         except EyrieError:
             self._idempotency.release(claim)
             raise

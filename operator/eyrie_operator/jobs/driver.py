@@ -279,7 +279,8 @@ class Driver:
         model = job.spec.target.model
         # Clients send this name in each request: the last part of a path is shorter than the path.
         name_for_clients = Path(model).name if Path(model).is_absolute() else model
-        created = self._endpoints.create(name, job.spec.resolved_target, job.spec.endpoint_serve, name_for_clients)
+        created = self._endpoints.create(name, job.spec.resolved_target, job.spec.endpoint_serve, name_for_clients,
+                                         num_replicas=self._jobs.demand(job.id).num_replicas)
         revision = created.revisions[0].number
         if outcome.decision.promote:
             tuned = read_manifest(stage_dir(job_dir, "tune")).report

@@ -14,15 +14,15 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
-from eyrie_api.database.quotas import QuotaReached
+from eyrie_api.database.quotas import Demand, PriorityClassRefused, QuotaReached
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.harness import JOBS, PROJECTS, TOKEN, two_projects
 from tests.api.access.test_oidc import Elapsed
-from tests.api.conftest import Running
-from tests.api.samples import ManualClock, ended, job_spec
+from tests.api.conftest import Running, serving
+from tests.api.samples import ManualClock, ended, job_body, job_spec
 from tests.servers.redis import Redis
 
 ADMIN = Scope(Principal(subject="user:boss", roles={"default": "admin"}))
@@ -122,3 +122,110 @@ def test_a_project_may_have_so_many_endpoints_and_is_refused_before_it_trains(
     endpoints.create("two", TargetSpec(model="m"), EndpointServeSpec(), "m")
     with pytest.raises(QuotaReached):
         endpoints.set_desired("one", "on")
+
+
+def test_a_projects_jobs_may_request_so_many_gpus_at_one_time(database: Database, clock: ManualClock) -> None:
+    projects = Projects(database, clock)
+    projects.set_quotas("default", Quotas(max_gpus=8))
+    jobs, outcomes = Jobs(database, clock, scope=ADMIN), list[str | QuotaReached]()
+
+    def submit() -> None:
+        try:
+            outcomes.append(jobs.submit_once(job_spec(), None, "default", Demand(num_gpus=3)).id)  # type: ignore[union-attr]
+        except QuotaReached as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=submit) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    accepted = [one for one in outcomes if isinstance(one, str)]
+    assert len(accepted) == 2, "not even when all come at once"
+    assert projects.get("default").live_gpus == 6
+    with pytest.raises(QuotaReached, match=r"requests 3 GPUs .* 'default' may have 8 .* and has 6") as refused:
+        jobs.submit(job_spec(), demand=Demand(num_gpus=3))
+    assert "placement.*.num_gpus" in refused.value.hint
+    assert "administrator of the installation: eyrie projects quotas default --gpus" in refused.value.hint
+    assert jobs.submit(job_spec(), demand=Demand(num_gpus=2)).id
+    assert jobs.submit(job_spec()).id, "on CPUs"
+    Jobs(database, clock).save_status(accepted[0], ended("Failed"))
+    assert jobs.submit(job_spec(), demand=Demand(num_gpus=1)).id
+    with pytest.raises(QuotaReached, match="requests 3 GPUs"):
+        jobs.retry(accepted[0])
+    projects.set_quotas("default", Quotas(max_gpus=9))
+    assert jobs.retry(accepted[0]).id
+
+
+def test_a_projects_endpoints_may_have_so_many_replicas_together(database: Database, clock: ManualClock) -> None:
+    projects = Projects(database, clock)
+    projects.set_quotas("default", Quotas(max_replicas=4))
+    jobs, endpoints = Jobs(database, clock, scope=ADMIN), Endpoints(database, clock, ADMIN)
+
+    def create(name: str, num_replicas: int) -> None:
+        endpoints.create(name, TargetSpec(model="m"), EndpointServeSpec(), "m", num_replicas=num_replicas)
+
+    create("one", 3)
+    assert projects.get("default").live_replicas == 3
+    with pytest.raises(QuotaReached, match=r"'two' is 2; project 'default' may have 4 .* others have 3") as refused:
+        create("two", 2)
+    assert "eyrie projects quotas default --replicas" in refused.value.hint
+    with pytest.raises(QuotaReached):
+        jobs.submit(job_spec(serve={"endpoint": "two"}), demand=Demand(num_replicas=2))
+    assert jobs.submit(job_spec(serve={"endpoint": "two", "enabled": False}), demand=Demand(num_replicas=2)).id
+    create("one", 4)
+    with pytest.raises(QuotaReached, match="is 5"):
+        create("one", 5)
+    endpoints.set_desired("one", "off")
+    create("two", 2)
+    with pytest.raises(QuotaReached, match="'one' is 4"):
+        endpoints.set_desired("one", "on")
+    projects.set_quotas("default", Quotas(max_replicas=1))
+    assert endpoints.set_desired("two", "on").desired == "on", "one that is on keeps what it has"
+    create("two", 1)
+
+
+def test_jobs_and_endpoints_name_only_priority_classes_of_their_project(database: Database, clock: ManualClock) -> None:
+    projects = Projects(database, clock)
+    jobs, endpoints = Jobs(database, clock, scope=ADMIN), Endpoints(database, clock, ADMIN)
+    urgent = {"priority_class": "urgent"}
+    for placement in ({"every": urgent}, {"stages": {"train": urgent}}):
+        old = jobs.submit(job_spec(placement=placement)).id
+        Jobs(database, clock).save_status(old, ended("Failed"))
+        changed = projects.set_quotas("default", Quotas(priority_classes=("batch", "low")))
+        assert changed.quotas.priority_classes == ("batch", "low")
+        with pytest.raises(PriorityClassRefused, match=r"is 'urgent'; .* may use batch, low") as refused:
+            jobs.submit(job_spec(placement=placement))
+        assert "eyrie projects quotas default --priority-class" in refused.value.hint
+        with pytest.raises(PriorityClassRefused):
+            jobs.retry(old)
+        assert jobs.submit(job_spec(placement={"every": {"priority_class": "batch"}})).id
+        assert jobs.submit(job_spec()).id
+        projects.set_quotas("default", Quotas(priority_classes=()))
+        with pytest.raises(PriorityClassRefused, match="may use none"):
+            jobs.submit(job_spec(placement=placement))
+        projects.set_quotas("default", Quotas())
+    serve = EndpointServeSpec.model_validate({"placement": urgent})
+    projects.set_quotas("default", Quotas(priority_classes=("batch",)))
+    with pytest.raises(PriorityClassRefused, match=r"serve\.placement\.priority_class"):
+        endpoints.create("one", TargetSpec(model="m"), serve, "m")
+    with pytest.raises(PriorityClassRefused, match=r"serve\.placement\.priority_class"):
+        jobs.submit(job_spec(serve={"placement": urgent}))
+
+
+def test_rest_answers_what_exceeds_a_quota_with_field_value_rule_and_remedy(
+        settings: Settings, database: Database) -> None:
+    with serving(settings.model_copy(update={"token": TOKEN}), database) as server, httpx.Client(
+            base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False) as http:
+        quotas = {"max_gpus": 1, "max_replicas": 3, "priority_classes": ["batch"]}
+        answer = http.put(f"{PROJECTS}/default/quotas", json=quotas)
+        assert answer.status_code == 200
+        assert {name: answer.json()["quotas"][name] for name in quotas} == quotas
+        refused = http.post(JOBS, json=job_body(placement={"every": {"num_gpus": 2}}))
+        assert (refused.status_code, refused.json()["type"]) == (429, "urn:eyrie:problem:QuotaReached")
+        assert "2 GPUs" in refused.json()["detail"]
+        refused = http.post(JOBS, json=job_body(placement={"every": {"priority_class": "urgent"}}))
+        assert (refused.status_code, refused.json()["type"]) == (403, "urn:eyrie:problem:PriorityClassRefused")
+        assert http.post(JOBS, json=job_body(placement={"every": {"num_gpus": 1}})).status_code == 202
+        used = http.get(f"{PROJECTS}/default").json()
+        assert (used["live_gpus"], used["live_replicas"]) == (1, 0)

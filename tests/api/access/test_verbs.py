@@ -60,6 +60,12 @@ def test_projects_members_and_quotas(harness: Harness) -> None:
     assert "2 of 5" not in run(harness, "projects", "list").stdout
     assert as_json(harness, "projects", "quotas", "west", "--jobs", "5")["quotas"]["max_jobs"] == 5
     assert "0 of 5" in run(harness, "projects", "list").stdout
+    limited = as_json(harness, "projects", "quotas", "west", "--gpus", "16", "--replicas", "6", "--priority-class",
+                      "batch", "--priority-class", "low")["quotas"]
+    assert (limited["max_gpus"], limited["max_replicas"], limited["priority_classes"]) == (16, 6, ["batch", "low"])
+    shown = run(harness, "projects", "list").stdout
+    assert all(one in shown for one in ("0 of 16", "0 of 6", "batch, low"))
+    run(harness, "projects", "quotas", "west", "--priority-class", "Not A Name", code=65)
     added = as_json(harness, "projects", "add-member", "west", "--role", "operator", "--group", "engineers",
                     "--issuer", "https://issuer.example")
     assert "engineers" in run(harness, "projects", "members", "west").stdout

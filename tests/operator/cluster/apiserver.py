@@ -57,13 +57,17 @@ class ApiServer:
                 return 200, self.objects[path]
             if verb == "GET":
                 return self._list(path, query.get("labelSelector", [""])[0])
+            if verb == "POST" and path.endswith("/events"):
+                return 201, body
             if verb == "DELETE":
                 return (200, self.objects.pop(path)) if path in self.objects else (404, {"message": "not found"})
             if verb == "PATCH" and "force" in query:
                 return self._apply(path, body)
             if verb == "PATCH" and path in self.objects:
-                self._merged.setdefault(path, {}).update(body["metadata"]["annotations"])
-                return 200, self._store(path, self.objects[path])
+                self._merged.setdefault(path, {}).update(body["metadata"].get("annotations", {}))
+                one = self.objects[path]
+                finalizers = {name: value for name, value in body["metadata"].items() if name == "finalizers"}
+                return 200, self._store(path, {**one, "metadata": {**one["metadata"], **finalizers}})
             return 404, {"message": f"{verb} {path} is not answered"}
 
     def _list(self, path: str, selector: str) -> tuple[int, Object]:
@@ -81,6 +85,10 @@ class ApiServer:
     def _apply(self, path: str, manifest: Object) -> tuple[int, Object]:
         if (manifest["kind"], manifest["metadata"]["name"]) in self.refused:
             return 422, {"message": "admission webhook says no"}
+        whole = path.removesuffix("/status")
+        if whole != path and whole in self.objects:
+            self.set_status(manifest["kind"], manifest["metadata"]["name"], manifest["status"])
+            return 200, self.objects[whole]
         return 200, self._store(path, manifest)
 
     def _store(self, path: str, manifest: Object) -> Object:

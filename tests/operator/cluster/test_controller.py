@@ -8,6 +8,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
+from eyrie_api.database.projects import Projects
+from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
@@ -127,3 +129,31 @@ def test_an_object_in_a_namespace_of_another_project_changes_no_endpoint(harness
     while len(one.queue):
         assert one.process_next()
     assert harness.chat.desired == "off", "the project's own object, though a stranger's is older"
+
+
+def test_an_object_that_exceeds_its_projects_quota_is_not_applied_and_says_so(harness: Harness) -> None:
+    clock = Clock()
+    Projects(harness.database).create(CreateProject(name="search", quotas=Quotas(
+        max_replicas=3, priority_classes=("batch",))))
+    one = controller(harness, clock, mirror="eyrie", projects={"search": "search"})
+
+    def apply(**serve: Any) -> str:
+        raw = draft_endpoint("search", serve=serve)
+        raw["metadata"]["labels"] = {}
+        path = f"/apis/{API_VERSION}/namespaces/search/draftendpoints/chat"
+        harness.server.put(path, raw)
+        one.handle_event("DraftEndpoint", "MODIFIED", harness.server.objects[path])
+        while len(one.queue):
+            assert one.process_next()
+        (accepted,) = (each for each in harness.server.objects[path]["status"]["conditions"]
+                       if each["type"] == "Accepted")
+        return f"{accepted['reason']}: {accepted['message']}"
+
+    assert apply(replicas=4).startswith("QuotaReached: serve.replicas of endpoint 'chat' is 4")
+    assert harness.endpoints.list().items == ()
+    assert apply(replicas=2).startswith("EndpointAccepted")
+    assert apply(replicas=4).startswith("QuotaReached")
+    assert harness.endpoints.serving("chat").serve.replicas == 2
+    assert apply(replicas=3, placement={"priority_class": "urgent"}).startswith("PriorityClassRefused")
+    assert apply(replicas=3, placement={"priority_class": "batch"}).startswith("EndpointAccepted")
+    assert harness.endpoints.serving("chat").serve.replicas == 3

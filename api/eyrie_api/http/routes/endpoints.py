@@ -48,7 +48,7 @@ def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     target = job.spec.resolved_target
     model = Path(target.model).name if Path(target.model).is_absolute() else target.model
     control.endpoints.create(name, target, job.spec.endpoint_serve.model_copy(update={"endpoint": name}), model,
-                             control.jobs.project_of(job.id))
+                             control.jobs.project_of(job.id), control.jobs.demand(job.id).num_replicas)
     tau = sum(cell.tau for cell in report.cells) / len(report.cells)
     tree, family = report.cells[0].tree, result.measured.family
     if family in WITHOUT_DRAFTER:

@@ -16,6 +16,7 @@ from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import Here, scoped
 from eyrie_api.submission import preflight
+from eyrie_api.submission.demand import demand_of
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.status import Job, JobList, Phase
@@ -81,7 +82,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
             raise
         done: Job | Replay = replay  # accepted earlier: replayed even if the job would be refused now
     else:
-        done = control.jobs.submit_once(checked.spec, once, project)
+        done = control.jobs.submit_once(checked.spec, once, project, demand_of(checked.spec, control.profile))
     if isinstance(done, Replay):
         return _accepted(done.response["id"], json.dumps(done.response), replayed=True)
     control.wake()
