@@ -106,6 +106,7 @@ SETS: dict[str, tuple[Values, tuple[str, ...]]] = {
         "extraVolumes": [{"name": "certs", "configMap": {"name": "certs"}}],
         "extraVolumeMounts": [{"name": "certs", "mountPath": "/certs"}],
         "networkPolicy": {"apiFrom": [{"namespaceSelector": {}}], "metricsFrom": [{"podSelector": {}}],
+                          "enginesFrom": [{"namespaceSelector": {}}],
                           "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
         "monitoring": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
                        "rules": {"enabled": True}, "dashboard": {"enabled": True}},

@@ -12,6 +12,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
+from eyrie_operator.manifests import names
 from tests.helm.rendering import CHART, EVERYTHING, EXTERNAL, SECRET_WORDS, SETS, Rendered, from_file, render, sdk
 
 OTHERS_KINDS = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "TriggerAuthentication"}
@@ -55,10 +56,23 @@ def test_selectors_find_their_pods_and_only_those(rendered: Rendered) -> None:
         wanted = owner["spec"]["selector"]["matchLabels"].items()
         found = [name for name, template in templates.items() if wanted <= template["metadata"]["labels"].items()]
         assert found == [f"{owner['kind']}/{owner['metadata']['name']}"]
-    for one in [*rendered.of("Service"), *rendered.of("NetworkPolicy"), *rendered.of("PodDisruptionBudget")]:
+    ours = [one for one in rendered.of("NetworkPolicy") if not one["metadata"]["name"].endswith("-engines")]
+    for one in [*rendered.of("Service"), *ours, *rendered.of("PodDisruptionBudget")]:
         selector = one["spec"].get("selector") or one["spec"]["podSelector"]
         wanted = selector.get("matchLabels", selector).items()
         assert any(wanted <= template["metadata"]["labels"].items() for template in templates.values())
+
+
+def test_engines_are_reached_at_their_http_port_alone_wherever_the_operator_serves(rendered: Rendered) -> None:
+    serves = any("serving:" in str(one.get("data", {})) for one in rendered.of("ConfigMap"))
+    found = [one for one in rendered.of("NetworkPolicy") if one["metadata"]["name"].endswith("-engines")]
+    assert len(found) == (1 if serves and rendered.of("NetworkPolicy") else 0)
+    for one in found:
+        selected = one["spec"]["podSelector"]["matchLabels"].items()
+        assert selected <= names.labels("assistant", 3, names.SERVER).items()
+        outside, inside = one["spec"]["ingress"]
+        assert outside["ports"] == [{"port": "http", "protocol": "TCP"}]
+        assert inside == {"from": [{"podSelector": one["spec"]["podSelector"]}]}, "pods of one server"
 
 
 def test_every_container_is_restricted(rendered: Rendered) -> None:
