@@ -101,6 +101,13 @@ class DiskTooSmall(Permanent):
     reason = "DiskTooSmall"
 
 
+class DiskFull(Transient):
+    """A disk has no space left; what needs it waits."""
+
+    exit_code = 74  # EX_IOERR; not that of other transient errors, so that a program need not be able to write it down
+    reason = "DiskFull"
+
+
 class GpuTooSmall(Permanent):
     """A training step does not fit the memory of a GPU."""
 

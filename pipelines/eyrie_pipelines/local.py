@@ -37,6 +37,7 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import MANIFEST, code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
+from eyrie_api.full_disk import require_room
 from eyrie_api.processes import last_lines
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.job import JobSpec
@@ -170,8 +171,9 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
 
     `incumbent` is what serves at the job's endpoint; it is fixed at the first start of an attempt. Processes that an
     earlier leader left behind are stopped first. Raises Conflict when a run of this job is alive, RunNotStarted when
-    the process ended at once (the message contains the end of its log), Transient when it was killed."""
+    the process ended at once (the message contains the end of its log), Transient when it was killed, DiskFull."""
     job_dir = job_dir.resolve()
+    require_room(job_dir)
     seen = observe(job_dir)
     if seen.state == "running":
         raise Conflict(f"a run of job {job_id} is alive", "cancel it first")

@@ -6,6 +6,7 @@ laptop.
 - stdout and stderr are appended to `log.txt` next to the spec; the program writes its progress to `events.jsonl`;
 - SIGTERM is forwarded, and this process then exits with 143 (interrupted; the stage resumes when it is run again);
 - a transient failure, or a program killed by a signal, is retried up to three times with growing pauses;
+- a program that met a full disk is run again when there is space, however long that takes;
 - a capture or training on several GPUs of this machine is torchrun and its processes. torchrun ends with 1 whichever
   way one of them ended: without a failure record that is retried like a signal;
 - a permanent failure raises StageFailed with the program's message and hint;
@@ -22,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.errors import DiskFull
+from eyrie_api.full_disk import ROOM, await_room, free_bytes
 from eyrie_api.processes import log_lines
 from eyrie_api.v1alpha1.stages import StageSpec
 from eyrie_pipelines.run_failure import FAILURE_FILE, StageFailed, read_stage_failure
@@ -47,13 +50,14 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
     after SIGTERM or SIGINT.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    await_room(directory)
     write_model(directory / "spec.json", spec)
     node = is_node()
     several = processes > 1
     alone = command(spec.stage, directory)
     arguments = under_torchrun(alone, processes) if node or several else alone
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        code, interrupted = _run_once(arguments, directory, {"EYRIE_DEVICE": "cuda"} if several else {})
+        code, interrupted = _run_with_room(arguments, directory, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             if is_first_node():
                 read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: report it here
@@ -88,7 +92,7 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], proce
         if directory != first:
             (directory / "log.txt").write_text(f"trained in one process with {first.name}: see its log\n")
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        code, interrupted = _run_once(arguments, first, {"EYRIE_DEVICE": "cuda"} if several else {})
+        code, interrupted = _run_with_room(arguments, first, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             for directory in directories:
                 read_manifest(directory)
@@ -130,6 +134,16 @@ def _environment(defaults: Mapping[str, str]) -> dict[str, str]:
         if outer:
             environment["TMPDIR"] = outer
     return environment
+
+
+def _run_with_room(arguments: list[str], directory: Path, defaults: Mapping[str, str]) -> tuple[int, bool]:
+    """`_run_once`, again and again while the disk is full: that is no attempt, and ends when space is freed. As much as
+    was free was not enough, so twice of it is waited for."""
+    while True:
+        code, interrupted = _run_once(arguments, directory, defaults)
+        if code != DiskFull.exit_code or interrupted:
+            return code, interrupted
+        await_room(directory, max(ROOM, 2 * free_bytes(directory)))
 
 
 def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]) -> tuple[int, bool]:

@@ -1,5 +1,6 @@
 """The console as a person uses it: a real Chromium, the real control plane; stages of its jobs do no work."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -151,6 +152,31 @@ def test_a_viewer_reads_and_has_no_buttons(guarded: tuple[str, Database], open_p
     assert job.id in page.url
 
 
+def test_a_new_job_is_checked_while_it_is_written_and_started(
+        plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
+    page = open_page()
+    page.goto(address(plane))
+    page.get_by_role("link", name="New job").click()
+    text, verdict = page.get_by_label("Document (JSON)"), page.locator("#verdict")
+    verdict.filter(has_text="Valid. About").wait_for()
+    for document, said in (('{"target": ', "Not JSON"), ("{}", "target"),
+                           (json.dumps(BODY | {"train": {"epochs": -1}}), "/train/epochs"),
+                           (json.dumps(BODY | {"target": {"model": "./nowhere"}}), "hint:")):
+        text.fill(document)
+        verdict.filter(has_text=said).wait_for()
+        assert "failure" in verdict.get_attribute("class")
+    text.fill(json.dumps(BODY | {"name": "written here"}))
+    verdict.filter(has_text="Valid. About").wait_for()
+    page.get_by_role("button", name="Start").click()
+    page.locator("h1", has_text="written here").wait_for()
+    has_phase(page, "Succeeded")
+    page.get_by_role("link", name="Run again with changes").click()
+    page.locator("h1", has_text="written here again").wait_for()
+    assert json.loads(page.get_by_label("Document (JSON)").input_value())["name"] == "written here"
+    refusals = [one for one in faults if "422" not in one and "404" not in one and "400" not in one]
+    assert refusals == [], "Chromium logs each answer that refuses a document"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
         scheme: str, plane: Plane, guarded: tuple[str, Database], rehearsal: Rehearsal, open_page: OpenPage,
@@ -163,7 +189,8 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
                                   for one in (whole, broken)), 120.0)
     SHOTS.mkdir(parents=True, exist_ok=True)
     pages = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
-             "failed-job": address(plane, f"/console/jobs/{broken}"), "sign-in": guarded[0]}
+             "failed-job": address(plane, f"/console/jobs/{broken}"), "new-job": address(plane, "/console/new"),
+             "sign-in": guarded[0]}
     for width, height in ((375, 812), (820, 1180), (1440, 900)):
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         for name, url in pages.items():

@@ -9,7 +9,8 @@ can be killed at any line and run again:
 - two programs in one directory: the second is refused (advisory lock, freed by the kernel when its holder dies);
 - SIGTERM or SIGINT: `stage.pause_point()` raises Interrupted at the next safe line, exit 143; the next run resumes;
 - an input that differs from its manifest's digest: refused, before any work (`verify_inputs`);
-- an EyrieError: `failure.json` with reason, message and hint, and the exit code of the error's class.
+- an EyrieError: `failure.json` with reason, message and hint, and the exit code of the error's class;
+- a full disk: the same as DiskFull, with an exit code of its own, since `failure.json` may not fit.
 
 `open_stage` is the same frame as a context manager, for a program that works on several directories at once
 (`stages.sweep`).
@@ -21,7 +22,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +40,8 @@ from eyrie_api.artifacts import (
     write_model,
     write_sealed,
 )
-from eyrie_api.errors import Conflict, EyrieError, InvalidInput, Transient
+from eyrie_api.errors import Conflict, DiskFull, EyrieError, InvalidInput, Transient
+from eyrie_api.full_disk import disk_full, is_full
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
@@ -203,6 +205,12 @@ def open_stage(kind: type[SpecT], stage: Stage, spec_file: Path, out: Path,
     except EyrieError as error:
         write_failure(stage, error)
         raise
+    except Exception as error:
+        if not is_full(error):
+            raise
+        full = disk_full(stage.out_dir)
+        write_failure(stage, full)
+        raise full from error
 
 
 @contextmanager
@@ -240,8 +248,21 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
         return 0
     except Interrupted:
         return INTERRUPTED_EXIT_CODE
+    except DiskFull as error:
+        return _end_on_full_disk(error)
     except EyrieError as error:
         return report_error(error)
+
+
+def _end_on_full_disk(error: DiskFull) -> int:
+    """The exit code, once the error was printed if that is possible. The log is on the same disk: what its buffer holds
+    cannot be written at the end either, and Python would replace the exit code."""
+    with suppress(OSError):
+        report_error(error)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    return error.exit_code
 
 
 def verify_inputs(spec: Frozen) -> None:
@@ -265,7 +286,12 @@ def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
 
 
 def write_failure(stage: Stage, error: EyrieError) -> None:
-    """Write `failure.json`."""
+    """Write `failure.json`; where the disk is full, the exit code alone says it."""
+    with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
+        _write_failure(stage, error)
+
+
+def _write_failure(stage: Stage, error: EyrieError) -> None:
     write_model(stage.out_dir / "failure.json", Failure(
         reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
         transient=isinstance(error, Transient), time=_now()))

@@ -33,6 +33,7 @@ from eyrie_api.decisions.target_config import check_config, choose_source, compu
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import gpu_bytes
 from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, VocabularyTooLarge
+from eyrie_api.full_disk import free_bytes
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_source
 from eyrie_api.submission.devices import computes_on_gpus, planned_device
@@ -40,7 +41,6 @@ from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
     HUB_ID,
     data_facts,
-    free_bytes,
     local_path,
     read_config,
     stored_dtype,

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -189,10 +188,3 @@ def _sample(source: DataSource) -> DataFacts:
     rows = max(1, round(size / mean))
     return DataFacts(min(rows, source.max_rows or rows), mean / _BYTES_PER_TOKEN, None,
                      f"the first {len(lines)} rows, at {_BYTES_PER_TOKEN:g} bytes a token")
-
-
-def free_bytes(directory: Path) -> int:
-    """Free bytes on the file system of `directory`, which need not exist yet."""
-    while not directory.exists():
-        directory = directory.parent
-    return shutil.disk_usage(directory).free

@@ -44,6 +44,8 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/docs"): ("nobody's", None),
     ("GET", "/"): ("many", None),
     ("GET", "/console/jobs/{job_id}"): ("one", None),
+    ("GET", "/console/jobs/{job_id}/again"): ("one", None),
+    ("GET", "/console/new"): ("nobody's", None),
     ("GET", "/console/endpoints/{name}"): ("one", None),
     ("GET", "/console/static/{file}"): ("nobody's", None),
     ("POST", "/console/sign-in"): ("nobody's", None),

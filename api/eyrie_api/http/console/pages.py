@@ -1,4 +1,4 @@
-"""Pages of the console: home, a job, an endpoint.
+"""Pages of the console: home, a job, an endpoint, and the document of a new job.
 
 They call the functions that the REST routes call and show nothing else. A page is whole without script; with it (htmx)
 it asks for itself again every few seconds and replaces its live part, and curves are drawn (uPlot). Both libraries are
@@ -12,6 +12,7 @@ administered.
 Strict Content-Security-Policy: script, style and data from this server alone, nothing inline.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.artifacts.stage_manifests import report_of
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.errors import NotFound
+from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.control import Control, Here
 from eyrie_api.quantities import duration, size
@@ -45,6 +47,9 @@ _HEADERS = {
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cache-Control": "no-store"}
 _JOBS, _EVENTS, _HISTORY = 50, 100, 60
+_FIRST_JOB = {"name": "first", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
+              "serve": {"endpoint": "default"}}
+"""The shipped target and data: it needs nothing else."""
 _ENDED = ("Succeeded", "Failed", "Cancelled")
 
 
@@ -62,7 +67,8 @@ def home(control: Here, request: Request) -> Response:
     """Endpoints, jobs, and what needs a person."""
     endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=_JOBS)
     return _page("home.html", control, request, endpoints=endpoints, jobs=listed.items,
-                 more=listed.next_cursor is not None, attention=attention(listed.items, endpoints),
+                 more=listed.next_cursor is not None,
+                 attention=[*_disk(control.settings.home), *attention(listed.items, endpoints)],
                  now=datetime.now(UTC))
 
 
@@ -79,6 +85,20 @@ def job(job_id: str, control: Here, request: Request) -> Response:
                  measured=measured, events=control.jobs.events(job_id, limit=_EVENTS), now=datetime.now(UTC),
                  ended=_ENDED, may_work=_may(control, "jobs:write", project),
                  may_serve=_may(control, "endpoints:write", project), server=str(request.base_url).rstrip("/"))
+
+
+@router.get("/console/new", response_class=HTMLResponse)
+def new_job(control: Here, request: Request) -> Response:
+    """A document to begin with, and what the server says of it while it is written."""
+    return _page("new_job.html", control, request, source=None, document=json.dumps(_FIRST_JOB, indent=2))
+
+
+@router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
+def again(job_id: str, control: Here, request: Request) -> Response:
+    """The same with the document of a job."""
+    spec = control.jobs.get(job_id).spec
+    return _page("new_job.html", control, request, source=spec.name or job_id,
+                 document=json.dumps(spec.model_dump(mode="json", exclude_unset=True), indent=2))
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
@@ -154,6 +174,14 @@ def _may(control: Control, action: Action, project: str | None) -> bool:
 def _recent(history: History) -> History:
     """Newest first."""
     return history.model_copy(update={"items": history.items[::-1]})
+
+
+def _disk(home: Path) -> list[dict[str, str]]:
+    """Looked at now: on a full disk neither an event nor a condition could be stored."""
+    if not is_short(home):
+        return []
+    full = disk_full(home)
+    return [{"title": "The disk is full", "link": "/", "words": f"{full.message}; hint: {full.hint}"}]
 
 
 def attention(jobs: Iterable[Job], endpoints: Iterable[Endpoint]) -> list[dict[str, str]]:

@@ -1,4 +1,5 @@
-// Times in the reader's zone, a word when the server does not answer, the curves of a training, signing in, and actions.
+// Times in the reader's zone, a word when the server does not answer, the curves of a training, signing in,
+// actions, and the document of a new job.
 "use strict";
 
 function localTimes(root) {
@@ -99,15 +100,19 @@ function signIn(form) {
   });
 }
 
+function send(method, path, body) {
+  const token = document.querySelector("meta[name=eyrie-change]"), headers = { "content-type": "application/json" };
+  if (token !== null) headers["eyrie-change"] = token.content;
+  return fetch(path, { method, headers, body });
+}
+
 async function act(button) {
   if (!confirm(button.dataset.question)) return;
-  const outcome = document.getElementById("outcome"), token = document.querySelector("meta[name=eyrie-change]");
-  const headers = { "content-type": "application/json" };
-  if (token !== null) headers["eyrie-change"] = token.content;
+  const outcome = document.getElementById("outcome");
   button.disabled = true;
   outcome.textContent = `${button.textContent}: sent`;
   try {
-    const answer = await fetch(button.dataset.path, { method: button.dataset.method, headers, body: button.dataset.body });
+    const answer = await send(button.dataset.method, button.dataset.path, button.dataset.body);
     if (answer.ok) return answer.status === 204 ? location.assign("/") : location.reload();
     const problem = await answer.json();
     outcome.textContent = `${button.textContent}: ${problem.detail}: ${problem.hint}`;
@@ -115,6 +120,69 @@ async function act(button) {
     outcome.textContent = "The server does not answer.";
   }
   button.disabled = false;
+}
+
+// The document of a new job: checked by the server a moment after the last key, planned, then started.
+function newJob(form) {
+  const text = form.elements.text, verdict = document.getElementById("verdict");
+  let waiting = 0, latest = 0;
+
+  function say(title, lines, good) {
+    const head = document.createElement("p"), list = document.createElement("ul");
+    head.textContent = title;
+    for (const line of lines) list.append(Object.assign(document.createElement("li"), { textContent: line }));
+    verdict.className = good ? "" : "failure";
+    verdict.replaceChildren(head, ...(lines.length ? [list] : []));
+  }
+
+  function refused(problem) {
+    const faults = problem.errors.map((one) => Object.entries(one).map(([name, value]) =>
+      `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", "));
+    say(`${problem.detail}${problem.hint ? `; hint: ${problem.hint}` : ""}`, faults, false);
+  }
+
+  function planned(plan) {
+    const hours = plan.total_hours < 1 ? `${Math.ceil(plan.total_hours * 60)} minutes` : `${plan.total_hours.toFixed(1)} hours`;
+    const stages = plan.stages.map((one) => `${one.stage}: ${one.tokens.toLocaleString()} tokens, ${one.hours.toFixed(2)} h`);
+    say(`Valid. About ${hours}, ${(plan.total_bytes_on_disk / 1e9).toFixed(2)} GB on disk. ${plan.bottleneck}`,
+      [...stages, ...plan.warnings.map((one) => `warning: ${one}`)], true);
+  }
+
+  function json() {
+    try {
+      JSON.parse(text.value);
+      return true;
+    } catch (error) {
+      say(`Not JSON: ${error.message}`, [], false);
+      return false;
+    }
+  }
+
+  async function post(path, done) {
+    const mine = ++latest;
+    try {
+      const answer = await send("POST", path, text.value), body = await answer.json();
+      if (mine !== latest) return;
+      if (answer.ok) done(body); else refused(body);
+    } catch {
+      if (mine === latest) say("The server does not answer.", [], false);
+    }
+  }
+
+  function check() {
+    if (json()) post("/v1alpha1/plans", planned);
+  }
+
+  text.addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(check, 500);
+  });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    clearTimeout(waiting);
+    if (json()) post("/v1alpha1/jobs", (job) => location.assign(`/console/jobs/${job.id}`));
+  });
+  check();
 }
 
 document.addEventListener("click", (event) => {
@@ -130,5 +198,6 @@ document.addEventListener("htmx:afterSwap", (event) => {
 });
 localTimes(document);
 curves();
-const form = document.getElementById("sign-in");
+const form = document.getElementById("sign-in"), made = document.getElementById("new-job");
 if (form !== null) signIn(form);
+if (made !== null) newJob(made);

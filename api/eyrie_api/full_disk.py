@@ -1,0 +1,57 @@
+"""A disk without space: recognised in errors of the operating system and of libraries, and waited for.
+
+What meets it is stopped before it has lost anything, says so where it still can, and goes on when there is space:
+nobody has to retry a job. On a full disk no event, status or log can be written, so the control plane also looks at the
+disk itself when it is asked (`is_short`).
+"""
+
+import errno
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eyrie_api.errors import DiskFull
+
+ROOM = 64 << 20
+"""Bytes that have to be free before something is started: logs, events and a database's journal."""
+
+_POLL_S = 2.0
+_WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error is that of a disk without space; torch, safetensors and SQLite tell it only in words."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return any(words in str(error) for words in _WORDS)
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes on the file system of `path`, which need not exist yet."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def is_short(path: Path) -> bool:
+    """Whether what has to be written below `path` may soon not be."""
+    return free_bytes(path) < ROOM
+
+
+def disk_full(directory: Path) -> DiskFull:
+    """The error of what was to be written in `directory`."""
+    return DiskFull(f"the disk of {directory} is full: {free_bytes(directory) / 1e6:.0f} MB are free",
+                    "free space on it; it goes on by itself")
+
+
+def require_room(directory: Path) -> None:
+    """Raises DiskFull where less than ROOM is free."""
+    if is_short(directory):
+        raise disk_full(directory)
+
+
+def await_room(directory: Path, needed: int = ROOM, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until `needed` bytes are free."""
+    while free_bytes(directory) < needed:
+        sleep(_POLL_S)

@@ -1,0 +1,94 @@
+"""A full disk stops nothing for good: what meets it waits, says so, and goes on when there is space."""
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import read_manifest
+from eyrie_api.errors import DiskFull
+from eyrie_api.full_disk import ROOM, await_room, free_bytes, is_full, is_short
+from eyrie_pipelines import local
+from eyrie_pipelines.processes import wait_until
+from tests.pipelines.conftest import Rehearsal, spec_of
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of the test's own, of 256 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(path)], capture_output=True,
+                          check=False) if os.geteuid() == 0 and shutil.which("mount") else None
+    if done is None or done.returncode != 0:
+        pytest.skip("a small file system can be mounted by root alone")
+    yield path
+    for directory in path.glob("*/run"):
+        local.stop(directory.parent, grace_s=0.5)
+    subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte free."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free_bytes(disk))
+    return filler
+
+
+def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal) -> None:
+    job_dir = disk / "job-1"
+    job_dir.mkdir()
+    filler = fill(disk)
+    with pytest.raises(DiskFull, match="0 MB are free") as caught:
+        local.start(job_dir, "job-1", spec_of())
+    assert "goes on by itself" in caught.value.hint
+    filler.unlink()
+    local.start(job_dir, "job-1", spec_of())
+    assert wait_until(lambda: local.observe(job_dir).state == "succeeded", 120.0)
+
+
+def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(disk: Path, rehearsal: Rehearsal) -> None:
+    job_dir = disk / "job-1"
+    job_dir.mkdir()
+    begun = job_dir / "stages" / "regenerate" / "spec.json"
+    local.start(job_dir, "job-1", spec_of())
+    assert wait_until(begun.exists, 60.0)
+    filler = fill(disk)
+    time.sleep(8.0)
+    assert local.observe(job_dir).state == "running", "it waits"
+    filler.unlink()
+    assert wait_until(lambda: local.observe(job_dir).state != "running", 180.0)
+    assert local.observe(job_dir).state == "succeeded"
+    assert read_manifest(job_dir / "stages" / "prove").stage == "prove"
+
+
+def test_what_was_free_was_not_enough_so_more_is_waited_for(disk: Path) -> None:
+    filler, waited = fill(disk), threading.Event()
+    os.truncate(filler, filler.stat().st_size - ROOM - (1 << 20))
+    free = free_bytes(disk)
+    assert not is_short(disk)
+    thread = threading.Thread(target=lambda: (await_room(disk, 2 * free, lambda _: time.sleep(0.01)), waited.set()))
+    thread.start()
+    assert not waited.wait(0.3)
+    filler.unlink()
+    assert waited.wait(10.0)
+    thread.join()
+
+
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device"), OSError(122, "Disk quota exceeded"),
+    RuntimeError("PytorchStreamWriter failed: No space left on device (os error 28)"),
+    ValueError("database or disk is full")])
+def test_libraries_tell_a_full_disk_in_their_own_ways(error: Exception) -> None:
+    assert is_full(error)
+
+
+def test_other_errors_are_not_a_full_disk() -> None:
+    others = (OSError(5, "Input/output error"), RuntimeError("out of memory"), FileNotFoundError(2, "no file"))
+    assert not any(map(is_full, others))
