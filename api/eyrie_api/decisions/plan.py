@@ -154,8 +154,8 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
     """
     data_facts = data_facts or DataFacts()
     work = _Work(spec, target_facts, data_facts, candidates)
-    counts = {stage: _stage_gpus(spec, stage, len(candidates), on_gpus) for stage in STAGES}
-    used = {stage: rates or _rates_of(work, stage, counts[stage], "expected") for stage in STAGES}
+    counts: dict[str, int] = {stage: _stage_gpus(spec, stage, len(candidates), on_gpus) for stage in STAGES}
+    used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected") for stage in STAGES}
     stages = _stages(work, candidates, used)
     if rates is None and any(counts.values()):
         slow, fast = (_stages(work, candidates, {stage: _rates_of(work, stage, counts[stage], speed)
@@ -239,8 +239,8 @@ def _bottleneck(stages: Sequence[StagePlan]) -> str:
     return f"{slowest.stage} takes {slowest.hours / total:.0%} of the time{limited}"
 
 
-def _unknown_gpus(spec: JobSpec, counts: Mapping[StageKey, int]) -> list[str]:
-    labels = {_label(spec, stage) for stage, num_gpus in counts.items() if num_gpus}
+def _unknown_gpus(spec: JobSpec, counts: Mapping[str, int]) -> list[str]:
+    labels = {_label(spec, stage) for stage in STAGES if counts[stage]}
     unknown = sorted(label or "none" for label in labels if known_gpu(label) is None)
     if not unknown:
         return []
@@ -570,7 +570,7 @@ def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assu
         source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
-def _rates_named(used: Mapping[StageKey, Rates], counts: Mapping[StageKey, int]) -> tuple[Assumption, ...]:
+def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     """The rates that hours rest on, each of the stage where it matters."""
     named = (("prefill rate", "capture", used["capture"].prefill),
              ("decode rate, many requests", "regenerate", used["regenerate"].decode),
@@ -585,8 +585,8 @@ def _rates_named(used: Mapping[StageKey, Rates], counts: Mapping[StageKey, int])
     return tuple(found)
 
 
-def _assumptions(work: _Work, candidates: Sequence[Candidate], used: Mapping[StageKey, Rates],
-                 counts: Mapping[StageKey, int]) -> tuple[Assumption, ...]:
+def _assumptions(work: _Work, candidates: Sequence[Candidate], used: Mapping[str, Rates],
+                 counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     target, data, dtype = work.target, work.data, work.spec.resolved_target.dtype
 
     def say(name: str, value: float, unit: str, source: str) -> Assumption:

@@ -20,10 +20,10 @@ from eyrie_api.decisions.capture_support import (
 )
 from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
 from eyrie_api.decisions.families import fuses
+from eyrie_api.decisions.hardware import Rates
 from eyrie_api.decisions.plan import (
     DEFAULT_DRAFT_VOCABULARY,
     DataFacts,
-    Rates,
     TargetFacts,
     make_plan,
     require_gpu_memory,
