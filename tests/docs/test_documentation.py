@@ -46,7 +46,7 @@ def test_every_field_of_a_job_is_documented() -> None:
 
 
 def test_every_example_is_a_job_and_is_listed() -> None:
-    listed = set(re.findall(r"\(([a-z_]+\.(?:yaml|py))\)", (EXAMPLES / "README.md").read_text()))
+    listed = set(re.findall(r"\(([a-z0-9_.-]+\.(?:yaml|py))\)", (EXAMPLES / "README.md").read_text()))
     assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".yaml", ".py")}
     for path in EXAMPLES.glob("*.yaml"):
         document = yaml.safe_load(path.read_text())

@@ -20,6 +20,7 @@ import argparse
 import fcntl
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -255,13 +256,15 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
 
 
 def _end_on_full_disk(error: DiskFull) -> int:
-    """The exit code, once the error was printed if that is possible. The log is on the same disk: what its buffer holds
-    cannot be written at the end either, and Python would replace the exit code."""
-    with suppress(OSError):
+    """The exit code, once the error was printed if that is possible. The log may be on the same disk: what its buffer
+    holds cannot be written at the end either, for which Python would replace the exit code."""
+    try:
         report_error(error)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
     return error.exit_code
 
 

@@ -63,7 +63,7 @@ def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_ot
     assert {(t.setting, t.concurrency) for t in report.trials} == {(s, load) for s in settings for load in loads}
     assert report.map is not None
     assert {point.concurrency for point in report.map.points if point.measured} == loads
-    assert report.map.trials_measured == sum(trial.speedup is not None for trial in report.trials) <= 3 * len(loads)
+    assert report.map.trials_measured == sum(trial.speedup is not None for trial in report.trials) <= 4 * len(loads)
     for load in loads:  # the drafter and off are measured everywhere, whoever wins
         tried = {t.setting for t in report.trials if t.concurrency == load and t.speedup is not None}
         assert report.map.at(load).setting in tried
