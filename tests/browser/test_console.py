@@ -165,14 +165,14 @@ def test_a_new_job_is_checked_while_it_is_written_and_started(
         text.fill(document)
         verdict.filter(has_text=said).wait_for()
         assert "failure" in verdict.get_attribute("class")
-    text.fill(json.dumps(BODY | {"name": "written here"}))
+    text.fill(json.dumps(BODY | {"name": "written-here"}))
     verdict.filter(has_text="Valid. About").wait_for()
     page.get_by_role("button", name="Start").click()
-    page.locator("h1", has_text="written here").wait_for()
+    page.locator("h1", has_text="written-here").wait_for()
     has_phase(page, "Succeeded")
     page.get_by_role("link", name="Run again with changes").click()
-    page.locator("h1", has_text="written here again").wait_for()
-    assert json.loads(page.get_by_label("Document (JSON)").input_value())["name"] == "written here"
+    page.locator("h1", has_text="written-here again").wait_for()
+    assert json.loads(page.get_by_label("Document (JSON)").input_value())["name"] == "written-here"
     refusals = [one for one in faults if "422" not in one and "404" not in one and "400" not in one]
     assert refusals == [], "Chromium logs each answer that refuses a document"
 
