@@ -59,6 +59,7 @@ def test_states_of_every_layer_are_those_of_the_reference_and_a_killed_server_is
         SglangStates(ServerPlan("sglang", TARGET, 4), (0, 2), 300, tmp_path, lambda: None)
 
 
+@pytest.mark.slow
 def test_a_capture_killed_with_its_server_running_resumes_with_the_same_bytes(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows", resolve(TARGET), 160, longest=120)
     spec = CaptureStage(

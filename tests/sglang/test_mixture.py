@@ -56,6 +56,7 @@ def test_a_changed_answer_of_a_mixture_is_judged_by_its_model_in_transformers(tm
     assert explain(source, "p", prompt, [best], [best]) is None
 
 
+@pytest.mark.slow
 def test_drafts_for_a_mixture_are_accepted_as_the_reference_engine_accepts_them_for_the_same_dense_model(
         plain: SglangServer, drafter: Path, prompts: list[list[int]], tmp_path: Path) -> None:
     target = write_mixture(tmp_path / "mixture", spread=0.0)
