@@ -64,7 +64,8 @@ def page() -> str:
              "Computed by `python -m tests.benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
              "of them ([hardware.py](../../api/eyrie_api/decisions/hardware.py)); nothing here was measured, and\n"
              "Eyrie has not run on these GPUs. A test keeps the page current. Hours are expected ones with their\n"
-             "range, stages one after the other; prices are round numbers to show the column.\n"]
+             "range, stages one after the other; reading the KV cache is not counted, which makes decoding of long\n"
+             "answers look faster than it is, by up to two times; prices are round numbers to show the column.\n"]
     for job in JOBS:
         parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(job.plan())]
     return "\n".join(parts)
