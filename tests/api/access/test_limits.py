@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -81,22 +83,27 @@ def test_nothing_is_limited_on_loopback_without_a_token(settings: Settings, serv
         assert {http.get("/version").status_code for _ in range(50)} == {200}
 
 
-def test_a_project_may_have_so_many_jobs_at_once(database: Database, clock: ManualClock) -> None:
-    Projects(database, clock).set_quotas("default", Quotas(max_jobs=2))
-    jobs, outcomes = Jobs(database, clock, scope=ADMIN), list[str | QuotaReached]()
+def accepted_at_once(number: int, submit: Callable[[], str]) -> list[str]:
+    """The ids of jobs submitted by so many threads together, less those that a quota refused."""
+    accepted: list[str] = []
 
-    def submit() -> None:
-        try:
-            outcomes.append(jobs.submit(job_spec()).id)
-        except QuotaReached as error:
-            outcomes.append(error)
+    def try_one() -> None:
+        with suppress(QuotaReached):
+            accepted.append(submit())
 
-    threads = [threading.Thread(target=submit) for _ in range(6)]
+    threads = [threading.Thread(target=try_one) for _ in range(number)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    accepted = [one for one in outcomes if isinstance(one, str)]
+    return accepted
+
+
+
+def test_a_project_may_have_so_many_jobs_at_once(database: Database, clock: ManualClock) -> None:
+    Projects(database, clock).set_quotas("default", Quotas(max_jobs=2))
+    jobs = Jobs(database, clock, scope=ADMIN)
+    accepted = accepted_at_once(6, lambda: jobs.submit(job_spec()).id)
     assert len(accepted) == 2, "not even when all come at once"
     Jobs(database, clock).save_status(accepted[0], ended("Failed"))
     assert jobs.submit(job_spec()).id
@@ -127,20 +134,12 @@ def test_a_project_may_have_so_many_endpoints_and_is_refused_before_it_trains(
 def test_a_projects_jobs_may_request_so_many_gpus_at_one_time(database: Database, clock: ManualClock) -> None:
     projects = Projects(database, clock)
     projects.set_quotas("default", Quotas(max_gpus=8))
-    jobs, outcomes = Jobs(database, clock, scope=ADMIN), list[str | QuotaReached]()
+    jobs = Jobs(database, clock, scope=ADMIN)
 
-    def submit() -> None:
-        try:
-            outcomes.append(jobs.submit_once(job_spec(), None, "default", Demand(num_gpus=3)).id)  # type: ignore[union-attr]
-        except QuotaReached as error:
-            outcomes.append(error)
+    def submit() -> str:
+        return jobs.submit_once(job_spec(), None, "default", Demand(num_gpus=3)).id  # type: ignore[union-attr]
 
-    threads = [threading.Thread(target=submit) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    accepted = [one for one in outcomes if isinstance(one, str)]
+    accepted = accepted_at_once(5, submit)
     assert len(accepted) == 2, "not even when all come at once"
     assert projects.get("default").live_gpus == 6
     with pytest.raises(QuotaReached, match=r"requests 3 GPUs .* 'default' may have 8 .* and has 6") as refused:
