@@ -161,7 +161,7 @@ def test_a_new_job_is_checked_while_it_is_written_and_started(
     verdict.filter(has_text="Valid. About").wait_for()
     for document, said in (('{"target": ', "Not JSON"), ("{}", "target"),
                            (json.dumps(BODY | {"train": {"epochs": -1}}), "/train/epochs"),
-                           (json.dumps(BODY | {"target": {"model": "./nowhere"}}), "hint:")):
+                           (json.dumps(BODY | {"target": {"model": "./missing"}}), "hint:")):
         text.fill(document)
         verdict.filter(has_text=said).wait_for()
         assert "failure" in verdict.get_attribute("class")

@@ -262,9 +262,9 @@ def _end_on_full_disk(error: DiskFull) -> int:
         report_error(error)
         sys.stdout.flush()
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
+        discarded = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(discarded, 1)
+        os.dup2(discarded, 2)
     return error.exit_code
 
 
