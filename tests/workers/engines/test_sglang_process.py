@@ -1,6 +1,7 @@
 """The SGLang process, with a program in its place that behaves like it at start and stop."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -33,6 +34,27 @@ SERVER = """
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("child", child.pid, flush=True)
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+# Its child computes, and says so before the server is ready; then measures as a stage does.
+MEASURED = """
+    import sys, time
+    from pathlib import Path
+    from eyrie_workers.engines.parent_death_signal import adopt_orphans
+    from eyrie_workers.engines.sglang.process import start_sglang
+    from eyrie_workers.machine.machine_lock import ProcessorTime
+    adopt_orphans()
+    before = ProcessorTime.now()
+    server = start_sglang((), Path(sys.argv[1]), prefix=(sys.executable, "-c", sys.argv[2]))
+    while "computed" not in server.log_file.read_text():
+        time.sleep(0.05)
+        server.check()
+    server.stop(0.0)
+    print(ProcessorTime.now().own_s - before.own_s)
+"""
+COMPUTING = r"""
+import subprocess, sys, time
+code = "import time\nwhile time.process_time() < 1.5: pass\nprint('computed', flush=True)\ntime.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code]).wait()
 """
 FAILURE = """
     print("loading weights")
@@ -71,6 +93,13 @@ def test_wait_ready_returns_the_url_and_stop_ends_the_children(tmp_path: Path) -
         time.sleep(0.05)
     assert gone(child)
     assert not server.ready()
+
+
+def test_the_time_that_killed_processes_of_a_server_computed_is_the_stages_own(tmp_path: Path) -> None:
+    script = textwrap.dedent(MEASURED)
+    shown = subprocess.run([sys.executable, "-c", script, str(tmp_path), COMPUTING], capture_output=True, text=True,
+                           check=True, timeout=120)
+    assert float(shown.stdout) >= 1.5
 
 
 def test_the_error_of_a_server_that_ends_is_quoted(tmp_path: Path) -> None:
@@ -114,10 +143,11 @@ def test_an_interpreter_without_eyrie_can_import_the_model_package_only(tmp_path
     said = subprocess.run([sys.executable, "-S", "-c", asked], env={"PYTHONPATH": root}, cwd=tmp_path, text=True,
                           capture_output=True, check=True).stdout
     assert said.split() == ["True", "None", "None"]
-    dangling = Path(root) / "eyrie_workers"
-    dangling.unlink()
-    dangling.symlink_to(tmp_path / "gone")
+    package = Path(root) / "eyrie_workers"
+    shutil.rmtree(package)
+    package.symlink_to(tmp_path / "whole")  # as earlier versions did
     assert (Path(plugin_root(tmp_path)) / "eyrie_workers" / "engines").is_dir()
+    assert not (tmp_path / "whole").exists()
 
 
 def test_the_last_error_is_the_last_lines_without_an_exception(tmp_path: Path) -> None:

@@ -47,6 +47,23 @@ def test_a_waiting_measurement_can_be_interrupted(tmp_path: Path) -> None:
         pytest.fail("two held the lock")
 
 
+def test_measurements_on_different_gpus_run_at_once_and_exclude_one_of_the_whole_machine(tmp_path: Path) -> None:
+    class Stop(BaseException):
+        pass
+
+    def give_up() -> None:
+        raise Stop
+
+    with machine_lock(give_up, tmp_path, ["0", "1"]):
+        with machine_lock(give_up, tmp_path, ["2"]):
+            pass
+        for gpus in (["1", "2"], []):
+            with pytest.raises(Stop), machine_lock(give_up, tmp_path, gpus):
+                pytest.fail(f"two held the lock of {gpus or 'the machine'}")
+    with machine_lock(give_up, tmp_path), pytest.raises(Stop), machine_lock(give_up, tmp_path, ["2"]):
+        pytest.fail("a GPU was measured next to the whole machine")
+
+
 def test_other_work_is_the_machines_work_without_our_own() -> None:
     before, after = ProcessorTime(0.0, 100.0, 1.0), ProcessorTime(10.0, 116.0, 7.0)
     assert share_of_other_processes(before, after, cpu_count=2) == pytest.approx(0.5)

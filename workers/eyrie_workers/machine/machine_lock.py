@@ -2,7 +2,8 @@
 
 Concurrent benchmarks disturb each other. A lock on one file in the system's temporary directory serialises all
 measuring processes of the machine, whatever job, directory or user they belong to; the kernel releases it when its
-holder exits. Other work cannot be locked out, so its share of the processors is computed from /proc/stat before and
+holder exits. Measurements that were given different GPUs run at the same time: they share that lock, and hold one of
+each GPU. Other work cannot be locked out, so its share of the processors is computed from /proc/stat before and
 after, and reported when it is too large.
 """
 
@@ -10,37 +11,43 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 LOCK_NAME = "eyrie-measuring.lock"
+_GPU_LOCK_NAME = "eyrie-measuring-gpu-{}.lock"
 _POLL_S = 0.2
 # A tenth of the machine used by others changes throughput by about as much as the differences to be measured.
 _TOLERATED_SHARE = 0.1
 
 
 @contextmanager
-def machine_lock(while_waiting: Callable[[], None], directory: Path | None = None) -> Iterator[float]:
+def machine_lock(while_waiting: Callable[[], None], directory: Path | None = None,
+                 gpus: Sequence[str] = ()) -> Iterator[float]:
     """Hold the machine's measuring lock; yields the seconds waited for it.
+
+    gpus   ids of the GPUs that this measurement was given: others may be measured meanwhile; empty: the whole machine
 
     `while_waiting` is called several times a second until the lock is acquired; it may raise to give up.
     """
-    path = (directory or Path(tempfile.gettempdir())) / LOCK_NAME
-    descriptor = _open_lock(path)
-    try:
-        started = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                while_waiting()
-                time.sleep(_POLL_S)
+    parent = directory or Path(tempfile.gettempdir())
+    wanted = [(LOCK_NAME, fcntl.LOCK_SH if gpus else fcntl.LOCK_EX),
+              *((_GPU_LOCK_NAME.format(gpu), fcntl.LOCK_EX) for gpu in sorted(gpus))]
+    started = time.monotonic()
+    with ExitStack() as held:
+        for name, kind in wanted:
+            descriptor = _open_lock(parent / name)
+            held.callback(os.close, descriptor)
+            while True:
+                try:
+                    fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    while_waiting()
+                    time.sleep(_POLL_S)
         yield time.monotonic() - started
-    finally:
-        os.close(descriptor)
 
 
 def _open_lock(path: Path) -> int:

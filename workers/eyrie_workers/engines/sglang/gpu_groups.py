@@ -1,4 +1,4 @@
-"""Which GPUs each server of a stage computes on. Pure, except `visible_gpus`."""
+"""Which GPUs each server of a stage computes on. Pure, except `visible_gpus` and `own_gpus`."""
 
 import os
 from collections.abc import Sequence
@@ -17,6 +17,12 @@ def visible_gpus() -> GpuGroup:
         return ()
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(given.split(",")) if given else tuple(str(number) for number in range(torch.cuda.device_count()))
+
+
+def own_gpus() -> GpuGroup:
+    """Ids of the GPUs that this process was given by CUDA_VISIBLE_DEVICES; empty when it was given none."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible_gpus() if given and os.environ.get("EYRIE_DEVICE") != "cpu" else ()
 
 
 def gpu_groups(visible: Sequence[str], tp_size: int, num_gpus: int | None) -> tuple[GpuGroup, ...]:

@@ -33,9 +33,9 @@ from eyrie_workers.engines.sglang.launch_plan import (
     candidate_steps,
     shared_args,
 )
+from eyrie_workers.engines.sglang.plugin_files import PACKAGE
 from eyrie_workers.engines.sglang.profiles import captured_batches
 
-PLUGIN_PACKAGE = "eyrie_workers.engines.sglang.plugin"
 MODULE = "sglang.launch_server"
 _BLOCK_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton")
 """Attention backends that support DFLASH drafters. With any other backend for the target SGLang selects one of these
@@ -94,7 +94,7 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
         variables["EYRIE_CAPTURE_DIR"] = plan.capture_dir
     # With and without a drafter: all variants run one model class.
     if plan.target.architecture in PLUGIN_ARCHITECTURES or plan.capture_dir is not None:
-        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PLUGIN_PACKAGE
+        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PACKAGE
         if plan.plugin_root is not None:
             variables["PYTHONPATH"] = plan.plugin_root
     return variables

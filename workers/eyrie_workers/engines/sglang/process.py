@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import eyrie_workers
 from eyrie_api.processes import last_lines, log_lines
-from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
+from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 from eyrie_workers.engines.process import EngineFailed, wait_until_ready
+from eyrie_workers.engines.sglang.plugin_files import place_plugin
 
 PROGRAM = "EYRIE_SGLANG_PROGRAM"
 _POLL_S = 0.25
@@ -54,16 +54,9 @@ def merged_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def plugin_root(directory: Path) -> str:
-    """A folder in `directory` that contains our package only, for an interpreter without Eyrie.
-
-    A symbolic link, because the package may be in site-packages: with those on its path SGLang would import our torch.
-    """
+    """A folder in `directory` with the package that SGLang imports (`plugin_files`), for PYTHONPATH."""
     root = directory.absolute() / "plugin"
-    root.mkdir(parents=True, exist_ok=True)
-    link, package = root / "eyrie_workers", Path(eyrie_workers.__file__).parent
-    if not link.exists():
-        link.unlink(missing_ok=True)  # a dangling link
-        link.symlink_to(package, target_is_directory=True)
+    place_plugin(root)
     return str(root)
 
 
@@ -127,14 +120,18 @@ class SglangServer:
 
     def cpu_seconds(self) -> float:
         """CPU time of its processes since they began."""
-        ticks = 0
+        return sum(self._ticks().values()) / os.sysconf("SC_CLK_TCK")
+
+    def _ticks(self) -> dict[int, int]:
+        """Clock ticks that each of its processes has computed, by process id."""
+        ticks = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # a process that ends meanwhile
                 # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
                 fields = stat.read_text().rsplit(")", 1)[1].split()
                 if int(fields[2]) == self.process.pid:
-                    ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+                    ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
+        return ticks
 
     def stop(self, timeout_s: float = 30.0) -> int:
         """Stop it: SIGTERM, on which SGLang finishes running requests, then SIGKILL to the rest of its process group.
@@ -146,9 +143,12 @@ class SglangServer:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
+        children = self._ticks().keys() - {self.process.pid}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # also children whose parent has ended
-        return self.process.wait()
+        code = self.process.wait()
+        reap(children)
+        return code
 
 
 def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapping[str, str] | None = None,

@@ -26,8 +26,9 @@ from eyrie_workers.conversations.suites import Prompt, load_suite
 from eyrie_workers.engines.decoding_engine import DecodingEngine, check_temperatures
 from eyrie_workers.engines.embedded import EmbeddedEngine
 from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.engines.parent_death_signal import adopt_orphans
 from eyrie_workers.engines.server_history import ServerHistory
-from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, own_gpus, visible_gpus
 from eyrie_workers.engines.sglang.managed_engine import SglangEngine
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
@@ -235,7 +236,8 @@ def measuring(stage: Stage) -> Iterator[None]:
         waiting = True
         stage.pause_point()
 
-    with machine_lock(while_waiting):
+    adopt_orphans()  # a killed server's processes
+    with machine_lock(while_waiting, gpus=own_gpus()):
         before = ProcessorTime.now()
         yield
         disturbed = interference(before, ProcessorTime.now(), cpu_count(), os.getloadavg()[0])
