@@ -16,7 +16,8 @@ Differences of kfp.local 2.17 from a cluster, and how the definition avoids them
 - conditions are substituted as text and evaluated, and an error silently skips the branch: the pipeline has no
   conditions; tasks with nothing to do return at once, and decisions are made in Python;
 - a fan-out runs at most two tasks at once whatever is configured: `parallelism=1` here, since measuring needs the whole
-  machine and two trainings on the same cores take as long as one after the other;
+  machine and two trainings on the same cores take as long as one after the other; on several GPUs the first benchmark
+  task measures all checkpoints (`gpu_shares`);
 - its cache key contains neither our code nor the contents of a path: caching is off, and finished stages are recognised
   by their manifests; `code_version` is an argument so that a cluster's cache, if it is enabled, has a correct key;
 - the workspace is deleted after a run, even a directory the caller passed: none is used; stages work in the job's own

@@ -44,6 +44,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import STAGE_RECORD, ProgressRecord
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_pipelines.gpu_shares import SHARES, gpu_shares, gpus_of, written
 from eyrie_pipelines.processes import ProcessId, group_members, identify, is_alive, stop_group
 from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
@@ -311,7 +312,7 @@ def _last_progress(events: Path) -> float:
 def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     """Run the pipeline under kfp.local; None when it succeeded, else kfp's error message."""
     run_dir = job_dir / RUN_DIR
-    _prepare_environment(run_dir)
+    _prepare_environment(run_dir, job.spec)
     # Imported here: it takes about a second, which a second leader refused at the lock must not spend.
     from kfp import local
 
@@ -329,8 +330,12 @@ def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     return None
 
 
-def _prepare_environment(run_dir: Path) -> None:
-    """Set PATH and `sys.executable` (see the module docstring), and keep the tasks' temporary files in the run."""
+def _prepare_environment(run_dir: Path, spec: JobSpec) -> None:
+    """Set PATH and `sys.executable` (see the module docstring), keep the tasks' temporary files in the run, and divide
+    this machine's GPUs among measurements where there are several."""
+    shares = gpu_shares(gpus_of(os.environ), spec.engine)
+    if len(shares) > 1:
+        os.environ.setdefault(SHARES, written(shares))
     os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")
     (run_dir / "tmp").mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(run_dir / "tmp")

@@ -21,8 +21,9 @@ from eyrie_api.decisions.sweep import trains_together
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
-from eyrie_api.v1alpha1.stages import StageName, StageSpec, TrainStage
+from eyrie_api.v1alpha1.stages import BenchmarkStage, StageName, StageSpec, TrainStage
 from eyrie_pipelines import steps, trainjob
+from eyrie_pipelines.gpu_shares import Share, measure_on_shares, shares_here
 from eyrie_pipelines.run_failure import (
     FAILURE_FILE,
     RUN_DIR,
@@ -129,8 +130,28 @@ def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
         job = load_job(job_dir, spec_digest)
         reports = _train_reports(job_dir, job)
         ref = steps.find_checkpoint(job.spec, reports, checkpoint)
-        first = steps.list_checkpoints(reports)[0].name == checkpoint
-        return _run(job_dir, steps.benchmark_spec(job, Path(job_dir), ref, first=first), checkpoint)
+        if shares := shares_here():
+            _benchmark_on_shares(job_dir, spec_digest, job, reports, shares)
+        return _run(job_dir, _benchmark_spec(job_dir, job, reports, ref), checkpoint)
+
+
+def _benchmark_spec(job_dir: str, job: steps.JobFile, reports: Sequence[TrainReport],
+                    checkpoint: steps.CheckpointRef) -> BenchmarkStage:
+    first = steps.list_checkpoints(reports)[0].name == checkpoint.name
+    return steps.benchmark_spec(job, Path(job_dir), checkpoint, first=first)
+
+
+def _benchmark_on_shares(job_dir: str, spec_digest: str, job: steps.JobFile, reports: Sequence[TrainReport],
+                         shares: Sequence[Share]) -> None:
+    """Measure all checkpoints that have no manifest yet, on several GPUs at once. Raises StageFailed after a failure,
+    which is recorded."""
+    root = Path(job_dir)
+    missing = [one.name for one in steps.benchmarked(job.spec, reports) if not _is_finished(
+        _benchmark_spec(job_dir, job, reports, one), stage_dir(root, "benchmark", one.name))]
+    if len(missing) > 1:
+        measure_on_shares(job_dir, spec_digest, missing, shares)
+    if (failed := read_failure(root)) is not None:
+        raise StageFailed(f"{failed.stage} {failed.key} failed".rstrip(), "correct that stage and retry the job")
 
 
 def select(job_dir: str, benchmarked: list[str]) -> str:

@@ -14,6 +14,7 @@ import pytest
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.errors import Conflict, Transient
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.records import ProgressRecord
 from eyrie_api.v1alpha1.reports import TuneReport
@@ -21,6 +22,7 @@ from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local, tasks
+from eyrie_pipelines.gpu_shares import gpu_shares, gpus_of, written
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
 from eyrie_pipelines.run_failure import StageFailed, read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
@@ -88,6 +90,54 @@ def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_
             spans.append((read.started_at, read.finished_at))
         spans.sort()
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_checkpoints_are_measured_at_once_each_on_a_share_of_the_gpus(
+        job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EYRIE_DEVICE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    rehearsal.plan(**{f"benchmark__c{number}-lr-0p00{number}-step-{step}": ["meet"]
+                      for number in (1, 2, 3) for step in (10, 20)})
+    local.start(job_dir, "job-1", sweeping_spec(engine=EngineSpec(kind="sglang", tp_size=2)))
+    assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S), log_of(job_dir)
+    lines = [line.split() for line in (rehearsal.home / "gpus.log").read_text().splitlines()]
+    measured = {name: gpus for name, gpus in lines if name.startswith("benchmark/")}
+    assert len(measured) == len([name for name, _ in lines if name.startswith("benchmark/")]) == 6
+    assert set(measured.values()) == {"4,5", "6,7"}  # the fifth GPU is no pair
+    assert {gpus for name, gpus in lines if name in ("tune", "prove")} <= {"4,5,6,7,8"}
+
+
+def test_the_failure_of_a_checkpoint_on_a_share_of_the_gpus_is_the_runs(
+        job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EYRIE_DEVICE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    rehearsal.plan(**{"benchmark__base-step-20": ["permanent"]})
+    local.start(job_dir, "job-1", spec_of())
+    assert wait_for(job_dir, "succeeded", "failed", "gone").state == "failed"
+    failure = read_failure(job_dir)
+    assert failure is not None
+    assert (failure.stage, failure.key, failure.failure.reason) == ("benchmark", "base-step-20", "LossDiverged")
+
+
+@pytest.mark.parametrize(("gpus", "engine", "shares"), [
+    ("", EngineSpec(), ""),
+    ("0", EngineSpec(), "0"),
+    ("0,1,2", EngineSpec(), "0;1;2"),
+    ("0,1,2,3", EngineSpec(kind="sglang", tp_size=2), "0,1;2,3"),
+    ("0,1,2,3", EngineSpec(kind="sglang", tp_size=2, num_gpus=4), "0,1,2,3"),
+    ("0,1", EngineSpec(kind="sglang", tp_size=4), ""),
+])
+def test_the_gpus_of_a_machine_are_divided_by_what_one_measurement_uses(
+        gpus: str, engine: EngineSpec, shares: str) -> None:
+    assert written(gpu_shares(gpus_of({"CUDA_VISIBLE_DEVICES": gpus}), engine)) == shares
+
+
+def test_gpus_are_counted_without_a_variable_and_none_are_used_when_told_so(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpus_of({}, tmp_path) == ("0", "1")
+    assert gpus_of({"EYRIE_DEVICE": "cpu"}, tmp_path) == ()
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == ()
 
 
 def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_out_with_it(

@@ -2,7 +2,8 @@
 
 It is a program of its own, started by the real command line; only the table of stages points here (see `rehearsal`).
 What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
-one repeating; words are ok, transient, permanent, crash, hang, stubborn, die. Every start is noted in `starts.log`.
+one repeating; words are ok, transient, permanent, crash, hang, stubborn, die, meet (waits until two stages of its kind
+run). Every start is noted in `starts.log`, with its CUDA_VISIBLE_DEVICES in `gpus.log`.
 Told `--train DIR` several times, it is the program that trains candidates together: all in turn, whichever fails.
 Started by torchrun, every rank is noted in `ranks.log` with its EYRIE_DEVICE, and rank 0 alone goes on.
 """
@@ -148,6 +149,8 @@ def report_of(spec: StageSpec) -> StageReport:
 def behave(name: str, stage: Stage) -> None:
     with (HOME / "starts.log").open("a") as log:
         log.write(name + "\n")
+    with (HOME / "gpus.log").open("a") as log:
+        log.write(f"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     words = json.loads((HOME / "plan.json").read_text()).get(name, ["ok"])
     starts = (HOME / "starts.log").read_text().splitlines().count(name)
     word = words[min(starts, len(words)) - 1]
@@ -164,7 +167,9 @@ def behave(name: str, stage: Stage) -> None:
     while word in ("hang", "stubborn"):
         stage.pause_point()
         time.sleep(0.02)
-    (HOME / f"span-{name.replace('/', '-')}-{os.getpid()}").write_text("begun")
+    while word == "meet" and (HOME / "starts.log").read_text().count(name.split("/")[0] + "/") < 2:
+        stage.pause_point()
+        time.sleep(0.02)
 
 
 def work(spec: StageSpec, stage: Stage) -> Result:
