@@ -176,8 +176,8 @@ class EndpointDeployment:
     api_key: KeySecret | None = None
     model_cache: ModelCache = ModelCache()
     fetch_image: str | None = None
-    """Image that contains Eyrie and downloads drafters from an artifact store; default: the placement's image. SGLang's
-    image does not contain Eyrie."""
+    """Image that contains Eyrie, for init containers that download drafters from an artifact store and bring SGLang the
+    package it imports; default: the placement's image, which then contains Eyrie. SGLang's own does not."""
 
     fetch_python: tuple[str, ...] | None = None
     """Command that starts Python in `fetch_image`; default: the field `python`."""

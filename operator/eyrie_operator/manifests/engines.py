@@ -24,6 +24,9 @@ KEY_DIR = "/etc/eyrie/key"
 DRAFTER_DIR = "/var/lib/eyrie-drafter"
 """The directory to which an init container downloads the drafter."""
 
+PLUGIN_DIR = "/var/lib/eyrie-plugin"
+"""The directory to which an init container copies the package that SGLang imports."""
+
 MEETING_PORT = 20000
 """Rendezvous port of the nodes of one engine (--dist-init-addr)."""
 
@@ -44,6 +47,8 @@ class EngineLine:
 
     drafter: DrafterFiles | None = None
     fetch: StoredDrafter | None = None
+    plugin: bool = False
+    """Whether SGLang imports our package from PLUGIN_DIR."""
 
 
 def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDeployment) -> EngineLine:
@@ -61,11 +66,13 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         port=deployment.port, adaptive_path=f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}",
         drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
         context_length=revision.use.context_length or shared.context_length, metrics=True,
-        key_file=None if deployment.api_key is None else f"{KEY_DIR}/{deployment.api_key.key}")
+        key_file=None if deployment.api_key is None else f"{KEY_DIR}/{deployment.api_key.key}",
+        plugin_root=None if deployment.fetch_image is None else PLUGIN_DIR)  # else the engine's image has it
     line = (*deployment.python, "-m", MODULE, *launch_arguments(plan))
     environment = dict(zip(names := launch_environment(plan), literal(names.values()), strict=True))
     return EngineLine(command=(*literal(line), *_nodes(deployment)), ready_path="/ready", environment=environment,
-                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored)
+                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored,
+                      plugin="PYTHONPATH" in environment)
 
 
 def literal(arguments: Iterable[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_operator.manifests.deployment import EndpointDeployment
-from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, EngineLine, literal
+from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, PLUGIN_DIR, EngineLine, literal
 from eyrie_operator.manifests.names import WORKER, Manifest, digest
 
 CREDENTIALS_DIR = "/var/run/secrets/eyrie/artifacts"
@@ -44,8 +44,11 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
         "containers": [_engine(deployment, line, adaptive_map, role)],
         "volumes": _volumes(deployment, line, adaptive_map),
     }
-    if line.fetch is not None:
-        spec["initContainers"] = [_fetcher(deployment, line)]
+    first = [_fetcher(deployment, line)] if line.fetch is not None else []
+    if line.plugin:
+        first.append(_plugin_bringer(deployment))
+    if first:
+        spec["initContainers"] = first
     return spec | _scheduling(placement)
 
 
@@ -103,13 +106,24 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
     if work.credentials_secret is not None:
         variables["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] = CREDENTIALS_DIR
         mounts.append({"name": "artifacts", "mountPath": CREDENTIALS_DIR, "readOnly": True})
-    return {
-        "name": "fetch-drafter", "image": deployment.fetch_image or deployment.placement.image,
-        "imagePullPolicy": deployment.placement.image_pull_policy,
-        "command": [*(deployment.fetch_python or deployment.python), "-m", "eyrie_api.artifacts.fetch",
-                    *literal(("--prefix", stored.prefix, "--part", stored.part, "--directory", DRAFTER_DIR))],
+    return _ours(deployment, "fetch-drafter", mounts, "eyrie_api.artifacts.fetch", *literal((
+        "--prefix", stored.prefix, "--part", stored.part, "--directory", DRAFTER_DIR))) | {
         "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
-                *_secret_variables(deployment.placement)],
+                *_secret_variables(deployment.placement)]}
+
+
+def _plugin_bringer(deployment: EndpointDeployment) -> Manifest:
+    return _ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
+                 "eyrie_workers.engines.sglang.plugin_files", "--directory", PLUGIN_DIR)
+
+
+def _ours(deployment: EndpointDeployment, name: str, mounts: list[Manifest], module: str,
+          *arguments: str) -> Manifest:
+    """An init container that runs a module of Eyrie, from the image that contains it."""
+    return {
+        "name": name, "image": deployment.fetch_image or deployment.placement.image,
+        "imagePullPolicy": deployment.placement.image_pull_policy,
+        "command": [*(deployment.fetch_python or deployment.python), "-m", module, *arguments],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "terminationMessagePolicy": _TERMINATION_POLICY, "securityContext": _confined(deployment),
         "volumeMounts": mounts + _host_mounts(deployment.placement),
@@ -143,6 +157,8 @@ def _mounts(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str 
         mounts.append({"name": "work", "mountPath": placement.work.mount_path, "readOnly": True, **sub})
     if line.fetch is not None:
         mounts.append({"name": "drafter", "mountPath": DRAFTER_DIR, "readOnly": True})
+    if line.plugin:
+        mounts.append({"name": "plugin", "mountPath": PLUGIN_DIR, "readOnly": True})
     if adaptive_map is not None:
         mounts.append({"name": "adaptive", "mountPath": ADAPTIVE_DIR, "readOnly": True})
     if deployment.api_key is not None:
@@ -172,6 +188,8 @@ def _volumes(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
         if isinstance(work, S3Work) and work.credentials_secret is not None:
             volumes.append({"name": "artifacts", "secret": {"secretName": work.credentials_secret,
                                                             "defaultMode": 0o440}})
+    if line.plugin:
+        volumes.append({"name": "plugin", "emptyDir": {}})
     if adaptive_map is not None:
         volumes.append({"name": "adaptive", "configMap": {"name": adaptive_map}})
     if deployment.api_key is not None:

@@ -21,6 +21,7 @@ from eyrie_operator.manifests.deployment import (
 )
 from eyrie_operator.manifests.endpoint import render_endpoint
 from eyrie_operator.manifests.names import object_name
+from eyrie_workers.engines.sglang.plugin_files import PACKAGE
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.operator.manifests.samples import (
@@ -195,6 +196,24 @@ def test_no_secret_is_quoted_only_named(how: Any) -> None:
     for pod in pods(rendered):
         [token] = [each for each in engine(pod)["env"] if each["name"] == "HF_TOKEN"]
         assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+
+
+def test_an_architecture_that_needs_our_package_gets_it_from_an_init_container_in_sglangs_own_image() -> None:
+    needing = SglangEngine(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
+    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
+    bringer = one_container(pod["spec"]["initContainers"])
+    directory = flag(bringer, "--directory")
+    variables = {each["name"]: each.get("value") for each in engine(pod)["env"]}
+    assert bringer["image"] == "eyrie:1"
+    assert variables["PYTHONPATH"] == directory
+    assert variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] == PACKAGE
+    for container in (bringer, engine(pod)):
+        assert "plugin" in [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == directory]
+    [without] = pods(render_endpoint(endpoint(active=1), deployment(engine=needing)))  # its own image has Eyrie
+    assert "initContainers" not in without["spec"]
+    assert "PYTHONPATH" not in {each["name"] for each in engine(without)["env"]}
+    [plain] = pods(render_endpoint(endpoint(active=1), deployment(fetch_image="eyrie:1")))
+    assert "initContainers" not in plain["spec"]
 
 
 def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> None:
