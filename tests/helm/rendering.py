@@ -85,6 +85,7 @@ SETS: dict[str, tuple[Values, tuple[str, ...]]] = {
     "external stores by plain values": (EXTERNAL, ()),
     "namespaced": ({"operator": {"namespaced": True, "watchNamespaces": ["a", "b"], "mirrorNamespace": "a"},
                     "rbac": {"userRoles": False}}, ()),
+    "cluster-wide": ({"operator": {"namespaced": False}}, ()),
     "everything on": ({
         "api": {"replicas": 2, "ingress": {"enabled": True, "host": "eyrie.example", "className": "nginx",
                                            "tlsSecret": "tls", "annotations": {"a": "b"}},

@@ -140,7 +140,7 @@ def test_nothing_is_left_where_nothing_is_to_be_kept(server: Server) -> None:
 
 @pytest.mark.xdist_group("cluster")
 def test_the_operator_may_do_what_its_work_needs_and_no_more(server: Server) -> None:
-    server.install({"operator": {"namespaced": True}, "rbac": {"userRoles": False}})
+    server.install({"rbac": {"userRoles": False}})
     account = f"system:serviceaccount:{server.namespace}:rel-eyrie-operator"
     reviews = client.AuthorizationV1Api()
 
@@ -179,7 +179,7 @@ def kubeconfig_of(server: Server, account: str, directory: Path) -> Path:
 
 @pytest.mark.xdist_group("cluster")
 def test_the_operator_leads_and_takes_up_a_job_with_the_rights_it_is_given(server: Server, tmp_path: Path) -> None:
-    server.install({"operator": {"namespaced": True}, "rbac": {"userRoles": False}})
+    server.install({"rbac": {"userRoles": False}})
     deployment = server.apps.read_namespaced_deployment("rel-eyrie-operator", server.namespace)
     container = deployment.spec.template.spec.containers[0]
     env = {one.name: one.value for one in container.env if one.value and one.name != "HOME"}

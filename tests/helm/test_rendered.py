@@ -121,6 +121,26 @@ def test_namespaced_the_operator_has_roles_where_it_watches_and_nothing_in_the_c
     assert variables["EYRIE_OPERATOR_LEASE"] == "team/rel-eyrie-operator"
 
 
+def test_by_default_the_operator_acts_in_its_own_namespace_and_in_those_of_projects() -> None:
+    rendered = render({"operator": {"projects": {"chat-team": "chat", "search-team": "search"}}})
+    assert rendered.of("ClusterRoleBinding") == []
+    (view,) = rendered.of("ClusterRole")
+    assert {verb for rule in view["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    where = {one["metadata"].get("namespace") for one in rendered.of("Role", "rel-eyrie-operator")}
+    assert where == {"team", "chat-team", "search-team"}
+    (operator,) = rendered.the("Deployment", "rel-eyrie-operator")["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one.get("value") for one in operator["env"]}
+    assert variables["EYRIE_OPERATOR_NAMESPACES"] == "team,chat-team,search-team"
+
+
+def test_cluster_wide_the_operator_has_one_role_and_watches_all_namespaces() -> None:
+    rendered = render(SETS["cluster-wide"][0])
+    assert rendered.of("Role", "rel-eyrie-operator") == []
+    assert len(rendered.of("ClusterRoleBinding")) == 1
+    (operator,) = rendered.the("Deployment", "rel-eyrie-operator")["spec"]["template"]["spec"]["containers"]
+    assert "EYRIE_OPERATOR_NAMESPACES" not in {one["name"] for one in operator["env"]}
+
+
 def test_namespaced_the_operator_has_a_role_where_engines_stand_too() -> None:
     values, _ = SETS["namespaced"]
     cluster = {"kubeflow": {"url": "http://kfp:8888"}, "serving": {"namespace": "serving"}}

@@ -53,3 +53,10 @@ Gateway API, KEDA and the like, upgrade the release.
   verbs: [get, list, watch, create, patch, delete]
 {{- end }}
 {{- end -}}
+
+{{/* The namespaces that a namespaced operator watches, separated by commas. */}}
+{{- define "eyrie.operator.namespaces" -}}
+{{- $named := .Values.operator.watchNamespaces | default (concat (list .Release.Namespace) (keys .Values.operator.projects | sortAlpha)) -}}
+{{- with .Values.operator.mirrorNamespace -}}{{- $named = append $named . -}}{{- end -}}
+{{- $named | uniq | join "," -}}
+{{- end -}}
