@@ -1,4 +1,4 @@
-"""Closes connections whose request does not arrive.
+"""Closes connections whose request does not arrive, and keeps descriptors for health checks.
 
 A client that sends its headers or its body too slowly, or nothing at all, holds a connection, and with it a file
 descriptor and memory, for as long as it likes; some thousands of them leave none for health checks. uvicorn limits idle
@@ -8,9 +8,15 @@ connections alone. `TimedProtocol` is its HTTP protocol with two further limits:
 - a body makes progress: at least `PACE_BYTES` in every `BODY_S`, or it is complete by then.
 
 Answers are not limited: a stream may take as long as it takes.
+
+Above `most_connections` a new connection takes the place of the one that has been without a request longest. Where all
+have requests, a new one is answered on the paths of health checks alone, elsewhere 503 with Retry-After.
 """
 
 import asyncio
+import json
+import resource
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -18,6 +24,47 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 HEADER_S, BODY_S, PACE_BYTES = 20.0, 60.0, 64 * 1024
 _CHECKS = 4
 """Per HEADER_S: what is too slow is closed at most a quarter later."""
+
+HEALTH = ("/healthz", "/readyz", "/health")
+"""Paths of health checks: of the API, the operator, and the engines behind the gateway."""
+
+_RESERVED = 128
+"""Descriptors for everything but connections: the database, logs, child processes, health checks."""
+
+_MOST_FILES = 65_536
+_RETRY_S = 5
+
+_App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def most_connections() -> int:
+    """Connections at the same time, from this process's limit of open files: a request that is passed on to an engine
+    holds two descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (soft - _RESERVED) // 2)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of open files to what it may be, within reason: libraries close them one by one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MOST_FILES)), hard))
+
+
+def _health_checks_alone(app: _App) -> _App:
+    body = "too many connections"
+    answer = json.dumps({"title": "Service Unavailable", "status": 503, "detail": body,
+                         "error": {"message": body, "type": "overloaded_error"}}).encode()  # OpenAI's clients read this
+
+    async def limited(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in HEALTH:
+            await app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 503, "headers": [
+            (b"content-type", b"application/problem+json"), (b"retry-after", str(_RETRY_S).encode()),
+            (b"content-length", str(len(answer)).encode()), (b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": answer})
+
+    return limited
 
 _Base: Any = AutoHTTPProtocol  # either of two classes, chosen at import
 
@@ -28,6 +75,13 @@ class TimedProtocol(_Base):  # type: ignore[misc]
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock of the headers."""
         super().connection_made(transport)
+        self._heard_at = self.loop.time()
+        if len(self.connections) > most_connections():
+            idle = [one for one in self.connections if one is not self and one._has_no_request()]
+            if idle:
+                min(idle, key=lambda one: one._heard_at).transport.close()
+            else:
+                self.app: _App = _health_checks_alone(self.app)
         self._received = self._counted = 0
         self._begun = True  # of headers that are not complete
         self._waited_s = 0.0
@@ -36,6 +90,7 @@ class TimedProtocol(_Base):  # type: ignore[misc]
     def data_received(self, data: bytes) -> None:
         """Count, and notice headers that begin."""
         self._received += len(data)
+        self._heard_at = self.loop.time()
         super().data_received(data)
         self._begun = self._has_no_request()
 

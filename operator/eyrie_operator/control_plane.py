@@ -24,7 +24,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.slow_clients import TimedProtocol
+from eyrie_api.slow_clients import TimedProtocol, raise_descriptor_limit
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
@@ -42,6 +42,7 @@ def run(settings: Settings) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "alembic", "celery", "kombu"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    raise_descriptor_limit()
     listening = bind(settings.host, settings.port, "--port")
     plane = Plane(settings)
 

@@ -92,3 +92,52 @@ def test_a_body_that_makes_progress_and_an_answer_that_takes_time_are_not_cut(po
             data = connection.recv(4096)
             assert data, f"cut after {found!r}"
             found += data
+
+
+def answer_to(port: int, path: str) -> bytes:
+    request = f"GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode()
+    return received_until_closed(port, request)[0]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(0.1)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_above_the_limit_a_new_connection_takes_the_place_of_the_longest_idle_one(
+        port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_clients, "HEADER_S", 60.0)
+    monkeypatch.setattr(slow_clients, "most_connections", lambda: 3)
+    with contextlib.ExitStack() as held:
+        idle = [held.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
+        assert not any(map(is_closed, idle))
+        assert answer_to(port, "/slow").count(b"piece") == 3
+        assert [is_closed(one) for one in idle] == [True, False, False]
+
+
+def test_with_all_connections_in_use_health_checks_alone_are_answered(
+        port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_clients, "most_connections", lambda: 2)
+    with contextlib.ExitStack() as held:
+        busy = [held.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
+        for one in busy:
+            one.sendall(GET)
+            assert one.recv(4096).startswith(b"HTTP/1.1 200")
+        refused = answer_to(port, "/slow")
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 5" in refused
+        assert answer_to(port, "/healthz").startswith(b"HTTP/1.1 200")
+        for one in busy:
+            answer = b""
+            while not answer.endswith(b"0\r\n\r\n"):
+                piece = one.recv(4096)
+                assert piece, "an answer under way was cut"
+                answer += piece
+
+
+def test_the_limit_leaves_descriptors_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_clients.resource, "getrlimit", lambda _kind: (1024, 4096))
+    assert slow_clients.most_connections() == (1024 - 128) // 2

@@ -27,7 +27,7 @@ from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.slow_clients import TimedProtocol
+from eyrie_api.slow_clients import TimedProtocol, raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def serve(settings: Settings) -> None:
     if settings.broker_url.startswith("memory:"):
         raise InvalidInput("the broker memory:// lives inside one process, and no worker could take this one's chores",
                            "set EYRIE_BROKER_URL to a Redis, or run `eyrie up`, which does its own chores")
+    raise_descriptor_limit()
     database = Database(settings.resolved_database_url)
     encrypt_stored(database, SecretKeys(settings.required_secret_keys()))
     celery = make_celery(settings, _taken_elsewhere, reconcile_endpoint=_taken_elsewhere, database=database)

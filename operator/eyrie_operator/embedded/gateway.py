@@ -49,7 +49,7 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
-from eyrie_api.slow_clients import TimedProtocol
+from eyrie_api.slow_clients import TimedProtocol, raise_descriptor_limit
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
 from eyrie_operator.endpoints.traffic_recording import CHAT_PATH, TRAFFIC_FILE, TrafficRecorder
@@ -305,6 +305,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
     directory: Path = arguments.directory.resolve()
+    raise_descriptor_limit()
     try:
         listening = bind(arguments.host, arguments.port)
     except EyrieError as error:
