@@ -29,7 +29,7 @@ from eyrie_api.v1alpha1.model import Frozen
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
-_SECRETS = ("token", "secret_key", "database_url", "broker_url")
+_SECRETS = ("token", "secret_key", "oidc_client_secret", "database_url", "broker_url")
 """Settings whose values error messages do not contain, because messages reach logs."""
 
 _FERNET_KEYS = re.compile(r"\s*[\w-]{43}=(\s*,\s*[\w-]{43}=)*\s*", re.ASCII)
@@ -76,6 +76,16 @@ class Settings(Frozen):
 
     oidc_leeway_s: float = Field(30.0, ge=0.0, le=300.0)
     """How far the issuer's clock may be off."""
+
+    oidc_client_id: str | None = Field(None, min_length=1)
+    """The console's registration at the issuer: people then sign in there. Its redirect URI is
+    `https://<this server>/console/oidc/callback`."""
+
+    oidc_client_secret: str | None = Field(None, min_length=1, repr=False)
+    """For a registration that has one. PKCE is used with and without."""
+
+    oidc_scopes: str = Field("openid", pattern=r"^openid( [!#-\[\]-~]+)*$")
+    """What the console asks for; some issuers name groups only with `openid groups`."""
 
     rate_limit_per_minute: int = Field(60_000, ge=1)
     """Requests of one caller. High: it is there for programs that run away. Not asked on loopback without a token."""

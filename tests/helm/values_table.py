@@ -19,9 +19,9 @@ SCHEMA, VALUES = HELM / "eyrie/values.schema.json", HELM / "eyrie/values.yaml"
 PAGE = HELM.parent / "docs/helm_values.md"
 BEGIN, END = "<!-- values: python -m tests.helm.values_table -->\n", "<!-- end of values -->\n"
 
-GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "secret_key", "database_url", "broker_url",
-         "cluster_profile"}
-"""Settings that the chart gives by itself, most of them from Secrets."""
+GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "secret_key", "oidc_client_secret",
+         "database_url", "broker_url", "cluster_profile"}
+"""Settings that the chart gives by itself, most of them from Secrets, or that are Secrets."""
 
 _PROFILE = "Profile"
 """Prefix of the definitions that are the contract's."""

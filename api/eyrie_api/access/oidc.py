@@ -1,4 +1,5 @@
-"""Bearer tokens of one OIDC issuer, verified here: signature, issuer, audience, times. No login, no client secret.
+"""Tokens of one OIDC issuer, verified here: signature, issuer, audience, times. Programs send them as bearer tokens;
+browsers sign in (`browser_sign_in`).
 
 The issuer's keys are found through its discovery document (`jwks_uri`). They are cached, and fetched again when they
 are `_KEYS_TTL_S` old or a token names an unknown key (the issuer has rotated its keys), but at most every
@@ -9,10 +10,11 @@ Accepted signatures are RS256 and ES256 only: never `none`, never an HMAC, whose
 are those of OpenID Connect Core 1.0, section 3.1.3.7, as far as they apply to access by bearer token.
 """
 
+import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -59,6 +61,7 @@ class Issuer:
         self._audience, self._groups_claim, self._leeway_s = audience, groups_claim, leeway_s
         self._elapsed, self._lock = elapsed, threading.Lock()
         self._keys: dict[str, jwt.PyJWK] = {}
+        self._document: dict[str, Any] = {}
         self._fetched_at: float | None = None
 
     @classmethod
@@ -73,16 +76,45 @@ class Issuer:
                    admin_group=settings.oidc_admin_group, leeway_s=settings.oidc_leeway_s)
 
     def verify(self, token: str) -> Claims:
-        """The claims of a valid token. Raises Unauthorized, or IssuerUnavailable."""
+        """The claims of a valid bearer token. Raises Unauthorized, or IssuerUnavailable."""
+        return self._claims(self._decoded(token, self._audience))
+
+    def verify_id_token(self, token: str, client_id: str, nonce: str) -> Claims:
+        """The claims of a browser's ID token for this client. Raises Unauthorized, or IssuerUnavailable."""
+        found = self._decoded(token, client_id)
+        if not hmac.compare_digest(str(found.get("nonce", "")).encode(), nonce.encode()):
+            raise Unauthorized("the OIDC token is of another attempt to sign in", "sign in again")
+        if found.get("azp", client_id) != client_id:  # OpenID Connect Core 1.0, section 3.1.3.7, rule 5
+            raise Unauthorized("the OIDC token was given to another client", "sign in again")
+        return self._claims(found)
+
+    def endpoint(self, name: str) -> str:
+        """The URL of one of its endpoints. Raises IssuerUnavailable, or InvalidInput for one that it does not name."""
+        with self._lock:
+            waited = self._fetched_at is None or self._elapsed() - self._fetched_at > _MIN_REFETCH_S
+            if not self._document and waited:
+                self._refresh()
+            if not self._document:
+                raise self._unavailable()
+            url = self._document.get(name)
+        if not isinstance(url, str):
+            raise InvalidInput(f"the OIDC issuer {self.url} names no {name}", "use an issuer where people can sign in")
+        _require_https(url, name)
+        return url
+
+    def _decoded(self, token: str, audience: str) -> dict[str, Any]:
         try:
             header = jwt.get_unverified_header(token)
             key = self._key(str(header.get("kid", "")), str(header.get("alg", "")))
             found: dict[str, Any] = jwt.decode(
-                token, key.key, algorithms=[str(header["alg"])], audience=self._audience, issuer=self.url,
+                token, key.key, algorithms=[str(header["alg"])], audience=audience, issuer=self.url,
                 leeway=self._leeway_s, options={"require": _REQUIRED})
         except jwt.PyJWTError as error:
             # The library's message names claims and never contains the token.
             raise Unauthorized(f"the OIDC token is invalid: {error}", "get a new one from the issuer") from None
+        return found
+
+    def _claims(self, found: Mapping[str, Any]) -> Claims:
         groups = found.get(self._groups_claim, ())
         groups = [groups] if isinstance(groups, str) else groups if isinstance(groups, list) else ()
         return Claims(str(found["sub"]), frozenset(str(group) for group in groups))
@@ -92,14 +124,9 @@ class Issuer:
             raise jwt.InvalidAlgorithmError(f"algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
         with self._lock:
             if self._should_fetch(key_id):
-                self._fetched_at = self._elapsed()
-                try:
-                    self._keys = self._fetch()
-                except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
-                    log.warning("no keys could be fetched from the OIDC issuer %s: %s", self.url, type(error).__name__)
+                self._refresh()
             if not self._keys:
-                raise IssuerUnavailable(f"no keys could be fetched from the OIDC issuer {self.url}",
-                                        "check EYRIE_OIDC_ISSUER; the next request tries again")
+                raise self._unavailable()
             key = self._keys.get(key_id)
         if key is None:
             raise jwt.InvalidKeyError("it is signed with a key that the issuer does not list")
@@ -107,13 +134,25 @@ class Issuer:
             raise jwt.InvalidKeyError(f"its key is not for {algorithm}")
         return key
 
+    def _refresh(self) -> None:
+        self._fetched_at = self._elapsed()
+        try:
+            self._document, self._keys = self._fetch()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
+            log.warning("no keys could be fetched from the OIDC issuer %s: %s", self.url, type(error).__name__)
+
+    def _unavailable(self) -> IssuerUnavailable:
+        return IssuerUnavailable(f"no keys could be fetched from the OIDC issuer {self.url}",
+                                 "check EYRIE_OIDC_ISSUER; the next request tries again")
+
     def _should_fetch(self, key_id: str) -> bool:
         if self._fetched_at is None:
             return True
         since = self._elapsed() - self._fetched_at
         return since > _KEYS_TTL_S or (since > _MIN_REFETCH_S and key_id not in self._keys)
 
-    def _fetch(self) -> dict[str, jwt.PyJWK]:
+    def _fetch(self) -> tuple[dict[str, Any], dict[str, jwt.PyJWK]]:
+        """The discovery document, and the keys by id."""
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
             document = http.get(self.url.rstrip("/") + _DISCOVERY).raise_for_status().json()
             if document["issuer"] != self.url:
@@ -121,7 +160,7 @@ class Issuer:
             _require_https(document["jwks_uri"], "jwks_uri")
             listed = http.get(document["jwks_uri"]).raise_for_status().json()["keys"]
         usable = [key for key in listed if key.get("kty") in ALGORITHMS.values() and key.get("use", "sig") == "sig"]
-        return {str(key.get("kid", "")): jwt.PyJWK.from_dict(key) for key in usable}
+        return document, {str(key.get("kid", "")): jwt.PyJWK.from_dict(key) for key in usable}
 
 
 def _require_https(url: str, name: str) -> None:

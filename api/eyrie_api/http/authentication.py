@@ -1,5 +1,6 @@
 """Authentication of bearer tokens: the installation's token, an API key, or a token of the OIDC issuer; and of the
-console's cookies, which an API key or the installation's token is exchanged for (`access.sessions`).
+console's cookies, which an API key or the installation's token is exchanged for (`access.sessions`), or which somebody
+gets who signs in at the issuer (`access.browser_sign_in`).
 
 Every request is authenticated, so the principal of a token is cached for `CACHED_S` seconds (by the token's SHA-256, in
 this process): a request costs one hash, and a revoked key is refused by every server within that time. Refused tokens
@@ -15,9 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from eyrie_api.access.browser_sign_in import USER_SESSION, BrowserSignIn
 from eyrie_api.access.keys import PREFIX, id_of, principal_of, verify_key
-from eyrie_api.access.oidc import Issuer
+from eyrie_api.access.oidc import Claims, Issuer
 from eyrie_api.access.roles import ALL_PROJECTS, READS, WORKS, Principal
+from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.access.sessions import (
     INSTALLATION_TOKEN,
     create_change_token,
@@ -35,6 +38,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Action
 
 CACHED_S = 5.0
+_USER = "user:"
 _MAX_CACHED = 10_000
 
 LOCAL = Principal(subject="local", roles={ALL_PROJECTS: "admin"})
@@ -48,6 +52,8 @@ class Authenticator:
                  elapsed: Callable[[], float] = time.monotonic) -> None:
         self._token = settings.required_token()
         self._issuer = Issuer.of(settings)
+        keys = SecretKeys(settings.required_secret_keys()) if settings.oidc_client_id is not None else SecretKeys()
+        self.sign_in = BrowserSignIn.of(settings, self._issuer, keys)
         self._keys, self._projects = ApiKeys(database, clock), Projects(database, clock)
         self._clock, self._elapsed = clock, elapsed
         self._principals: dict[bytes, tuple[Principal, float]] = {}
@@ -92,7 +98,12 @@ class Authenticator:
 
     def authenticate_session(self, cookie: str) -> Principal:
         """The principal of a cookie, restricted to reading. Raises Unauthorized."""
-        principal = self._holder(verify_cookie(cookie, self._digest_of, self._clock().timestamp()), READS)
+        now_s = self._clock().timestamp()
+        if self.sign_in is not None and cookie.startswith(USER_SESSION):
+            user = self._of_claims(self.sign_in.issuer, self.sign_in.claims_of(cookie, now_s))
+            principal = user.model_copy(update={"scopes": READS})
+        else:
+            principal = self._holder(verify_cookie(cookie, self._digest_of, now_s), READS)
         self._remember(_cookie_digest(cookie), principal)
         return principal
 
@@ -100,6 +111,10 @@ class Authenticator:
         """The principal of a cookie with a page's proof: it may work on jobs and endpoints, and administers nothing.
         Raises Unauthorized."""
         now_s = self._clock().timestamp()
+        if self.sign_in is not None and cookie.startswith(USER_SESSION):
+            user = self._of_claims(self.sign_in.issuer, self.sign_in.claims_of(cookie, now_s))
+            self.sign_in.check_change(change, user.subject, now_s)
+            return user.model_copy(update={"scopes": WORKS})
         credential = verify_cookie(cookie, self._digest_of, now_s)
         verify_change_token(change, credential, self._digest_of(credential) or "", now_s)
         return self._holder(credential, WORKS)
@@ -111,6 +126,8 @@ class Authenticator:
 
     def change_token_for(self, principal: Principal) -> str:
         """For the text of a page, whose browser's session changes something by it; empty where no session is used."""
+        if self.sign_in is not None and principal.subject.startswith(_USER):
+            return self.sign_in.change_token(principal.subject, self._clock().timestamp())
         credential = _credential_of(principal)
         digest = None if principal == LOCAL else self._digest_of(credential)
         return "" if digest is None else create_change_token(credential, digest, self._clock().timestamp())
@@ -128,7 +145,9 @@ class Authenticator:
         return create_cookie(credential, digest, self._clock().timestamp())
 
     def renewed(self, cookie: str) -> str | None:
-        """A new cookie in place of a valid one that is old enough, else None."""
+        """A new cookie in place of a valid one that is old enough, else None. A user's ends when it ends."""
+        if cookie.startswith(USER_SESSION):
+            return None
         now_s = self._clock().timestamp()
         credential = cookie.partition(".")[0]
         digest = self._digest_of(credential) if is_due(cookie, now_s) else None
@@ -156,11 +175,13 @@ class Authenticator:
         return principal
 
     def _by_issuer(self, issuer: Issuer, token: str) -> Principal:
-        claims = issuer.verify(token)
+        return self._of_claims(issuer, issuer.verify(token))
+
+    def _of_claims(self, issuer: Issuer, claims: Claims) -> Principal:
         roles = self._projects.roles_of(issuer.url, claims.subject, claims.groups)
         if issuer.admin_group is not None and issuer.admin_group in claims.groups:
             roles[ALL_PROJECTS] = "admin"
-        return Principal(subject=f"user:{issuer.url}#{claims.subject}", roles=roles)
+        return Principal(subject=f"{_USER}{issuer.url}#{claims.subject}", roles=roles)
 
     def cached_limit(self, project: str) -> tuple[int | None] | None:
         """The project's requests per minute, in a tuple; None when it is not cached."""

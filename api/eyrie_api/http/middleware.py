@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, unquote_to_bytes
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
+from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
@@ -113,7 +114,7 @@ class AccessMiddleware:
         except EyrieError as error:  # raised before a route began its response
             ask = isinstance(error, Unauthorized) and pages.is_asked_for(request["method"], Headers(scope=request),
                                                                         request["path"])
-            answer = pages.sign_in_page() if ask else refuse(error, request["path"])
+            answer = self._sign_in_page(request) if ask else refuse(error, request["path"])
             await answer(request, receive, send_with_id)
         except DATABASE_ERRORS as error:  # of the queries above: the app answers its own
             if is_invalid_statement(error):
@@ -125,8 +126,9 @@ class AccessMiddleware:
 
     async def _caller(self, request: Request) -> Principal:
         """The authenticated caller. Raises Unauthorized, or Forbidden for a request of a web page."""
-        is_static = request["method"] in ("GET", "HEAD") and request["path"].startswith(pages.STATIC_PATH)
-        if request["path"] in PROBES or is_static:
+        is_open = request["path"].startswith(pages.STATIC_PATH) or request["path"] in (
+            pages.SIGN_IN_START, pages.SIGN_IN_END)
+        if request["path"] in PROBES or (is_open and request["method"] in ("GET", "HEAD")):
             return ANONYMOUS
         if not self._authenticator.requires_token:
             headers = Headers(scope=request)
@@ -146,6 +148,10 @@ class AccessMiddleware:
             return known
         cached = self._authenticator.cached(token)
         return cached if cached is not None else await to_thread.run_sync(self._authenticator.authenticate, token)
+
+    def _sign_in_page(self, request: Request) -> Response:
+        sign_in = self._authenticator.sign_in
+        return pages.sign_in_page(None if sign_in is None else sign_in.issuer.url, request["path"])
 
     def _session(self, request: Request) -> str:
         """The console's cookie, where it is accepted."""

@@ -37,7 +37,7 @@ Kind = Literal[
     "installation",  # of the whole installation: 403 to whoever is not its administrator
     "nobody's",      # holds nothing of any project
 ]
-OPEN = ("/healthz", "/readyz", "/console/static/{file}")
+OPEN = ("/healthz", "/readyz", "/console/static/{file}", "/console/oidc/start", "/console/oidc/callback")
 CHANGING_NOTHING = ("/v1alpha1/plans", "/console/sign-in")
 ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/openapi.json"): ("nobody's", None),
@@ -50,6 +50,8 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/console/static/{file}"): ("nobody's", None),
     ("POST", "/console/sign-in"): ("nobody's", None),
     ("GET", "/console/sign-out"): ("nobody's", None),
+    ("GET", "/console/oidc/start"): ("nobody's", None),
+    ("GET", "/console/oidc/callback"): ("nobody's", None),
     ("GET", "/healthz"): ("nobody's", None),
     ("GET", "/readyz"): ("nobody's", None),
     ("GET", "/version"): ("nobody's", None),

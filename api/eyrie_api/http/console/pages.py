@@ -5,8 +5,9 @@ it asks for itself again every few seconds and replaces its live part, and curve
 the unchanged files of their npm packages (`static/LICENSES.md`). Each action is a button that calls the public REST
 route, next to the `eyrie` and the `curl` line that does the same.
 
-Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`). It reads; for
-a change, script sends the token in the page's text with it, by which jobs and endpoints are worked on and nothing is
+Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), or sends the
+browser to the OIDC issuer and gives a cookie to whoever comes back (`access.browser_sign_in`). It reads; for a change,
+script sends the token in the page's text with it, by which jobs and endpoints are worked on and nothing is
 administered.
 
 Strict Content-Security-Policy: script, style and data from this server alone, nothing inline.
@@ -17,16 +18,20 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
+from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn
+from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.artifacts.stage_manifests import report_of
+from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
-from eyrie_api.errors import NotFound
+from eyrie_api.errors import NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.control import Control, Here
@@ -40,6 +45,7 @@ router = APIRouter(tags=["console"], include_in_schema=False)
 
 HERE = Path(__file__).parent
 STATIC_PATH, SIGN_OUT = "/console/static/", "/console/sign-out"
+SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript", "htmx.min.js": "text/javascript",
           "uplot.min.js": "text/javascript", "uplot.min.css": "text/css"}
 _HEADERS = {
@@ -129,6 +135,52 @@ def sign_in(control: Here, request: Request) -> Response:
     return answer
 
 
+@router.get(SIGN_IN_START)
+def start_sign_in(request: Request, to: str = "/") -> Response:
+    """Send the browser to the issuer, and back to the page `to`."""
+    url, pending = _sign_in(request).start(_redirect_uri(request), to, utc_now().timestamp())
+    answer = RedirectResponse(url, status_code=303, headers={"Cache-Control": "no-store"})
+    # Lax: it must come along when the issuer sends the browser back.
+    answer.set_cookie(PENDING_COOKIE, pending, max_age=PENDING_S, path=SIGN_IN_END, httponly=True, samesite="lax",
+                      secure=_is_https(request.headers, request.url.scheme))
+    return answer
+
+
+@router.get(SIGN_IN_END, response_class=HTMLResponse)
+def end_sign_in(request: Request, code: str = "", state: str = "", error: str = "") -> Response:
+    """The issuer sent the browser back, with a code that is exchanged for the user's identity."""
+    sign_in = _sign_in(request)
+    pending, now_s = request.cookies.get(PENDING_COOKIE, ""), utc_now().timestamp()
+    try:
+        if error:
+            raise Unauthorized(f"the issuer refused: {error[:60]}", "sign in again, or ask its administrator")
+        claims, to = sign_in.finish(pending, _redirect_uri(request), code, state, now_s)
+        cookie = sign_in.session_of(claims, now_s)
+    except (Unauthorized, IssuerUnavailable) as refused:
+        answer = sign_in_page(sign_in.issuer.url, problem=f"{refused.message}; {refused.hint}")
+    else:
+        # A page, not a redirect: the way here began at another site, and along it browsers send no strict cookie.
+        page = _ENVIRONMENT.get_template("signed_in.html").render(who=None, change="", to=to)
+        answer = HTMLResponse(page, headers=_HEADERS)
+        answer.headers.append("set-cookie", set_cookie(cookie, request.headers, request.url.scheme).decode())
+    answer.delete_cookie(PENDING_COOKIE, path=SIGN_IN_END, httponly=True, samesite="lax")
+    return answer
+
+
+def _sign_in(request: Request) -> BrowserSignIn:
+    found: BrowserSignIn | None = request.app.state.authenticator.sign_in
+    if found is None:
+        raise NotFound("people do not sign in at an issuer here",
+                       "sign in with an API key, or set EYRIE_OIDC_CLIENT_ID")
+    return found
+
+
+def _redirect_uri(request: Request) -> str:
+    """As it is registered at the issuer, which refuses any other: a forged Host leads nowhere."""
+    scheme = "https" if _is_https(request.headers, request.url.scheme) else "http"
+    return f"{scheme}://{request.url.netloc}{SIGN_IN_END}"
+
+
 @router.get(SIGN_OUT)
 def sign_out() -> Response:
     """Drop the cookie. It is a link, because a cookie is accepted for GET alone."""
@@ -139,8 +191,13 @@ def sign_out() -> Response:
 
 def set_cookie(cookie: str, headers: Mapping[str, str], scheme: str) -> bytes:
     """The value of a Set-Cookie header; Secure where the browser's connection is."""
-    secure = "; Secure" if "https" in (scheme, headers.get("x-forwarded-proto")) else ""
+    secure = "; Secure" if _is_https(headers, scheme) else ""
     return f"{COOKIE}={cookie}; Path=/; Max-Age={LIFETIME_S}; HttpOnly; SameSite=Strict{secure}".encode()
+
+
+def _is_https(headers: Mapping[str, str], scheme: str) -> bool:
+    """Whether the browser's connection is encrypted: up to here, or up to a proxy."""
+    return "https" in (scheme, headers.get("x-forwarded-proto"))
 
 
 def is_asked_for(method: str, headers: Mapping[str, str], path: str) -> bool:
@@ -149,9 +206,11 @@ def is_asked_for(method: str, headers: Mapping[str, str], path: str) -> bool:
     return method == "GET" and is_page and "text/html" in headers.get("accept", "")
 
 
-def sign_in_page() -> HTMLResponse:
-    """The page that asks for an API key."""
-    page = _ENVIRONMENT.get_template("sign_in.html").render(who=None, change="")
+def sign_in_page(issuer: str | None, to: str = "/", problem: str = "") -> HTMLResponse:
+    """The page that asks for an API key, and leads to the issuer where people sign in there."""
+    page = _ENVIRONMENT.get_template("sign_in.html").render(
+        who=None, change="", problem=problem, issuer=issuer and (urlsplit(issuer).hostname or issuer),
+        start=f"{SIGN_IN_START}?{urlencode({'to': to})}")
     return HTMLResponse(page, status_code=401, headers=_HEADERS)
 
 
