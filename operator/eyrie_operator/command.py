@@ -266,6 +266,13 @@ def compare(context: typer.Context) -> None:
     raise typer.Exit(run_child("eyrie_workers.comparison", context.args))
 
 
+@app.command("compare-hardware", context_settings=_PASS_THROUGH, add_help_option=False)
+def compare_hardware(context: typer.Context) -> None:
+    """Serve a job's drafter, and no drafter, on several machines: speed and money. Options: `eyrie compare-hardware
+    --help`."""
+    raise typer.Exit(run_child("eyrie_workers.hardware", context.args))
+
+
 def run_child(module: str, arguments: Sequence[str]) -> int:
     """Run a program of the workers with inherited streams; returns its exit code, or 128 + n if signal n ended it."""
     # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,

@@ -1,0 +1,112 @@
+"""The load test of all profiles: servers that run already, and servers that are started here, one at a time.
+
+Every server gets the same prompts, and the baseline (off on the first profile) is measured before and after the others.
+Where all servers run already, their blocks are interleaved instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyrie_api.artifacts import read_manifest
+from eyrie_api.decisions.hardware_choice import VARIANTS, variant_name
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.hardware import HardwareProfile
+from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
+from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.stages import ProveStage
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines.managed_servers import (
+    DRAIN_S,
+    READY_S,
+    ManagedServer,
+    ServerPlan,
+    start_server,
+    wait_ready,
+)
+from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.load.run import run_load, run_load_in_turn
+from eyrie_workers.measurement.benchmark.session import read_suites
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.stages.prove import describe_use, select_prompts
+
+Names = Mapping[str, tuple[HardwareProfile, DrafterUse]]
+"""Profile and setting of each variant of the load test."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a job's prove stage left: its input, and the drafter with the setting that it proved."""
+
+    spec: ProveStage
+    use: DrafterUse
+
+    @classmethod
+    def read(cls, directory: Path) -> "Proof":
+        """Raises InvalidInput for a directory without a finished proof of a drafter, ArtifactMissing without any."""
+        report = read_manifest(directory).report_as(ProveReport)
+        spec_file = directory / "spec.json"
+        if not isinstance(report, ProveReport) or not spec_file.exists():
+            raise InvalidInput(f"--proof {directory} is not the directory of a prove stage",
+                               "name <home>/jobs/<job>/stages/prove")
+        if report.skipped:
+            raise InvalidInput(f"--proof {directory}: the job proved nothing: {report.skipped}",
+                               "compare hardware for a job that has a drafter to serve")
+        return cls(ProveStage.model_validate_json(spec_file.read_text()), report.use)
+
+
+def measure(profiles: Sequence[HardwareProfile], proof: Proof, load: LoadSpec, stage: Stage) -> LoadReport:
+    """The load test. Variants are named by `variant_name`."""
+    prompts = [LoadPrompt.of(prompt) for prompt in select_prompts(proof.spec, read_suites(proof.spec, stage))]
+    uses = {variant_name(one.name, variant): (one, DrafterUse() if variant == "off" else proof.use)
+            for one in profiles for variant in VARIANTS}
+    baseline = next(iter(uses))
+
+    def progress(done: int, total: int, label: str) -> None:
+        stage.progress(done, total, "requests", label)
+
+    if all(one.off_url for one in profiles):
+        endpoints = [_running(name, uses, proof) for name in uses]
+        return run_load(endpoints, prompts, load, baseline, progress, stage.pause_point)
+    servers = _Servers(uses, proof, max(load.concurrencies), stage)
+    try:
+        return run_load_in_turn(list(uses), servers.ready, prompts, load, baseline, progress, stage.pause_point)
+    finally:
+        servers.stop()
+
+
+def _running(name: str, uses: Names, proof: Proof) -> LoadEndpoint:
+    profile, use = uses[name]
+    url = profile.off_url if use == DrafterUse() else profile.drafted_url
+    assert url is not None
+    return LoadEndpoint(name, url, Path(proof.spec.target.model).name, what=describe_use(use))
+
+
+class _Servers:
+    """The servers of the profiles, at most one of them started here at a time."""
+
+    def __init__(self, uses: Names, proof: Proof, max_concurrency: int, stage: Stage) -> None:
+        self._uses, self._proof, self._stage = uses, proof, stage
+        self._max_concurrency = max_concurrency
+        self._started: ManagedServer | None = None
+
+    def ready(self, name: str) -> LoadEndpoint:
+        """The endpoint of a variant, whose server may replace the one before."""
+        self.stop()
+        profile, use = self._uses[name]
+        if profile.off_url is not None:
+            return _running(name, self._uses, self._proof)
+        engine, target = self._proof.spec.engine, self._proof.spec.target
+        plan = ServerPlan(engine.kind, target, self._max_concurrency, profile.threads,
+                          tp_size=max(1, len(profile.gpus)), gpu_groups=(profile.gpus,) if profile.gpus else ())
+        variants = {variant: given for variant, (one, given) in self._uses.items() if one == profile}
+        self._stage.event("ServerStarted", f"{name}: {describe_use(use)}")
+        self._started = start_server(plan, name, variants, self._stage.out_dir / "servers" / name, gpus=profile.gpus)
+        wait_ready([self._started], READY_S[engine.kind], self._stage.pause_point)
+        return LoadEndpoint(name, self._started.url, plan.model, what=describe_use(use))
+
+    def stop(self) -> None:
+        """Stop the one that was started."""
+        if self._started is not None:
+            self._started.server.stop(DRAIN_S[self._proof.spec.engine.kind])
+            self._started = None
