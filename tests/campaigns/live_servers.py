@@ -1,5 +1,6 @@
 """The processes that campaigns send requests to: an API server, a gateway, an embedded engine on a tiny target."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -42,19 +43,20 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", a
 
 
 _PLANE = """
+import json
 import sys
-from pathlib import Path
 from eyrie_api.settings import Settings
 from eyrie_operator.control_plane import run
-run(Settings(home=Path(sys.argv[1]), port=int(sys.argv[2]), reconcile_interval_s=0.2, lease_ttl_s=2.0))
+run(Settings(reconcile_interval_s=0.2, lease_ttl_s=2.0, **json.loads(sys.argv[1])))
 """
 
 
 class Plane:
     """The embedded control plane as a process: it can be killed and started again on the same home."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **settings: str) -> None:
         self.home, self.port = home, free_port()
+        self._settings = json.dumps({"home": str(home), "port": self.port, **settings})
         self.log = home.parent / "plane.log"
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30.0, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,7 +70,7 @@ class Plane:
     def start(self) -> int | None:
         """Start it, and wait until it is ready. Returns None, or the exit code of one that ended (-1: not ready)."""
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen([sys.executable, "-c", _PLANE, str(self.home), str(self.port)],
+            self._process = subprocess.Popen([sys.executable, "-c", _PLANE, self._settings],
                                              stdout=log, stderr=log)
         wait_until(lambda: self._is_ready() or self._ended(), START_S)
         if self._is_ready():

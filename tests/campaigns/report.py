@@ -33,6 +33,7 @@ class Campaign:
     findings: list[dict[str, Any]] = field(default_factory=list)
     found: int = 0
     began: float = field(default_factory=time.monotonic)
+    _said_s: float = 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -43,6 +44,13 @@ class Campaign:
     def is_over(self) -> bool:
         """Whether the time bound is reached."""
         return self.elapsed_s >= self.seconds
+
+    def say(self, done: str) -> None:
+        """What was done so far and how long it still takes, on stderr, every ten seconds."""
+        if self.elapsed_s - self._said_s >= 10.0:
+            self._said_s = self.elapsed_s
+            left = max(0.0, self.seconds - self.elapsed_s)
+            print(f"{self.name}: {done}, {self.found} found, {left:.0f} s left", file=sys.stderr, flush=True)
 
     def add_finding(self, rule: str, **facts: Any) -> None:
         """Record that `rule` was broken, with the facts that reproduce it."""
