@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu sbom docs lint bench bench-load bench-control bench-tuner bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu sbom audit docs lint bench bench-load bench-control bench-tuner bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -118,6 +118,9 @@ sbom: setup  ## what an installation consists of, as a CycloneDX document with l
 	@$(BIN)/python -c 'import cyclonedx_py' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt cyclonedx-bom
 	@mkdir -p .eyrie && $(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
 	  -o .eyrie/sbom.json $(BIN)/python && echo "sbom: .eyrie/sbom.json"
+
+audit: setup  ## known vulnerabilities of the pinned versions (needs PyPI's advisories)
+	@.ci/audit
 
 docs: setup  ## the documentation as a site, in .eyrie/docs
 	@$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt sphinx myst-parser furo
