@@ -1,13 +1,17 @@
 """Mixes as a job names them: names of sources, the axis of a sweep, plans, and what is refused at submission."""
 
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
 from eyrie_api.cli.spec import read_document, validate
+from eyrie_api.cli.tables import plan_view
 from eyrie_api.decisions.plan import DataFacts, make_plan
 from eyrie_api.decisions.sweep import expand, row_draw, trains_together
 from eyrie_api.errors import InvalidInput
@@ -16,11 +20,14 @@ from eyrie_api.submission import preflight
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
-from tests.api.samples import job_spec
+from eyrie_api.v1alpha1.status import Problem
+from tests.api.conftest import Running
+from tests.api.samples import job_body, job_spec
 from tests.api.test_plan import SMALL
 from tests.tiny import chats_file
 
 SOURCES = [{"path": "chats.jsonl", "weight": 3}, {"path": "tools.jsonl"}]
+HUB = {"sources": [{"path": "org/chats", "weight": 3}, {"path": "org/tools"}]}
 MIXES = [{"chats": 1, "tools": 1}, {"chats": 3, "tools": 1}]
 
 
@@ -165,6 +172,15 @@ def test_a_plan_shows_the_rows_of_each_candidate_and_costs_the_capture_once() ->
     assert whole.candidate_rows == {}
 
 
+def test_the_table_of_a_plan_has_a_row_for_each_candidate_and_a_column_for_each_source() -> None:
+    facts = DataFacts(10_000, 50.0, 50.0, "a sample", {"chats": 9000, "tools": 1000})
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(plan_view(planned(mixing(*MIXES, data={"max_conversations": 4000, "held_out_fraction": 0.0}), facts)))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["CANDIDATE", "ROWS", "OF", "chats", "ROWS", "OF", "tools", "ROWS"] in lines
+    assert ["c2-mix-chats-3-tools-1", "1,500", "500", "2,000"] in lines
+
+
 def test_a_plan_warns_of_a_mix_that_leaves_most_of_the_capture_unused_and_names_the_scarce_source() -> None:
     facts = DataFacts(4000, 50.0, 50.0, "a sample", {"chats": 3900, "tools": 100})
     plan = planned(mixing(*MIXES, data={"max_conversations": 4000, "held_out_fraction": 0.0}), facts)
@@ -188,3 +204,22 @@ def test_a_submitted_job_keeps_the_names_its_mixes_use_where_paths_become_absolu
     assert checked.plan.candidate_rows.keys() == {"c1-mix-data-1-tools-1", "c2-mix-data-3-tools-1"}
     with pytest.raises(InvalidInput, match="names 'chat', which is no source"):
         preflight.check(mixing({"chat": 1, "tools": 1}, sources=sources), Settings(home=tmp_path / "home"))
+
+
+@pytest.mark.parametrize(("changes", "pointer", "says"), [
+    ({"data": HUB | {"mix": {"chat": 1, "tools": 1}}}, "/data", "data.mix names 'chat'"),
+    ({"data": HUB | {"mix": {"chats": -1, "tools": 1}}}, "/data/mix/chats", "greater than or equal to 0"),
+    ({"data": HUB, "sweep": {"together": "always", "axes": [{"field": "data.mix", "values": MIXES}]}},
+     "/sweep", "sweep.together is 'always'"),
+    ({"data": HUB, "sweep": {"axes": [{"field": "data.mix", "values": [{"chats": 1}]}]}}, None,
+     "names fewer than two sources"),
+])
+def test_a_job_with_a_mix_that_cannot_be_drawn_is_answered_with_the_field_the_rule_and_a_hint(
+        server: Running, changes: dict[str, Any], pointer: str | None, says: str) -> None:
+    answer = httpx.post(f"{server.url}/v1alpha1/jobs", json=job_body(**changes))
+    assert answer.status_code == 422
+    document = Problem.model_validate_json(answer.content)
+    assert document.type.endswith("InvalidInput")
+    assert says in document.detail
+    assert [one["pointer"] for one in document.errors] == ([] if pointer is None else [pointer])
+    assert document.hint

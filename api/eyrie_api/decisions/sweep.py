@@ -237,8 +237,9 @@ def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonVa
     except ValidationError as error:
         first = error.errors()[0]
         settings = ", ".join(f"{axis.field} = {value!r}" for axis, value in zip(axes, values, strict=True))
-        raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: "
-                           f"{'.'.join(map(str, first['loc'])) or 'spec'}: {first['msg']}",
+        where = ".".join(map(str, first["loc"])) or "spec"
+        raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: {where}: "
+                           f"{first['msg'].removeprefix('Value error, ')}",
                            "change the axis value, or the field it collides with") from error
     return Candidate(_name(axes, values, number, prefix), changed)
 

@@ -37,8 +37,9 @@ def choose_rows(draw: RowDraw | None, sources: Sequence[str] | None, num_rows: i
     if sources is None:
         raise NoUsableData("data.mix is set, and the capture does not name the sources of its rows: it is of an "
                            "earlier version", "delete the stages regenerate and capture of the job and retry it")
-    size = min(_size(draw_mix, Counter(sources[row] for row in split_rows(num_rows, seed)[0]))
-               for draw_mix, seed in ((one.mix, one.train_seed) for one in draw.compared))
+    available = {seed: Counter(sources[row] for row in split_rows(num_rows, seed)[0])
+                 for seed in {one.train_seed for one in draw.compared}}
+    size = min(_size(one.mix, available[one.train_seed]) for one in draw.compared)
     return draw_rows(sources, rows, draw.mix, size, draw.seed), held_out
 
 
