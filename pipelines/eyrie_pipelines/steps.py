@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
 from eyrie_api.decisions.leaderboard import best_rival
-from eyrie_api.decisions.sweep import Candidate, expand
+from eyrie_api.decisions.sweep import Candidate, expand, row_draw
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
@@ -72,7 +72,9 @@ def reference(stage: StageName, key: str = "") -> str:
 def regenerate_spec(job: JobFile) -> RegenerateStage:
     """The first stage. It excludes the prompts of the benchmark suites from the training data."""
     suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
-    return RegenerateStage(job_id=job.id, target=job.spec.resolved_target, data=job.spec.data,
+    # Without the mix, which chooses among the rows that are captured.
+    data = job.spec.data.model_copy(update={"mix": None})
+    return RegenerateStage(job_id=job.id, target=job.spec.resolved_target, data=data,
                            engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites)
 
 
@@ -108,7 +110,8 @@ def train_spec(job: JobFile, job_dir: Path, candidate: str) -> TrainStage:
         raise InvalidInput(f"candidate {candidate!r} is not in this job's sweep",
                            f"candidates are {', '.join(sorted(each.name for each in job.candidates))}")
     return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.resolved_target, drafter=found.drafter,
-                      train=found.train, store_dir=str(stage_dir(job_dir, "capture")))
+                      train=found.train, store_dir=str(stage_dir(job_dir, "capture")),
+                      rows=row_draw(found, job.candidates))
 
 
 def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:

@@ -140,6 +140,20 @@ def test_gpus_are_counted_without_a_variable_and_none_are_used_when_told_so(tmp_
     assert gpus_of({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == ()
 
 
+@pytest.mark.slow
+def test_candidates_of_different_mixes_are_trained_one_by_one_from_one_capture(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    mixes = [{"chats": 1, "tools": 1}, {"chats": 3, "tools": 1}]
+    spec = spec_of(data={"sources": [{"path": "quickstart", "name": "chats"}, {"path": "tools.jsonl"}]},
+                   sweep={"axes": [{"field": "data.mix", "values": mixes}]})
+    local.start(job_dir, "job-1", spec)
+    assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S), log_of(job_dir)
+    before = rehearsal.starts()[:4]
+    assert before[:2] == ["regenerate", "capture"]
+    assert sorted(before[2:]) == ["train/c1-mix-chats-1-tools-1", "train/c2-mix-chats-3-tools-1"]
+    assert rehearsal.sweeps() == []
+
+
 def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_out_with_it(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     spec = sweeping_spec("never")

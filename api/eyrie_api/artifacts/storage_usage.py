@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.status import Endpoint, Job, Phase
 Kind = Literal["captured-states", "training-state", "checkpoint", "record"]
 
 _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
-    ("captured-states", re.compile(r"stages/capture/(?:shard-[^/]*|index\.json)$")),
+    ("captured-states", re.compile(r"stages/capture/(?:shard-[^/]*|(?:index|sources)\.json)$")),
     ("training-state", re.compile(r"stages/train/[^/]+/\.?state/.")),
     ("checkpoint", re.compile(r"stages/train/(?P<candidate>[^/]+)/checkpoints/(?P<name>[^/]+)/.")),
 )

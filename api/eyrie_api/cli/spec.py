@@ -15,6 +15,21 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import JobSpec
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error: the second value would replace the first silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node. Raises ConstructorError naming the key and its line."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
               revision: str | None = None, dtype: str | None = None, data: Sequence[str] = (),
               settings: Sequence[str] = ()) -> JobSpec:
@@ -43,7 +58,7 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
 def read_document(file: Path) -> dict[str, Any]:
     """A job document in YAML or JSON. Raises InvalidInput."""
     try:
-        document = yaml.safe_load(file.read_text())
+        document = yaml.load(file.read_text(), _UniqueKeys)
     except FileNotFoundError:
         raise InvalidInput(f"--file {file} does not exist", "give the path of a job document") from None
     except (OSError, UnicodeDecodeError) as error:

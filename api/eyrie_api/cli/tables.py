@@ -5,7 +5,7 @@ carry their setting: a tau never stands without its draft tree.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
@@ -284,11 +284,23 @@ def plan_view(plan: Plan) -> RenderableType:
         assumed.add_row(one.name, f"{one.value:,.6g} {one.unit}".rstrip(), one.source)
     per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
     parts: list[RenderableType] = [table, Text(plan.bottleneck), per_token, assumed]
+    if plan.candidate_rows:
+        parts.append(_mixes_table(plan.candidate_rows))
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
     parts += [Text(note) for note in plan.notes]
     if plan.fits_disk is False:
         parts.append(Text("This does not fit the free disk space.", "bold red"))
     return Group(*parts)
+
+
+def _mixes_table(candidate_rows: Mapping[str, Mapping[str, int]]) -> Table:
+    """The rows of each source that every candidate trains on."""
+    sources = tuple(dict.fromkeys(name for rows in candidate_rows.values() for name in rows))
+    table = _table("CANDIDATE", *(f"ROWS OF {name}" for name in sources), "ROWS",
+                   right=(*(f"ROWS OF {name}" for name in sources), "ROWS"))
+    for candidate, rows in candidate_rows.items():
+        table.add_row(candidate, *(count(rows.get(name, 0)) for name in sources), count(sum(rows.values())))
+    return table
 
 
 def event_text(event: Event) -> Text:

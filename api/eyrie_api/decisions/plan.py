@@ -33,7 +33,8 @@ from pydantic import ValidationError
 
 from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu
-from eyrie_api.decisions.sweep import Candidate, families_of
+from eyrie_api.decisions.row_draw import expected_union, quotas, shares
+from eyrie_api.decisions.sweep import Candidate, families_of, may_train_together
 from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import GPU_TOKENS, TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
@@ -51,6 +52,9 @@ ROW_JSON_BYTES_PER_TOKEN = 6
 """Token ids as decimal text with a comma."""
 
 DEFAULT_DRAFT_VOCABULARY = 32_768
+_LITTLE_OF_THE_UNION = 0.5
+"""Share of the captured rows below which a draw for `data.mix` is warned of."""
+
 _ASSUMED_GPU_BYTES = 80 * 10**9
 """Where the job names no type of GPU."""
 
@@ -139,6 +143,8 @@ class DataFacts:
 
     answer_tokens: float | None = None
     source: str = "limits of the spec (an upper bound)"
+    source_rows: Mapping[str, int] | None = None
+    """Available in each source by name, where all are known."""
 
 
 def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: TargetFacts, free_bytes: int | None, *,
@@ -183,7 +189,7 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         assumptions=_assumptions(work, candidates, used, counts), warnings=tuple(warnings),
         notes=(*(description(family) for family in families_of(candidates)),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
-                 for rival in spec.benchmarked_rivals)), fits_disk=fits)
+                 for rival in spec.benchmarked_rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
 
 
 def _stages(work: "_Work", candidates: Sequence[Candidate], rates: Mapping[str, Rates]) -> tuple[StagePlan, ...]:
@@ -259,6 +265,14 @@ class _Work:
         limit, most = spec.data.max_prompt_tokens, spec.regenerate.max_new_tokens
         self.prompt = float(limit) if data.prompt_tokens is None else min(data.prompt_tokens, float(limit))
         self.answer = float(most) if data.answer_tokens is None else min(data.answer_tokens, float(most))
+        union = expected_union(self.rows, dict(zip(
+            spec.data.source_names, (source.weight for source in spec.data.sources), strict=True)), data.source_rows)
+        mixes = {one.name: one.spec.data.mix for one in candidates if one.spec.data.mix is not None}
+        self.scarcest = min(((int(union[name] / share), candidate, name) for candidate, mix in mixes.items()
+                             for name, share in shares(mix).items()), default=(self.rows, "", ""))
+        """Rows that every candidate trains on, and the candidate and source that allow no more."""
+
+        self.candidate_rows = {name: quotas(mix, self.scarcest[0]) for name, mix in mixes.items()}
         self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
         self.captured = round(self.rows * self.row_tokens)
         self.num_aux = _num_stored(spec, candidates)
@@ -281,6 +295,12 @@ class _Work:
     def step_tokens(self, candidate: Candidate) -> int:
         """Packed tokens of a candidate's training step."""
         return tokens_per_step(candidate.train, self.num_gpus)
+
+    @property
+    def trained(self) -> int:
+        """Captured tokens that a candidate reads in an epoch: all, or those of its rows. Sources are taken to have rows
+        of equal length."""
+        return round(self.captured * self.scarcest[0] / max(1, self.rows))
 
     @property
     def supervised_share(self) -> float:
@@ -406,7 +426,7 @@ def _planned_gpu(spec: JobSpec) -> str | None:
 
 
 def _tokens_seen(work: _Work, candidate: Candidate) -> int:
-    train, seen = candidate.train, round(work.captured * candidate.train.epochs)
+    train, seen = candidate.train, round(work.trained * candidate.train.epochs)
     return seen if train.max_steps is None else min(seen, train.max_steps * work.step_tokens(candidate))
 
 
@@ -414,7 +434,7 @@ def _shared_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
     """Tokens whose states are read for all candidates, or computed by the target where none are stored. Candidates with
     the same seed and batch size see the same documents at the same steps and share one pass; every epoch needs them
     again."""
-    if work.spec.sweep.together == "never":
+    if not may_train_together(work.spec.sweep):
         return sum(_tokens_seen(work, one) for one in candidates)
     longest: dict[tuple[int, int], int] = {}
     for one in candidates:
@@ -429,7 +449,7 @@ def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
     A group is the candidates of one family with the same seed and batch size, which see the same documents at the same
     steps.
     """
-    if spec.sweep.together == "never":
+    if not may_train_together(spec.sweep):
         return 1.0
     steps, num_gpus = 0.0, training_gpus(spec, len(candidates))
     for left in Counter((one.drafter.family, one.train.seed, tokens_per_step(one.train, num_gpus))
@@ -533,8 +553,12 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
         found.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a GPU "
                      "run out of it, lower train.max_tokens_per_gpu")
     smallest = min(work.step_tokens(candidate) for candidate in candidates)
-    if work.captured < 10 * smallest:
-        found.append(f"{work.captured} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+    if work.trained < 10 * smallest:
+        found.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+    rows, candidate, name = work.scarcest
+    if candidate and rows < _LITTLE_OF_THE_UNION * work.rows:
+        found.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes all "
+                     f"of source {name}; give it a larger weight in data.sources, or a smaller share in the mixes")
     return tuple(found)
 
 

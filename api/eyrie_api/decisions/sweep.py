@@ -11,9 +11,12 @@ that was drawn before is drawn again.
 
 `sweep.families` multiplies the points: every family is trained at every point.
 
-Names are deterministic (`c1-lr-0p001`: number, short field, value; with several families `eagle1-c1-lr-0p001`). They
-are valid DNS labels, because directories and Kubernetes objects are named after them, and short enough that a
-checkpoint's `<candidate>-step-<n>` is a label too.
+An axis over `data.mix` varies which of the captured rows a candidate trains on (`decisions.row_draw`); everything
+before training is the same for all candidates and happens once.
+
+Names are deterministic (`c1-lr-0p001`: number, short field, value; `c2-mix-chats-3-tools-1`; with several families
+`eagle1-c1-lr-0p001`). They are valid DNS labels, because directories and Kubernetes objects are named after them, and
+short enough that a checkpoint's `<candidate>-step-<n>` is a label too.
 """
 
 import itertools
@@ -25,12 +28,15 @@ from math import exp, log, prod
 from random import Random
 from typing import get_args
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from eyrie_api.decisions.row_draw import shares
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.sweep import SweepAxis
+from eyrie_api.v1alpha1.stages import ComparedMix, RowDraw
+from eyrie_api.v1alpha1.sweep import MIX_AXIS, SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 
 ONLY_CANDIDATE = "base"
@@ -38,7 +44,8 @@ ONLY_CANDIDATE = "base"
 
 # 63 (a DNS label) - len("-step-") - 15 digits of steps, rounded down.
 _MAX_NAME = 40
-_SECTIONS: dict[str, type[DrafterSpec] | type[TrainSpec]] = {"train": TrainSpec, "drafter": DrafterSpec}
+_SECTIONS: dict[str, type[DrafterSpec] | type[TrainSpec] | type[DataSpec]] = {
+    "train": TrainSpec, "drafter": DrafterSpec, "data": DataSpec}
 _SHORT = {
     "learning_rate": "lr", "ttt_length": "ttt", "step_decay": "decay", "intermediate_size": "ffn",
     "draft_vocab_size": "vocab", "num_attention_heads": "heads", "max_tokens_per_batch": "batch",
@@ -47,6 +54,7 @@ _SHORT = {
 _DRAWN_DIGITS = 3
 """Significant digits of a number drawn from a range; candidate names contain it."""
 
+_MIX = TypeAdapter(SourceMix)
 _ATTEMPTS = 1000
 """Draws for one new point before the axes count as exhausted."""
 
@@ -77,8 +85,8 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     """The candidates of a job, in the order of the grid (the last axis varies fastest) or of the draws.
 
     Raises InvalidInput naming the axis for a field that does not exist, a field or value given twice, a range of a
-    field that takes no numbers, a value the contract refuses, more points than the axes have, and more candidates than
-    `sweep.max_candidates`.
+    field that takes no numbers, a value the contract refuses, two mixes of equal shares, more points than the axes
+    have, and more candidates than `sweep.max_candidates`.
     """
     sweep = spec.sweep
     _check_axes(sweep.axes)
@@ -90,9 +98,21 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
             f"{of} {size} candidates, more than sweep.max_candidates {sweep.max_candidates}",
             "leave out values, or raise sweep.max_candidates (each candidate is trained and benchmarked)")
     points = _grid(sweep.axes) if sweep.random is None else _draws(sweep.axes, sweep.random, sweep.seed)
-    if not sweep.families:
-        return _candidates(spec, points, "")
-    return tuple(one for family in sweep.families for one in _candidates(_of_family(spec, family), points, family))
+    candidates = _candidates(spec, points, "") if not sweep.families else tuple(
+        one for family in sweep.families for one in _candidates(_of_family(spec, family), points, family))
+    if sweep.random is None:
+        _check_mixes_differ(sweep.axes)
+    return candidates
+
+
+def row_draw(candidate: Candidate, candidates: Sequence[Candidate]) -> RowDraw | None:
+    """The rows that one of a job's candidates trains on; None: all rows of the capture."""
+    data = candidate.spec.data
+    if data.mix is None:
+        return None
+    compared = {repr((one.spec.data.mix, one.train.seed)): ComparedMix(mix=one.spec.data.mix, train_seed=one.train.seed)
+                for one in candidates if one.spec.data.mix is not None}
+    return RowDraw(mix=data.mix, seed=data.seed, compared=tuple(compared.values()))
 
 
 def families_of(candidates: Sequence[Candidate]) -> tuple[str, ...]:
@@ -175,11 +195,25 @@ def _check_axes(axes: Sequence[SweepAxis]) -> None:
         if len({repr(value) for value in axis.values}) < len(axis.values):
             raise InvalidInput(f"sweep.axes[{number}].values of {axis.field!r} name a value twice",
                                "give each value once")
+        if axis.field == MIX_AXIS and None in axis.values:
+            raise InvalidInput(f"sweep.axes[{number}].values of {axis.field!r} contain null, the mix of no candidate",
+                               "give shares by source; candidates are compared on the same number of rows")
         if axis.is_range:
             _check_range(axis, number)
     doubled = [name for name, count in Counter(axis.field for axis in axes).items() if count > 1]
     if doubled:
         raise InvalidInput(f"sweep.axes name {doubled[0]!r} more than once", "put all its values on one axis")
+
+
+def _check_mixes_differ(axes: Sequence[SweepAxis]) -> None:
+    """Of axes whose every value is that of a valid candidate."""
+    seen: dict[str, JsonValue] = {}
+    for value in (value for axis in axes if axis.field == MIX_AXIS for value in axis.values):
+        key = repr(sorted(shares(_MIX.validate_python(value)).items()))
+        if key in seen:
+            raise InvalidInput(f"sweep axis {MIX_AXIS!r} has {seen[key]} and {value}, which are the same shares",
+                               "give each mix once: shares are relative to one another")
+        seen[key] = value
 
 
 def _check_range(axis: SweepAxis, number: int) -> None:
@@ -203,8 +237,9 @@ def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonVa
     except ValidationError as error:
         first = error.errors()[0]
         settings = ", ".join(f"{axis.field} = {value!r}" for axis, value in zip(axes, values, strict=True))
-        raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: "
-                           f"{'.'.join(map(str, first['loc'])) or 'spec'}: {first['msg']}",
+        where = ".".join(map(str, first["loc"])) or "spec"
+        raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: {where}: "
+                           f"{first['msg'].removeprefix('Value error, ')}",
                            "change the axis value, or the field it collides with") from error
     return Candidate(_name(axes, values, number, prefix), changed)
 
@@ -219,9 +254,16 @@ def _name(axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int, p
 
 
 def _label(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        return "-".join(f"{_label(key)}-{_label(item)}" for key, item in value.items())
     text = format(value, "g") if isinstance(value, float) else str(value)
     text = text.lower().replace(".", "p").replace("+", "")
     return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
+
+
+def may_train_together(sweep: SweepSpec) -> bool:
+    """Whether candidates may share a program, and with it reads and rungs, where the hardware suits."""
+    return sweep.together != "never" and not sweep.varies_mix
 
 
 def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int, *, on_cluster: bool) -> bool:
@@ -234,9 +276,10 @@ def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int, *, on_clu
     `auto` assumes that a cluster seldom has that many idle machines of at most one GPU; a job with several GPUs or
     nodes per training trains its candidates separately there. On one machine the program divides the candidates among
     the GPUs, unless there are fewer candidates than GPUs: then each candidate in turn is trained on all of them.
+    Candidates of different mixes read different rows, so one program would share nothing among them.
     """
     sweep = spec.sweep
-    if sweep.together == "never" or num_candidates < 2:
+    if not may_train_together(sweep) or num_candidates < 2:
         return False
     if sweep.together == "always":
         return True

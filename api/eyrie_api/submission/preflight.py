@@ -200,7 +200,10 @@ def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:
 def absolute(spec: JobSpec) -> JobSpec:
     """The job with absolute local paths."""
     target = spec.target.model_copy(update={"model": _absolute(spec.target.model)})
-    sources = tuple(source.model_copy(update={"path": _absolute(source.path)}) for source in spec.data.sources)
+    # A relative path and its absolute one may end in different names: those that the mixes use are kept.
+    named = spec.data.mix is not None or spec.sweep.varies_mix
+    sources = tuple(source.model_copy(update={"path": _absolute(source.path)} | ({"name": name} if named else {}))
+                    for source, name in zip(spec.data.sources, spec.data.source_names, strict=True))
     suites = tuple(suite.model_copy(update={"path": _absolute(suite.path)}) for suite in spec.benchmark.suites)
     rivals = tuple(one if one.path is None else one.model_copy(update={"path": _absolute(one.path)})
                    for one in spec.rivals)

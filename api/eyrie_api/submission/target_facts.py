@@ -164,7 +164,8 @@ def data_facts(data: DataSpec) -> DataFacts:
     known = all(one is not None for one in answers)
     answer = sum((one.answer_tokens or 0.0) * (one.rows or 0) for one in samples) / total if known else None
     return DataFacts(rows=total, prompt_tokens=prompt, answer_tokens=answer,
-                     source=_sources(one.source for one in samples))
+                     source=_sources(one.source for one in samples),
+                     source_rows=dict(zip(data.source_names, (one.rows or 0 for one in samples), strict=True)))
 
 
 def _sources(names: Iterable[str]) -> str:

@@ -62,6 +62,10 @@ class Plan(Frozen):
     notes: tuple[str, ...] = ()
     """On each family of drafters that the job trains: what it suits and what it costs."""
 
+    candidate_rows: dict[str, dict[str, int]] = {}
+    """With `data.mix`: about how many rows of each source every candidate trains on, by candidate and source. All
+    candidates have the same number of rows in total; a few of the captured rows are kept for evaluation."""
+
     bottleneck: str = ""
     """The stage that takes most of the time, its share, and what limits it."""
 

@@ -197,6 +197,16 @@ class CheckpointReport(Frozen):
     """Expected tokens per target pass if drafting and verifying were free: 1 + sum of cumulative acceptance."""
 
 
+class SourceRows(Frozen):
+    """The rows of one source that a candidate was trained on."""
+
+    rows: int
+    """Different rows: each is read once in every epoch."""
+
+    tokens: int
+    """Of these rows, prompts included."""
+
+
 class TrainReport(Frozen):
     """One candidate's training run."""
 
@@ -220,6 +230,13 @@ class TrainReport(Frozen):
 
     processes: int = 1
     stopped_early: bool = False
+    rows: int = 0
+    """Different rows of the capture that it was trained on: all but those kept for evaluation, or a draw of them
+    (`data.mix`)."""
+
+    sources: dict[str, SourceRows] = {}
+    """These rows by source; empty for captures of earlier versions, which do not name the sources."""
+
     init_from: str | None = None
     """`drafter.init_from`: the drafter whose training this run continued."""
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
-from eyrie_api.v1alpha1.data import DataSpec
+from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import Family
@@ -72,6 +72,25 @@ class CaptureStage(Frozen):
     seed: int = 0
 
 
+class ComparedMix(Frozen):
+    """The mix of one candidate of a sweep, as far as it decides how many rows all of them have."""
+
+    mix: SourceMix
+    train_seed: int
+    """`train.seed`: it decides which rows are evaluated on instead of trained on."""
+
+
+class RowDraw(Frozen):
+    """Which captured rows a candidate trains on, in a job with `data.mix` (`decisions.row_draw`)."""
+
+    mix: SourceMix
+    seed: int
+    """`data.seed`: the same for all candidates, whose rows overlap as far as their mixes allow."""
+
+    compared: tuple[ComparedMix, ...] = Field(min_length=1)
+    """The mixes of all candidates: each trains on as many rows as every one of them can have."""
+
+
 class TrainStage(Frozen):
     """A feature store in, exported drafters out (`checkpoints/<name>/`)."""
 
@@ -83,6 +102,9 @@ class TrainStage(Frozen):
     train: TrainSpec
     store_dir: str
     """Output directory of capture."""
+
+    rows: RowDraw | None = None
+    """Which rows of the store; None: all."""
 
 
 class BenchmarkStage(Frozen):

@@ -11,8 +11,9 @@ from eyrie_api.v1alpha1.model import Frozen
 class SweepAxis(Frozen):
     """One setting, and the values tried for it: a list, or for `sweep.random` also a range."""
 
-    field: str = Field(pattern=r"^(train|drafter)\.[a-z0-9_]+$")
-    """Dotted field of this spec, for example `train.learning_rate`."""
+    field: str = Field(pattern=r"^((train|drafter)\.[a-z0-9_]+|data\.mix)$")
+    """Dotted field of this spec, for example `train.learning_rate`, or `data.mix`: shares of the sources in the rows
+    that a candidate trains on (`values: [{chats: 1, tools: 1}, {chats: 3, tools: 1}]`)."""
 
     values: tuple[JsonValue, ...] = Field((), max_length=64)
     """The values tried, one after the other or as drawn by `sweep.random`."""
@@ -51,6 +52,10 @@ class SweepAxis(Frozen):
         return self
 
 
+MIX_AXIS = "data.mix"
+"""The one field outside `train` and `drafter` that an axis may vary."""
+
+
 class SweepSpec(Frozen):
     """Candidates trained from the same captured states: the grid of all axes, or draws from them; no axis means one
     candidate."""
@@ -73,14 +78,23 @@ class SweepSpec(Frozen):
     together: Literal["auto", "always", "never"] = "auto"
     """Whether one program trains all candidates: states are read once, the target runs once, and `rungs` stop
     candidates early. auto: together, except on a cluster whose training pods have more than one GPU each or create a
-    TrainJob. never: each candidate in a pod of its own, without early stopping: faster where GPUs are idle."""
+    TrainJob, and with an axis over `data.mix`, whose candidates read different rows. never: each candidate in a pod of
+    its own, without early stopping: faster where GPUs are idle."""
 
     rungs: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = Field((0.25, 0.5), max_length=8)
     """Successive halving: at these shares of the training, the half of a family's candidates with the lower simulated
     speed-up stops, with a checkpoint. Empty trains all to the end. Only for candidates trained together."""
 
+    @property
+    def varies_mix(self) -> bool:
+        """Whether candidates train on different rows of the capture."""
+        return any(axis.field == MIX_AXIS for axis in self.axes)
+
     @model_validator(mode="after")
     def _possible(self) -> "SweepSpec":
+        if self.varies_mix and self.together == "always":
+            raise ValueError("sweep.together is 'always' with an axis over data.mix, whose candidates read different "
+                             "rows: set sweep.together to 'auto', which trains each by itself")
         if list(self.rungs) != sorted(set(self.rungs)):
             raise ValueError(f"sweep.rungs {list(self.rungs)} must ascend: write {sorted(set(self.rungs))}")
         ranges = [axis.field for axis in self.axes if axis.is_range]

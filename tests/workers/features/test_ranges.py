@@ -8,6 +8,7 @@ import torch
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
+from eyrie_workers.features.row_sources import read_row_sources, write_row_sources
 from eyrie_workers.features.shard_format import INDEX, shard_name
 from eyrie_workers.features.storage_backend import ObjectStoreBackend, open_backend
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
@@ -34,6 +35,16 @@ def test_rows_read_through_s3_are_those_of_the_directory(rclone_s3: S3Server, tm
         for name in ("token_ids", "loss_mask", "aux", "last"):
             assert torch.equal(getattr(packed, name), getattr(wanted, name)), name
     assert torch.equal(far.row(3, 50, 70).aux, near.row(3, 50, 70).aux)
+
+
+def test_the_sources_of_rows_are_read_through_s3(rclone_s3: S3Server, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    remote = make_bucket(rclone_s3, tmp_path).store()
+    assert read_row_sources(ObjectStoreBackend(remote, "capture")) is None
+    write_row_sources(here, ["chats", "tools", "chats"])
+    upload_dir(remote, here, "capture", unfinished=True)
+    assert read_row_sources(ObjectStoreBackend(remote, "capture"), 3) == ["chats", "tools", "chats"]
 
 
 def test_a_directory_that_names_another_place_is_read_there(

@@ -56,6 +56,9 @@ class Conversation:
     line: int
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    source_name: str = ""
+    """What `data.mix` calls the source."""
+
     category: str = ""
     prompt: tuple[Message, ...] = field(default=())
     """`messages` without the last assistant turn, if they end with one: the prompt that the target answers again."""

@@ -40,6 +40,11 @@ class AnsweredRow(Frozen):
 
     id: str
     source: str
+    """Path of the source."""
+
+    source_name: str = ""
+    """What `data.mix` calls the source; empty in rows of earlier versions."""
+
     line: int
     category: str
     prompt_ids: tuple[int, ...] = Field(min_length=1)

@@ -14,7 +14,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,6 +66,7 @@ class SelectedRow(Frozen):
 
     id: str
     source: str
+    source_name: str = ""
     line: int
     category: str
     messages: list[dict[str, Any]]
@@ -169,7 +170,8 @@ def _with_held_out(directory: Path, pause: Callable[[], None]) -> dict[str, int]
 
 def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
     """The mixture of the sources, ended after `max_conversations` usable rows."""
-    streams = [read_conversations(source) for source in data.sources]
+    streams = [_named(read_conversations(source), name)
+               for source, name in zip(data.sources, data.source_names, strict=True)]
     left = data.max_conversations
     for row in mix(streams, [source.weight for source in data.sources], data.seed):
         yield row
@@ -177,6 +179,11 @@ def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
             left -= 1
             if left == 0:
                 return
+
+
+def _named(rows: Iterator[Conversation | QuarantinedRow], name: str) -> Iterator[Conversation | QuarantinedRow]:
+    for row in rows:
+        yield row if isinstance(row, QuarantinedRow) else replace(row, source_name=name)
 
 
 class _Divider:
@@ -251,8 +258,9 @@ class _Divider:
         self._overlaps += overlaps
         self._languages[guess(asked)] += 1
         self._turns += num_turns(messages, self._rules.turns)
-        return self._write(SELECTED, {"id": row.id, "source": row.source, "line": row.line, "category": row.category,
-                                      "messages": messages, "tools": tools, "prompt_ids": prompt_ids,
+        return self._write(SELECTED, {"id": row.id, "source": row.source, "source_name": row.source_name,
+                                      "line": row.line, "category": row.category, "messages": messages,
+                                      "tools": tools, "prompt_ids": prompt_ids,
                                       "chat_template_kwargs": source.chat_template_kwargs,
                                       "max_new_tokens": source.max_new_tokens})
 

@@ -6,7 +6,7 @@ The output is determined before the first forward pass, by the rows' lengths alo
 of a shard share a forward pass, and how states are stored (`v1alpha1.codecs`: the spec's codec, or the best that fits
 `max_bytes`). A shard is the unit of work: a killed program loses the open shard and repeats exactly its passes, so the
 bytes do not depend on interruptions. A run over a finished store with damage notes writes the damaged shards again and
-no others.
+no others. `sources.json` names the source of every row, for trainings on mixes of them (`features.row_sources`).
 
 `capture.source` names what computes the states (`targets.state_source`). Before anything is stored, those of a few rows
 are compared with what `transformers` returns (`targets.agreement`, `targets.transformers_target`).
@@ -58,6 +58,7 @@ from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
+from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
 from eyrie_workers.features.storage_backend import LocalBackend
 from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, write_plan
@@ -98,6 +99,7 @@ class RowPlan:
     row_id: str
     num_tokens: int
     num_prompt_tokens: int
+    source_name: str = ""
 
     @property
     def num_supervised(self) -> int:
@@ -134,7 +136,7 @@ def plan_rows(rows: Iterator[AnsweredRow], max_length: int) -> CapturePlan:
             dropped += 1
             continue
         cut += whole > max_length
-        kept.append(RowPlan(row.id, min(whole, max_length), prompt))
+        kept.append(RowPlan(row.id, min(whole, max_length), prompt, sys.intern(row.source_name)))
     return CapturePlan(tuple(kept), cut, dropped)
 
 
@@ -230,6 +232,7 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     else:
         work = _write_store(spec, stage, plan, fmt, source, dist)
     tokens = sum(plan.lengths)
+    sources = write_row_sources(stage.out_dir, [row.source_name for row in plan.rows]) if dist.is_main else None
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
@@ -240,7 +243,8 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         restarts=_history(spec, stage).restarts if source == "sglang" else 0,
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
         tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
-        prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), work.files)
+        prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0),
+        work.files if sources is None else [*work.files, sources])
 
 
 def _fits_device(path: Path) -> bool:
@@ -301,8 +305,9 @@ def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether a finished store without damage notes, or a plan, exists."""
-    return store_is_whole(directory) or plan_is_whole(LocalBackend(directory))
+    """Whether a finished store without damage notes, or a plan, exists, and the sources of its rows are readable."""
+    backend = LocalBackend(directory)
+    return (store_is_whole(directory) or plan_is_whole(backend)) and row_sources_are_whole(backend)
 
 
 def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:

@@ -227,8 +227,8 @@ def _answered(spec: RegenerateStage, pending: PendingTurn, answer: GeneratedAnsw
     sampling = RowSampling(**spec.regenerate.sampling.model_dump(),
                            max_new_tokens=pending.prompt.max_new_tokens or spec.regenerate.max_new_tokens)
     row = pending.row
-    return AnsweredRow(id=answer.row_id, source=row.source, line=row.line, category=row.category,
-                       prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
+    return AnsweredRow(id=answer.row_id, source=row.source, source_name=row.source_name, line=row.line,
+                       category=row.category, prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
                        finish_reason=answer.finish_reason, text=answer.text, sampling=sampling,
                        seed=pending.prompt.seed, ids_exact=answer.ids_exact, ids_differ=answer.ids_differ,
                        reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=pending.turn)

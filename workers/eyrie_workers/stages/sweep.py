@@ -11,8 +11,8 @@ checkpoints, events, manifest. The sweep is not a stage of its own: the train pr
 finds its manifest and does nothing; in an unfinished one it resumes that candidate from its saved state.
 A pipeline may therefore run the sweep first, or not at all.
 
-`group_candidates` finds what can be shared: same target, store, seed and batch size means the same documents at every
-step. Within a group, states are read and decoded once, and the target's distribution is computed once for every
+`group_candidates` finds what can be shared: same target, store, mix, seed and batch size means the same documents at
+every step. Within a group, states are read and decoded once, and the target's distribution is computed once for every
 position that any candidate needs (once per size of draft vocabulary), in training and in evaluation. Drafters of
 different families, layers, widths, learning rates, losses, depths and training lengths share a group. A candidate that
 fails does not stop the others; one that is ahead of the others after an interruption waits for them.
@@ -73,7 +73,7 @@ def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ..
 
 def group_key(spec: TrainStage) -> str:
     """What candidates of one group have in common. Pure."""
-    return "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.train.seed),
+    return "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.rows), str(spec.train.seed),
                       str(spec.train.max_tokens_per_batch), str(spec.train.max_tokens_per_gpu),
                       str(spec.train.threads)))
 

@@ -27,7 +27,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
 from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
-from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
+from eyrie_api.v1alpha1.reports import CheckpointReport, SourceRows, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, TargetIdentity, identify
@@ -49,6 +49,8 @@ from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.features.row_sources import read_row_sources
+from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.machine.environment import cpu_count
 from eyrie_workers.stage_program import (
     Result,
@@ -63,16 +65,14 @@ from eyrie_workers.targets.loading import resolve, special_token_ids, target_dig
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
 from eyrie_workers.training.batch_parts import CutFeatures
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
+from eyrie_workers.training.drawn_rows import choose_rows, require_one_batch, rows_by_source
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
-from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
+from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly
 from eyrie_workers.training.peak_rate import peak_rate
 from eyrie_workers.training.state import Moments, StateWriter, load_state, take_snapshot, trainable_parameters
 from eyrie_workers.training.trackers import open_trackers
 
-_HELD_OUT_FRACTION = 0.05
-# Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
-_MAX_HELD_OUT_ROWS = 64
 NUM_EVALUATIONS = 10
 """Evenly spaced evaluations of a run; those before an export are additional."""
 
@@ -109,8 +109,10 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     fused = (head.layers if head is not None else None) or spec.drafter.aux_layers or store.format.chosen_layers
     layers = family.layers(fused, config.num_layers)
     columns = _columns(layers, store, spec)
-    train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
+    sources = read_row_sources(open_backend(spec.store_dir), store.num_rows)
+    train_rows, held_out = choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
     step_tokens = tokens_per_step(spec.train)
+    require_one_batch(spec.rows, train_rows, store.lengths, step_tokens)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.row.whole_vocabulary,
                                                       kept=head.vocabulary if head is not None else None)
@@ -127,6 +129,9 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                            is_open=given.train.max_tokens_per_gpu is None)
     store = _cut_rows(store, spec, stage)
     lengths = store.lengths
+    of_sources = rows_by_source(sources, train_rows, lengths)
+    if spec.rows is not None:
+        _report_draw(stage, of_sources, store.num_rows - len(held_out))
     schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
     drafter.to(device)
     with device_scope(device):
@@ -136,15 +141,16 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
     cuts = cut_evenly([lengths[row] for row in evaluation_rows],
                       min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
-    run = TrainingRun(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype, head), dtype=dtype,
+    run = TrainingRun(spec, stage, family, drafter, trainer,
+               digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
                held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
                                  for cut in cuts[dist.rank::dist.size]),
                columns=columns, embeddings=embeddings,
                vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.format.target_digest),
-               data=DataIdentity(store_digest=store.digest, rows=store.num_rows,
-                                 tokens=sum(lengths), longest_row=max(lengths)),
+               data=_identify_data(store, None if spec.rows is None else train_rows), sources=of_sources,
+               num_rows=len(train_rows),
                init_digest=head.digest if head is not None else None)
     run.resume()
     return run
@@ -261,9 +267,24 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
     return vocabulary, report
 
 
-def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype, head: Head | None) -> str:
+def _report_draw(stage: Stage, of_sources: Mapping[str, SourceRows], num_rows: int) -> None:
+    parts = ", ".join(f"{name} {rows.rows} rows of {rows.tokens} tokens" for name, rows in of_sources.items())
+    stage.event("RowsDrawn", f"trains on {sum(rows.rows for rows in of_sources.values())} of {num_rows} captured rows, "
+                             f"with the shares of data.mix: {parts}")
+
+
+def _identify_data(store: Features, drawn: Sequence[int] | None) -> DataIdentity:
+    """Of the whole store, or of the rows drawn from it."""
+    lengths = store.lengths if drawn is None else [store.lengths[row] for row in drawn]
+    return DataIdentity(store_digest=store.digest, rows=len(lengths), tokens=sum(lengths), longest_row=max(lengths))
+
+
+def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype, head: Head | None,
+                train_rows: Sequence[int]) -> str:
     """Digest of everything that the trained bits depend on, except the machine."""
-    payload = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
+    payload = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target", "rows"})
+    if spec.rows is not None:
+        payload["rows"] = digest_bytes(json.dumps(train_rows).encode())
     for name in _NO_PART_OF_THE_RESULT:
         payload["train"].pop(name)
     payload["drafter"].pop("init_revision")  # `init_from` becomes the digest of what it names
@@ -298,6 +319,12 @@ class TrainingRun:
     target: TargetIdentity
     data: DataIdentity
     aux_layers: tuple[int, ...]
+    num_rows: int
+    """Rows trained on."""
+
+    sources: dict[str, SourceRows]
+    """These rows by source, where it is known."""
+
     init_digest: str | None = None
     """Of the drafter that training continues from."""
 
@@ -505,8 +532,8 @@ class TrainingRun:
                 data_wait_share=min(1.0, counters.data_wait_s / seconds), vocabulary=self.vocabulary,
                 checkpoints=tuple(self.reports), resumed_from_step=self.resumed_from,
                 parameters=sum(parameter.numel() for parameter in self.drafter.parameters()), mfu=self.mfu,
-                processes=trainer.dist.size, stopped_early=self.stopped_early,
-                init_from=self.spec.drafter.init_from, init_digest=self.init_digest),
+                processes=trainer.dist.size, stopped_early=self.stopped_early, rows=self.num_rows,
+                sources=self.sources, init_from=self.spec.drafter.init_from, init_digest=self.init_digest),
             files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
 
     def _card(self, step: int, epoch: float) -> Card:
