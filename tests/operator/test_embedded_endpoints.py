@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -14,13 +15,14 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec, PromotionPolicy
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
@@ -36,6 +38,7 @@ from eyrie_operator.embedded.processes import (
     stop_endpoints,
 )
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
+from eyrie_operator.endpoints.drift import retraining_job
 from eyrie_operator.endpoints.plan import MIN_ROUNDS
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
@@ -235,8 +238,8 @@ def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harn
     # What random guesses reach is below 0.9 x 1.9, and above the half of it that would be a collapse.
     drift = DriftSpec(ratio=0.9, windows=2, window_s=0.0, action="retrain")
     harness.submit(PromotionPolicy(canary=CanarySpec(shares=()), drift=drift))
-    harness.endpoints.propose("default", job_id=harness.job.id, checkpoint="c1", tree=CHAIN, drafter_dir=str(drafter),
-                              reason="better", tau=1.9)
+    harness.endpoints.propose("default", job_id=harness.job.id, checkpoint="base-step-10", tree=CHAIN,
+                              drafter_dir=str(drafter), reason="better", tau=1.9)
     url = harness.serve(2).url
 
     def asked(_seen: Endpoint) -> bool:
@@ -250,11 +253,30 @@ def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harn
         ("drift", 2, "TrafficDrifted"), ("retraining", 2, "RetrainingStarted")]
     started = harness.jobs.list().items[0]
     assert started.spec.labels == {"retrained-from": harness.job.id}
+    assert started.spec.drafter.init_from == str(drafter)
     (source,) = started.spec.data.sources
     assert '"content": "hello"' in Path(source.path).read_text()
     offered = harness.histories.latest("default", "drift")
     assert offered is not None
     assert JobSpec.model_validate(offered.data["job"]) == started.spec
+
+
+def test_the_candidate_of_a_sweep_that_serves_is_trained_again_on_traffic_alone(tmp_path: Path) -> None:
+    mixes = [{"a": 1, "b": 1}, {"a": 3, "b": 1}]
+    spec = JobSpec.model_validate({
+        "target": {"model": "quickstart"}, "data": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
+        "sweep": {"axes": [{"field": "data.mix", "values": mixes}], "families": ["eagle3", "medusa"]}})
+    now = datetime.now(UTC)
+    promoted = Job(id="j-1", spec=spec, status=JobStatus(), created_at=now, updated_at=now)
+    named = {one.spec.drafter.family: one.name for one in expand(spec)}
+    warm = retraining_job(promoted, "chat", tmp_path / "t.jsonl", f"{named['eagle3']}-step-20", tmp_path / "head")
+    assert JobSpec.model_validate(warm.model_dump(mode="json")) == warm  # a job that would be accepted
+    assert (warm.sweep.axes, warm.data.mix, warm.drafter.init_from) == ((), None, str(tmp_path / "head"))
+    assert [source.path for source in warm.data.sources] == [str(tmp_path / "t.jsonl")]
+    cold = retraining_job(promoted, "chat", tmp_path / "t.jsonl", f"{named['medusa']}-step-20", tmp_path / "head")
+    assert (cold.drafter.family, cold.drafter.init_from) == ("medusa", None)  # cannot be continued
+    elsewhere = retraining_job(promoted, "chat", tmp_path / "t.jsonl", f"{named['eagle3']}-step-20")
+    assert elsewhere.drafter.init_from is None
 
 
 def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harness, drafter: Path) -> None:

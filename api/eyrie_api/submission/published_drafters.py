@@ -13,6 +13,7 @@ from eyrie_api.decisions.plan import TargetFacts
 from eyrie_api.decisions.sweep import Candidate
 from eyrie_api.errors import InvalidInput
 from eyrie_api.submission.target_facts import HUB_ID, local_path, read_config, target_dir
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 
@@ -25,6 +26,11 @@ def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], fac
     target = target_dir(spec.target)
     if target is not None and any(rival.method == "nextn" for rival in spec.rivals):
         require_mtp_architecture(read_config(target))
+    for one in candidates:
+        if one.drafter.init_from is not None and not FAMILIES[one.drafter.family].continues:
+            raise InvalidInput(f"drafter.init_from is set, and training of {one.drafter.family} drafters cannot "
+                               "continue from a checkpoint", "leave it out, or train one of "
+                               + ", ".join(name for name, row in FAMILIES.items() if row.continues))
     for field, path, revision in _named(spec, candidates):
         directory = _directory(field, path, revision)
         if directory is not None and facts is not None:

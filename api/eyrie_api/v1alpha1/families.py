@@ -119,6 +119,9 @@ class DrafterFamily:
     step_cost_known: bool = False
     """Whether `decisions.training_cost` describes its training step."""
 
+    continues: bool = False
+    """Whether training can continue from a drafter of it (`drafter.init_from`)."""
+
     training_passes: Callable[[TrainSpec, int], float] = lambda _train, _max_draft_tokens: 1.0
     """Passes of one token of the data through the weights per optimiser step, from the spec and S."""
 
@@ -175,7 +178,7 @@ def _dflash_training_passes(train: TrainSpec, max_draft_tokens: int) -> float:
 
 _ROWS = (
     DrafterFamily(
-        name="eagle3", title="EAGLE-3", module="eyrie_workers.drafters.eagle3.family",
+        name="eagle3", title="EAGLE-3", module="eyrie_workers.drafters.eagle3.family", continues=True,
         architecture="LlamaForCausalLMEagle3", target_states="fused", whole_vocabulary=False,
         parameters=_eagle3_parameters, training_passes=_eagle3_training_passes, step_cost_known=True,
         sglang_algorithm="EAGLE3",
@@ -188,7 +191,7 @@ _ROWS = (
             Form("EAGLE-3 chain", "chain", "the same checkpoint without a tree"),
         )),
     DrafterFamily(
-        name="eagle1", title="EAGLE-1/2", module="eyrie_workers.drafters.eagle1",
+        name="eagle1", title="EAGLE-1/2", module="eyrie_workers.drafters.eagle1", continues=True,
         architecture="LlamaForCausalLMEagle", target_states="final", whole_vocabulary=True,
         parameters=_eagle1_parameters, sglang_algorithm="EAGLE",
         best_for="little data or short training, and engines without EAGLE-3; with a dynamic tree it is EAGLE-2",
@@ -220,7 +223,7 @@ _ROWS = (
             Form("Hydra chain", "chain", "the heads' first choices"),
         )),
     DrafterFamily(
-        name="standalone", title="Standalone", module="eyrie_workers.drafters.standalone",
+        name="standalone", title="Standalone", module="eyrie_workers.drafters.standalone", continues=True,
         architecture="LlamaForCausalLM", target_states="none", whole_vocabulary=True,
         parameters=_standalone_parameters, sglang_algorithm="STANDALONE",
         best_for="targets of which only the text is available; it stores least, and has its own embedding and output "
@@ -228,7 +231,7 @@ _ROWS = (
         drafting_cost="a small language model per token", quickstart_speedup=1.80,
         forms=(Form("draft model", "chain", "arXiv:2211.17192: a small language model of its own"),)),
     DrafterFamily(
-        name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash",
+        name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash", continues=True,
         architecture="DFlashDraftModel", target_states="fused", whole_vocabulary=True,
         parameters=_dflash_parameters, training_passes=_dflash_training_passes, sglang_algorithm="DFLASH",
         best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",

@@ -2,7 +2,9 @@
 
 The job is the promoted one with other data: the latest chat requests of the endpoint, recorded by the gateway
 (`serve.record_prompts`) or taken from the user's own log (`promotion.drift.traffic_file`). They are copied when drift
-is reported, so that an offer and a retried job refer to the same data.
+is reported, so that an offer and a retried job refer to the same data. Of a sweep the job is the candidate that serves,
+and its training continues from the drafter that serves where its family can and its files are here; the proof compares
+the result with that drafter.
 
 Submission is idempotent by endpoint, revision and the window that showed the drift: a control plane killed between
 submission and its record submits again and receives the first job's id.
@@ -17,10 +19,13 @@ from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.quotas import Demand
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.data import DataSource
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.status import Job, Revision
+from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_operator.endpoints.state import ReportDrift
 from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, write_latest
 
@@ -39,7 +44,8 @@ class Drift:
     def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency) -> None:
         self._histories, self._jobs, self._idempotency = histories, jobs, idempotency
 
-    def report(self, action: ReportDrift, endpoint: str, directory: Path, promoted: Job | None) -> None:
+    def report(self, action: ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
+               serving: Revision | None) -> None:
         """Record the drift with the job that would retrain the drafter; start the job if the policy says `retrain`."""
         window = self._histories.watched(endpoint, action.revision).last_window
         once = f"{action.revision}/{window}"
@@ -50,7 +56,9 @@ class Drift:
                        "no retraining is offered, since no recent traffic was recorded: set serve.record_prompts, or "
                        "promotion.drift.traffic_file to a log of your own")
         else:
-            spec = retraining_job(promoted, endpoint, traffic)
+            head = None if serving is None or serving.use.drafter_dir is None else Path(serving.use.drafter_dir)
+            spec = retraining_job(promoted, endpoint, traffic, "" if serving is None else serving.checkpoint or "",
+                                  head if head is not None and head.is_dir() else None)
             data = {"job": spec.model_dump(mode="json"), "traffic_file": str(traffic)}
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":
@@ -80,12 +88,22 @@ class Drift:
             raise
 
 
-def retraining_job(promoted: Job, endpoint: str, traffic: Path) -> JobSpec:
-    """The promoted job on recent traffic, for the same endpoint. Pure."""
-    spec = promoted.spec
+def retraining_job(promoted: Job, endpoint: str, traffic: Path, checkpoint: str = "",
+                   head: Path | None = None) -> JobSpec:
+    """The promoted job on recent traffic, for the same endpoint. Pure.
+
+    checkpoint   what serves; of a sweep its candidate alone is trained again
+    head         its directory, if training can read it
+    """
+    winner = next((one for one in expand(promoted.spec) if checkpoint.startswith(f"{one.name}-step-")), None)
+    spec, changes = promoted.spec, dict[str, Any]()
+    if winner is not None:
+        spec, changes["sweep"] = winner.spec, SweepSpec()
+        if head is not None and FAMILIES[spec.drafter.family].continues:
+            changes["drafter"] = spec.drafter.model_copy(update={"init_from": str(head), "init_revision": None})
     sources = (DataSource(path=str(traffic), format="messages"),)
-    changes: dict[str, Any] = {
-        "data": spec.data.model_copy(update={"sources": sources}),
+    changes |= {
+        "data": spec.data.model_copy(update={"sources": sources, "mix": None}),
         "serve": spec.serve.model_copy(update={"endpoint": endpoint}),
         "labels": {**spec.labels, "retrained-from": promoted.id}}
     return spec.model_copy(update=changes)

@@ -95,7 +95,8 @@ class EndpointRecords:
             if action.proven is not None:
                 self._histories.record_window(name, action.revision, action.tau, action.rounds, action.proven)
         elif isinstance(action, ReportDrift):
-            self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision))
+            serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
+            self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
         elif isinstance(action, ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                    reason="the target without a drafter, since no drafter became healthy")

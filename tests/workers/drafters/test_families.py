@@ -45,6 +45,11 @@ def test_the_speed_ups_a_plan_quotes_are_those_of_the_committed_comparison() -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_training_continues_from_the_families_whose_drafters_can_be_loaded(name: str) -> None:
+    assert FAMILIES[name].continues == (family_named(name).load is not None)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_family_reads_the_states_of_its_row(name: str) -> None:
     layers = {"eagle3": AUX_LAYERS, "dflash": AUX_LAYERS, "standalone": ()}.get(name, (9,))
     assert family_named(name).layers(AUX_LAYERS, 9) == layers
