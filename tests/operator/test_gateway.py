@@ -16,11 +16,21 @@ import httpx
 import pytest
 
 from eyrie_api.artifacts import write_model
-from eyrie_api.errors import PortInUse
+from eyrie_api.errors import InvalidInput, PortInUse
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import bind, create_gateway, is_forwarded
 from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
-from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, TrafficRecorder
+from eyrie_operator.endpoints.traffic_recording import (
+    REDACT,
+    RULES_FILE,
+    SNAPSHOTS,
+    TRAFFIC_FILE,
+    TrafficRecorder,
+    delete_older,
+    redaction,
+    write_rules,
+)
 from eyrie_pipelines.processes import is_alive
 from tests.campaigns.raw_http import send
 
@@ -246,11 +256,76 @@ def test_recent_chats_are_kept_on_request_alone_for_our_eyes_only_and_deleted_wh
     ask(url, body="not json")
     ask(url, "/v1/completions", body='{"messages": [{}]}')
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert rows == [{"messages": [{"role": "user", "content": str(number)}]} for number in (2, 3, 4, 5)]
+    assert [row["messages"] for row in rows] == [
+        [{"role": "user", "content": str(number)}] for number in (2, 3, 4, 5)]
+    assert {*rows[0]} == {"messages", "recorded_at"}  # no user, no key, no address
     assert kept.stat().st_mode & 0o777 == 0o600
     lead_to(directory, engines[0], 1)
     say("forgotten")
     assert not kept.exists()
+
+
+def body_of(words: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": words}]}).encode()
+
+
+def kept_words(directory: Path) -> list[str]:
+    file = directory / TRAFFIC_FILE
+    return [json.loads(row)["messages"][0]["content"] for row in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_a_share_of_the_requests_is_kept_and_with_consent_only_those_that_say_yes(tmp_path: Path) -> None:
+    traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
+    write_rules(tmp_path, ServeSpec(record_share=0.25))
+    for number in range(400):
+        traffic.record(body_of(str(number)), 1000)
+    assert 60 <= len(kept_words(tmp_path)) <= 150  # far beyond chance
+    (tmp_path / TRAFFIC_FILE).unlink()
+    write_rules(tmp_path, ServeSpec(record_consented_only=True))
+    for words, consent in (("silent", ""), ("no", "no"), ("yes", "Yes"), ("also", " yes ")):
+        traffic.record(body_of(words), 1000, consent)
+    assert kept_words(tmp_path) == ["yes", "also"]
+    (tmp_path / RULES_FILE).write_text("{")  # damaged: nothing that was not consented to
+    traffic.record(body_of("later"), 1000)
+    assert kept_words(tmp_path) == ["yes", "also"]
+
+
+def test_the_administrators_function_decides_what_of_a_request_is_stored(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "our_redaction.py").write_text(
+        "def redact(messages):\n"
+        "    if messages[0]['content'] == 'fail': raise ValueError(messages)\n"
+        "    if messages[0]['content'] == 'drop': return None\n"
+        "    return [one | {'content': one['content'].replace('ada', '[name]')} for one in messages]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(REDACT, "our_redaction:redact")
+    traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE, redaction())
+    for words in ("ada was here", "fail", "drop", "nobody"):
+        traffic.record(body_of(words), 10)
+    assert kept_words(tmp_path) == ["[name] was here", "nobody"]
+    monkeypatch.setenv(REDACT, "our_redaction:missing")
+    with pytest.raises(InvalidInput, match="our_redaction:missing"):
+        redaction()
+
+
+def test_messages_are_deleted_when_they_are_as_old_as_the_endpoint_keeps_them(tmp_path: Path) -> None:
+    now = datetime(2026, 3, 31, tzinfo=UTC)
+    rows = [json.dumps({"messages": [{"content": str(day)}], "recorded_at": datetime(
+        2026, 3, day, tzinfo=UTC).isoformat()}) for day in (1, 15, 30)]
+    (tmp_path / TRAFFIC_FILE).write_text("\n".join([json.dumps({"messages": [{"content": "before"}]}), *rows]) + "\n")
+    copies = tmp_path / SNAPSHOTS
+    copies.mkdir()
+    for name, day in (("old", 1), ("new", 30)):
+        (copies / f"{name}.jsonl").write_text("{}\n")
+        moment = datetime(2026, 3, day, tzinfo=UTC).timestamp()
+        os.utime(copies / f"{name}.jsonl", (moment, moment))
+    delete_older(tmp_path, 20.0, now)
+    assert kept_words(tmp_path) == ["15", "30"]
+    assert [one.name for one in copies.iterdir()] == ["new.jsonl"]
+    traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
+    traffic.record(body_of("31"), 2)
+    traffic.record(body_of("32"), 2)  # counts what is left
+    assert kept_words(tmp_path) == ["31", "32"]
 
 
 def test_a_conversation_too_long_to_train_on_is_not_kept(tmp_path: Path) -> None:

@@ -40,6 +40,15 @@ class ServeSpec(Frozen):
     Privacy: the messages are written unencrypted to `traffic.jsonl` in the endpoint's directory, readable by the
     process's user only (mode 0600), never sent elsewhere, and replaced by newer ones. Inform your users."""
 
+    record_share: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of the chat requests that are recorded, drawn at random."""
+
+    record_consented_only: bool = False
+    """Record only requests with the header `Eyrie-Record: yes`."""
+
+    record_days: float = Field(30.0, gt=0.0, le=3650.0)
+    """Recorded messages are deleted after this long, copies for retraining included."""
+
     replicas: int | None = Field(None, ge=1, le=1000)
     """On a cluster; default: the administrator's."""
 

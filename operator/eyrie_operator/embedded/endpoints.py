@@ -65,6 +65,7 @@ from eyrie_operator.endpoints.state import (
     StartGateway,
     StopGateway,
 )
+from eyrie_operator.endpoints.traffic_recording import delete_older, write_rules
 from eyrie_pipelines.processes import find_process, is_alive, stop_group
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class EmbeddedEndpoints:
             plan = EndpointPlan((), "False", error.reason, str(error))
             conditions = self._records.reject_candidate(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
+        delete_older(directory, serving.serve.record_days, now)
         port = read_port(directory)
         self._records.save_status(endpoint, conditions, f"http://{HOST}:{port}/v1" if port is not None else None)
         return bool(plan.actions)
@@ -178,15 +180,18 @@ class EmbeddedEndpoints:
     def _act(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         now = self._clock()
         if isinstance(action, StartGateway):
+            write_rules(directory, serving.serve)
             start_gateway(directory, serving.serve.port)
         elif isinstance(action, StopGateway):
             stop_gateway(directory)
         elif isinstance(action, StartEngine):
             self._start_engine(action, endpoint, serving, directory)
         elif isinstance(action, ShareRoute):
+            write_rules(directory, serving.serve)
             _share_route(action, directory, serving.serve.record_prompts, now)
         elif isinstance(action, Route):
             main = _engine_url(directory, action.revision)
+            write_rules(directory, serving.serve)
             write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
                                                             record_prompts=serving.serve.record_prompts))
         elif isinstance(action, AnnounceGap):

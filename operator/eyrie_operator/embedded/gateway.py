@@ -52,7 +52,13 @@ from eyrie_api.request_origin import check_host, check_json, check_origin, is_lo
 from eyrie_api.slow_clients import TimedProtocol, raise_descriptor_limit
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
-from eyrie_operator.endpoints.traffic_recording import CHAT_PATH, TRAFFIC_FILE, TrafficRecorder
+from eyrie_operator.endpoints.traffic_recording import (
+    CHAT_PATH,
+    CONSENT_HEADER,
+    TRAFFIC_FILE,
+    TrafficRecorder,
+    redaction,
+)
 from eyrie_pipelines.processes import ProcessId, identify
 
 T = TypeVar("T")
@@ -150,7 +156,8 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
         is_post = request.method == "POST"
         if is_post and request.scope["path"] == CHAT_PATH:
             route = routes.current()
-            traffic.record(body, 0 if route is None else route.record_prompts)
+            traffic.record(body, 0 if route is None else route.record_prompts,
+                           request.headers.get(CONSENT_HEADER, ""))
         for attempt in (1, 2):
             if not await end_of_hold(request):
                 return _unavailable(503, "replacing_engine", "the engine of this endpoint is being replaced; try again")
@@ -307,6 +314,7 @@ def main() -> int:
     directory: Path = arguments.directory.resolve()
     raise_descriptor_limit()
     try:
+        redact = redaction()
         listening = bind(arguments.host, arguments.port)
     except EyrieError as error:
         return report_error(error)
@@ -315,7 +323,7 @@ def main() -> int:
     # Race: written after `listen`, so that a reader of this file can connect; early requests wait in the backlog.
     write_model(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,
                                                         port=listening.getsockname()[1]))
-    app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE),
+    app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE, redact),
                          is_loopback=is_loopback_host(arguments.host))
     print(f"{datetime.now(UTC).isoformat()} listening on {listening.getsockname()}", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, http=TimedProtocol,

@@ -27,7 +27,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job, Revision
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_operator.endpoints.state import ReportDrift
-from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, write_latest
+from eyrie_operator.endpoints.traffic_recording import SNAPSHOTS, TRAFFIC_FILE, write_latest
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _snapshot(spec: JobSpec, directory: Path, name: str) -> Path | None:
     """A copy of the recent traffic, written once; None when there is no traffic."""
     own = spec.promotion.drift.traffic_file
     source = Path(own) if own is not None else directory / TRAFFIC_FILE
-    to = directory / "traffic" / f"{name}.jsonl"
+    to = directory / SNAPSHOTS / f"{name}.jsonl"
     if to.exists():
         return to
     if not source.is_file() or source.stat().st_size == 0:

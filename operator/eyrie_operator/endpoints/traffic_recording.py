@@ -3,68 +3,187 @@
 Privacy: users' messages are stored in clear text. They are recorded only on request (`serve.record_prompts`), without
 headers, keys or addresses, in one file with mode 0600, bounded to the latest N requests: the file is truncated whenever
 it has a quarter more. Switching recording off deletes it. Nothing is sent anywhere.
+
+`recording.json` beside it says which requests: a share of them, with `consented_only` those alone that carry the header
+`Eyrie-Record: yes`. What is older than `serve.record_days` is deleted by the control plane (`delete_older`), copies for
+retraining included. EYRIE_REDACT names a function of the administrator, `module:function`, that gets the messages of a
+request and returns what may be stored, or None; a request at which it fails is not stored.
 """
 
+import importlib
 import json
+import logging
 import os
+import random
 from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-TRAFFIC_FILE = "traffic.jsonl"
+from pydantic import Field
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.serving import ServeSpec
+
+log = logging.getLogger(__name__)
+
+TRAFFIC_FILE, RULES_FILE, SNAPSHOTS = "traffic.jsonl", "recording.json", "traffic"
 CHAT_PATH = "/v1/chat/completions"
+CONSENT_HEADER, CONSENT = "eyrie-record", "yes"
+REDACT = "EYRIE_REDACT"
+
+Redact = Callable[[list[Any]], list[Any] | None]
 
 _MAX_ROW_BYTES = 256 * 1024
 """Longer conversations exceed what a drafter is trained on (`data.max_prompt_tokens`) and would fill the disk."""
 
 
+class RecordingRules(Frozen):
+    """`recording.json`: which chat requests are recorded."""
+
+    share: float = Field(1.0, gt=0.0, le=1.0)
+    consented_only: bool = False
+
+
+def write_rules(directory: Path, serve: ServeSpec) -> None:
+    """Write the rules of an endpoint; its gateway reads them with the next request."""
+    write_model(directory / RULES_FILE, RecordingRules(
+        share=serve.record_share, consented_only=serve.record_consented_only))
+
+
+def redaction() -> Redact | None:
+    """The function that EYRIE_REDACT names. Raises InvalidInput for one that cannot be imported."""
+    named = os.environ.get(REDACT)
+    if not named:
+        return None
+    module, _, function = named.partition(":")
+    try:
+        found: Redact = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(f"{REDACT} {named!r} cannot be imported: {error}",
+                           "write module:function, of a module in Eyrie's environment") from None
+    return found
+
+
 class TrafficRecorder:
-    """A bounded file of `{"messages": [...]}` rows."""
+    """A bounded file of `{"messages": [...], "recorded_at": ...}` rows."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, redact: Redact | None = None) -> None:
+        self._path, self._redact = path, redact
         self._rows: int | None = None
+        self._inode = 0
+        self._rules, self._rules_read = RecordingRules(), 0
+        self._random = random.Random()
 
-    def record(self, body: bytes, latest: int) -> None:
-        """Record the messages of one chat request and keep the `latest` requests; 0 deletes the file."""
+    def record(self, body: bytes, latest: int, consent: str = "") -> None:
+        """Record the messages of one chat request and keep the `latest` requests; 0 deletes the file.
+
+        consent   the value of the request's header `Eyrie-Record`
+        """
         if latest == 0:
             if self._rows != 0:
                 self._path.unlink(missing_ok=True)
-                self._rows = 0
+                self._rows, self._inode = 0, 0
             return
-        row = _messages(body)
+        rules = self._current_rules()
+        if rules.consented_only and consent.strip().lower() != CONSENT:
+            return
+        if rules.share < 1.0 and self._random.random() >= rules.share:
+            return
+        row = self._row(body)
         if row is None:
             return
-        if not self._path.exists():
-            self._rows = 0
-        elif self._rows is None:
-            self._rows = sum(1 for _ in self._path.open("rb"))
-        with open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+        with open(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b") as file:
+            if (number := os.fstat(file.fileno()).st_ino) != self._inode:  # new, or old rows were deleted from it
+                file.seek(0)
+                self._inode, self._rows = number, sum(1 for _ in file)
             file.write(row)
         assert self._rows is not None
         self._rows += 1
         if self._rows > latest + latest // 4:
             self._rows = write_latest(self._path, self._path, latest)
+            self._inode = self._path.stat().st_ino
+
+    def _current_rules(self) -> RecordingRules:
+        """Read again when the file has changed. Damaged rules record what was consented to alone."""
+        file = self._path.with_name(RULES_FILE)
+        try:
+            changed = file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return self._rules
+        if changed != self._rules_read:
+            self._rules_read = changed
+            try:
+                self._rules = RecordingRules.model_validate_json(file.read_bytes())
+            except ValueError:
+                self._rules = RecordingRules(consented_only=True)
+        return self._rules
+
+    def _row(self, body: bytes) -> bytes | None:
+        try:
+            parsed: Any = json.loads(body)
+            messages = parsed.get("messages") if isinstance(parsed, dict) else None
+            if not isinstance(messages, list) or not messages:
+                return None
+            if self._redact is not None:
+                messages = self._redacted(self._redact, messages)
+                if not messages:
+                    return None
+            row = json.dumps({"messages": messages, "recorded_at": datetime.now(UTC).isoformat(timespec="seconds")},
+                             ensure_ascii=False).encode() + b"\n"
+        except (ValueError, RecursionError):  # lone surrogates and deep nesting too: the engine refuses such a body
+            return None
+        return row if len(row) <= _MAX_ROW_BYTES else None
+
+    @staticmethod
+    def _redacted(redact: Redact, messages: list[Any]) -> list[Any] | None:
+        try:
+            return redact(messages)
+        except Exception as error:  # noqa: BLE001 - a program of the administrator's
+            # Without its message, which may quote the request.
+            log.warning("%s failed with %s: the request is not recorded", REDACT, type(error).__name__)
+            return None
+
+
+def delete_older(directory: Path, days: float, now: datetime) -> None:
+    """Delete rows of an endpoint's traffic that are older, and copies of it that were made so long ago."""
+    oldest = now - timedelta(days=days)
+    file = directory / TRAFFIC_FILE
+    if file.exists() and _recorded_before(_first_line(file), oldest):
+        with file.open("rb") as rows:
+            kept = [row for row in rows if not _recorded_before(row, oldest)]
+        _replace(file, kept)
+    for copy in (directory / SNAPSHOTS).glob("*.jsonl"):
+        if datetime.fromtimestamp(copy.stat().st_mtime, UTC) < oldest:
+            copy.unlink(missing_ok=True)
+
+
+def _first_line(file: Path) -> bytes:
+    with file.open("rb") as rows:
+        return rows.readline()
+
+
+def _recorded_before(row: bytes, oldest: datetime) -> bool:
+    """Rows of earlier versions have no time and are older than any."""
+    try:
+        return datetime.fromisoformat(str(json.loads(row).get("recorded_at"))) < oldest
+    except (ValueError, AttributeError):
+        return bool(row)
 
 
 def write_latest(source: Path, to: Path, latest: int) -> int:
     """Write the last rows of a traffic file atomically, with mode 0600; returns their number."""
     with source.open("rb") as file:
         rows = deque(file, maxlen=latest)
+    _replace(to, rows)
+    return len(rows)
+
+
+def _replace(to: Path, rows: Iterable[bytes]) -> None:
     temporary = to.with_name(to.name + ".new")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.writelines(rows)
     temporary.replace(to)
-    return len(rows)
-
-
-def _messages(body: bytes) -> bytes | None:
-    try:
-        parsed: Any = json.loads(body)
-        messages = parsed.get("messages") if isinstance(parsed, dict) else None
-        if not isinstance(messages, list) or not messages:
-            return None
-        row = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
-    except (ValueError, RecursionError):  # lone surrogates and deep nesting too: the engine refuses such a body
-        return None
-    return row if len(row) <= _MAX_ROW_BYTES else None
