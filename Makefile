@@ -183,8 +183,8 @@ campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and 
 campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
 	@$(BIN)/python -m tests.campaigns.tenancy $(CAMPAIGN)
 
-campaign-chaos: setup  ## kills at random moments over many short jobs; counts add up over runs
-	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN)
+campaign-chaos: setup  ## kills at random moments over short jobs and live traffic; counts add up; SERVERS=1: PostgreSQL, Redis
+	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN) $(if $(SERVERS),--servers)
 
 campaign-corruption: setup  ## files of jobs and of a home flipped, truncated, emptied: detected, named, made again, never used
 	@$(BIN)/python -m tests.campaigns.corruption $(CAMPAIGN)
