@@ -76,7 +76,7 @@ def test_n_answers_are_returned(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("presence_penalty", -2.0), ("frequency_penalty", -2.0), ("repetition_penalty", 2.0)])
-def test_a_penalty_changes_the_greedy_answer(field: str, value: float, served: Served) -> None:
+    ("presence_penalty", -2.0), ("frequency_penalty", -2.0), ("repetition_penalty", 2.0), ("logit_bias", {"52": -100})])
+def test_a_penalty_or_a_bias_changes_the_greedy_answer(field: str, value: object, served: Served) -> None:
     fields = {"max_tokens": 64, "ignore_eos": True}
     assert text_of(served.asked(**fields, **{field: value})) != text_of(served.asked(**fields))

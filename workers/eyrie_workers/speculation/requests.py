@@ -32,8 +32,8 @@ class Request:
 
     stop_ids: Sequence[int] = ()
     top_logprobs: int | None = None
-    """Alternatives whose log probabilities each token is returned with, next to its own; None for no log
-    probabilities. For `Engine` alone: `DecodingEngine`s ignore it."""
+    """Alternatives that each token's log probability is returned with, in `StepOutput`; None for no log probabilities.
+    The answers of a `DecodingEngine` have none."""
 
 
 @dataclass(frozen=True)
