@@ -32,10 +32,15 @@ def drafter() -> Path:
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    """SGLang without a drafter."""
-    from tests.sglang.servers import flags, serving
+    """SGLang without a drafter. Its chat template is the target's, with a variable at the end (`request_fields`)."""
+    from eyrie_workers.targets.config import read_json
+    from tests.sglang.servers import TARGET, flags, serving
+    from tests.workers.engines.request_fields import CLOSING
 
-    with serving(flags(), tmp_path_factory.mktemp("plain")) as server:
+    directory = tmp_path_factory.mktemp("plain")
+    template = directory / "template.jinja"
+    template.write_text(str(read_json(TARGET / "tokenizer_config.json")["chat_template"]) + CLOSING)
+    with serving(flags("--chat-template", str(template)), directory) as server:
         yield server
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from eyrie_api.processes import free_port
@@ -18,6 +19,7 @@ from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.measurement.parity.parity import prove_parity
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
 from tests.sglang.summary import add_to_summary
+from tests.workers.engines.request_fields import CHECKS, Served, behind_gateway
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 TREE = DraftTreeShape(num_steps=5, top_k=4, num_draft_tokens=16)
@@ -61,6 +63,24 @@ def assert_proven(report: ParityReport) -> None:
 def test_a_chain_is_drafted_as_in_the_reference_engine_request_by_request(
         plain: SglangServer, chain: SglangServer, drafter: Path, prompts: list[list[int]]) -> None:
     assert_proven(parity("chain", plain, chain, drafter, CHAIN, prompts))
+
+
+@pytest.mark.parametrize("field", sorted(set(CHECKS) - {"chat_template_kwargs"}))  # needs the template of `plain`
+def test_a_request_field_works_while_sglang_drafts(field: str, chain: SglangServer, tmp_path: Path) -> None:
+    with behind_gateway(chain.url, MODEL, tmp_path) as served:
+        CHECKS[field](served)
+
+
+def test_drafting_changes_no_log_probability_of_sglang(plain: SglangServer, chain: SglangServer) -> None:
+    found = []
+    for server in (plain, chain):
+        with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client:
+            answer = Served(client, MODEL).asked(logprobs=True, top_logprobs=3)
+        found.append([(entry["bytes"], *(top["logprob"] for top in entry["top_logprobs"]))
+                      for entry in answer["choices"][0]["logprobs"]["content"]])
+    for undrafted, drafted in zip(*found, strict=True):
+        assert drafted[0] == undrafted[0]
+        assert drafted[1:] == pytest.approx(undrafted[1:], abs=1e-3)
 
 
 @pytest.mark.slow

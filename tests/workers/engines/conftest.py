@@ -9,11 +9,15 @@ import pytest
 
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
 from tests.tiny import tiny_target
+from tests.workers.engines.request_fields import CLOSING
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target") / "tiny", max_position_embeddings=4096)
+    path = tiny_target(tmp_path_factory.mktemp("target") / "tiny", max_position_embeddings=4096)
+    with (path / "chat_template.jinja").open("a") as template:
+        template.write(CLOSING)
+    return path
 
 
 @pytest.fixture(scope="session")

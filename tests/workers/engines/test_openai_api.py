@@ -36,7 +36,8 @@ def test_nulls_mean_absent() -> None:
 @pytest.mark.parametrize(("field", "value"), [
     ("temperature", -0.1), ("temperature", "hot"), ("top_p", 0), ("max_tokens", 0), ("n", 2), ("stop", [""]),
     ("stop", ["a", "b", "c", "d", "e"]), ("messages", []), ("messages", "hello"), ("temprature", 1.0),
-    ("frequency_penalty", 0.5), ("logprobs", True), ("response_format", {"type": "json_object"}), ("seed", "x"),
+    ("frequency_penalty", 0.5), ("response_format", {"type": "json_object"}), ("seed", "x"), ("logprobs", 1),
+    ("logprobs", "true"), ("top_logprobs", 3),
     ("temperature", 2.5), ("temperature", "0.5"), ("max_tokens", "5"), ("max_tokens", True), ("top_k", 2.5),
     ("tool_choice", "required"), ("messages", [{"role": "robot", "content": "x"}]), ("stop", ["x" * 1000]),
 ])

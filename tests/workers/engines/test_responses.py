@@ -11,7 +11,9 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.engines.openai_api import ResponseMetadata
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Request, StepOutput
+from eyrie_workers.speculation.logprobs import TokenLogprobs
 from eyrie_workers.targets.templates import parse_answer
+from eyrie_workers.targets.token_text import token_text
 
 EOS = 3  # no byte of the texts below
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -25,18 +27,20 @@ def new_builder(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool 
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
     generation = GenerationRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
                                    include_usage=True, continuous_usage=True, token_ids=True, spec_details=True)
-    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer)
+    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer,
+                           lambda token: token_text(decode([token]), None))
 
 
 def rounds(tokens: list[int], cuts: list[int]) -> list[StepOutput]:
-    """The tokens in rounds of the given lengths (the last takes what is left)."""
+    """The tokens in rounds of the given lengths (the last takes what is left). Token t has the log probability -t."""
     said, at = [], 0
     for cut in [*cuts, len(tokens)]:
         taken = tokens[at:at + cut]
         at += len(taken)
         if taken:
             reason = None if at < len(tokens) else ("stop" if tokens[-1] == EOS else "length")
-            said.append(StepOutput("r", taken, [len(taken) - 1], reason, drafted=[4]))  # type: ignore[arg-type]
+            said.append(StepOutput("r", taken, [len(taken) - 1], reason, drafted=[4],  # type: ignore[arg-type]
+                                   logprobs=[TokenLogprobs(-float(token), ((97, -1.0),)) for token in taken]))
     return said
 
 
@@ -66,6 +70,12 @@ def test_text_usage_and_reason_do_not_depend_on_rounds(text: str, cuts: list[int
         assert text_of(chunks) == builder.response()["choices"][0]["message"]["content"]
         ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", [])]
         assert ids == builder.token_ids
+        scores = [entry["logprob"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]
+                  for entry in choice["logprobs"]["content"]]
+        assert scores == [-float(token) for token in ids]
+        assert builder.response()["choices"][0]["logprobs"]["content"] == [
+            {"token": decode([token]), "logprob": -token, "bytes": [token] if token < 128 else None,
+             "top_logprobs": [{"token": "a", "logprob": -1.0, "bytes": [97]}]} for token in ids]
         seen.append((text_of(chunks), builder.usage(), builder.finish))
     assert seen[0] == seen[1]
 
@@ -107,6 +117,27 @@ def test_without_tools_a_call_is_text_and_is_streamed_at_once() -> None:
     builder = new_builder()
     first = builder.append(StepOutput("r", list(CALL.encode()), [len(CALL) - 1]))
     assert first == CALL
+
+
+def test_a_completion_tells_where_its_tokens_are_in_the_text() -> None:
+    builder = new_builder(chat=False)
+    text = "a\u20acb"
+    chunks = streamed(builder, rounds([*text.encode(), EOS], [2, 1, 1]))
+    found = builder.response()["choices"][0]["logprobs"]
+    assert found["text_offset"] == [0, 1, 1, 1, 2, 3]
+    assert found["tokens"] == ["a", "\ufffd", "\ufffd", "\ufffd", "b", "\x03"]
+    assert found["token_logprobs"] == [-97.0, -226.0, -130.0, -172.0, -98.0, -3.0]
+    assert found["top_logprobs"][0] == {"a": -1.0}
+    assert found["top_logprobs"][4] == {"a": -1.0, "b": -98.0}
+    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    assert [offset for part in parts for offset in part["text_offset"]] == found["text_offset"]
+
+
+def test_without_log_probabilities_the_field_is_null() -> None:
+    builder = new_builder()
+    builder.append(StepOutput("r", [97], [], "length"))
+    assert builder.response()["choices"][0]["logprobs"] is None
+    assert all(choice["logprobs"] is None for chunk in builder.last_chunks() for choice in chunk["choices"])
 
 
 def test_details_add_up_over_rounds() -> None:

@@ -136,6 +136,30 @@ def test_a_stop_string_across_tokens_ends_the_response_before_it(http: httpx.Cli
     assert "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces) == whole[:at]
 
 
+def test_a_stop_string_ends_the_log_probabilities_with_the_token_that_completes_it(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logprobs": True}
+    whole = asked(http, **fields, max_tokens=48)
+    # Whole characters: what may be the beginning of one is held back until the next token.
+    stop = max(text_of(whole).split("\ufffd"), key=len)
+    assert len(stop) > 2
+    answer = asked(http, **fields, max_tokens=48, stop=stop)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert len(entries) == answer["usage"]["completion_tokens"] < 48
+    assert entries == whole["choices"][0]["logprobs"]["content"][:len(entries)]
+    assert stop not in text_of(asked(http, **fields, max_tokens=len(entries) - 1))
+    assert stop in text_of(asked(http, **fields, max_tokens=len(entries)))
+
+
+def test_an_end_or_stop_token_has_an_entry_and_no_text(http: httpx.Client) -> None:
+    ids = asked(http, return_token_ids=True)["choices"][0]["token_ids"]
+    body = chat_body(stop_token_ids=[ids[5]], logprobs=True, return_token_ids=True)
+    for chunks in (list(events(http, CHAT, body)), [asked(http, **body)]):
+        choices = [chunk["choices"][0] for chunk in chunks]
+        counted = [len(choice.get("token_ids", [])) for choice in choices]
+        assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == counted
+        assert sum(counted) == ids.index(ids[5]) + 1
+
+
 def test_completions_take_text_or_token_ids(http: httpx.Client) -> None:
     chat = asked(http, return_token_ids=True)
     body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -174,7 +198,8 @@ def test_without_a_drafter_every_round_yields_one_token(http: httpx.Client) -> N
     ({"model": "gpt"}, 404, "model_not_found"), ({"n": 3}, 400, "invalid_value"),
     ({"max_tokens": 5000}, 400, "context_length_exceeded"), ({"temperatur": 1}, 400, "unknown_parameter"),
     ({"messages": [{"role": "user", "content": "long " * 5000}]}, 400, "context_length_exceeded"),
-    ({"logprobs": True}, 400, "unsupported_parameter"), ({"messages": None}, 400, "invalid_value"),
+    ({"min_p": 0.5}, 400, "unsupported_parameter"), ({"messages": None}, 400, "invalid_value"),
+    ({"top_logprobs": 2}, 400, "invalid_value"),
 ])
 def test_an_invalid_request_gets_an_openai_error_with_a_hint(
         http: httpx.Client, fields: dict[str, Any], status: int, code: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from tests.workers.engines.conftest import chat_body
-from tests.workers.engines.test_server import metric
+from tests.workers.engines.test_server import CHAT, events, metric
 
 
 def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
@@ -21,8 +21,8 @@ def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
             assert client.get("/v1/models").json()["data"][0]["speculation"] == tree.model_dump()
             for fields in ({"temperature": 0}, {"temperature": 1.0, "seed": 5}):
                 body = chat_body(max_tokens=64, return_spec_tokens_details=True, return_token_ids=True, **fields)
-                plain = http.post("/v1/chat/completions", json=body).json()
-                fast = client.post("/v1/chat/completions", json=body).json()
+                plain = http.post(CHAT, json=body).json()
+                fast = client.post(CHAT, json=body).json()
                 assert fast["choices"] == plain["choices"]
                 assert fast["usage"] == plain["usage"]
                 details = fast["sglext"]["spec_tokens_details"]
@@ -37,6 +37,19 @@ def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
             assert metric(client, "eyrie_drafted_round_tokens_total") == metric(
                 client, "eyrie_generated_tokens_total") - 2
             assert metric(client, "eyrie_acceptance_length") >= 1.0
+
+            scored = chat_body(max_tokens=64, logprobs=True, top_logprobs=4)
+            plain, fast = (one.post(CHAT, json=scored).json()["choices"][0] for one in (http, client))
+            assert fast["message"] == plain["message"]
+            entries = [entry for chunk in events(client, CHAT, scored) if chunk["choices"][0]["logprobs"]
+                       for entry in chunk["choices"][0]["logprobs"]["content"]]
+            for found in (fast["logprobs"]["content"], entries):
+                assert len(found) == 64
+                for one, other in zip(found, plain["logprobs"]["content"], strict=True):
+                    assert [top["bytes"] for top in one["top_logprobs"]] == [
+                        top["bytes"] for top in other["top_logprobs"]]
+                    assert [one["logprob"], *(top["logprob"] for top in one["top_logprobs"])] == pytest.approx(
+                        [other["logprob"], *(top["logprob"] for top in other["top_logprobs"])], abs=1e-4)
     finally:
         drafted.stop()
 

@@ -95,6 +95,8 @@ class ResponseText:
         self._hold_tool_calls = hold_tool_calls
         self._text = ""
         self._released = 0
+        self.num_decoded = 0
+        """Characters decoded so far, those of a stop string included."""
 
     @property
     def stopped(self) -> bool:
@@ -118,7 +120,9 @@ class ResponseText:
 
     def push(self, token_id: int) -> str:
         """Append a token of the text; return the text to send."""
-        return self._release(self._stops.push(self._characters.push(token_id)))
+        characters = self._characters.push(token_id)
+        self.num_decoded += len(characters)
+        return self._release(self._stops.push(characters))
 
     def finish(self) -> str:
         """End of the tokens: return the remaining text to send. A possible tool call stays in `held_back`."""

@@ -74,7 +74,8 @@ class Service:
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         generation = await asyncio.to_thread(build_generation_request, body, request_id, loaded)
         metadata = ResponseMetadata(request_id, self.model, int(time.time()), chat, self._fingerprint)
-        response = ResponseBuilder(generation, metadata, loaded.tokenizer.decode, loaded.tokenizer.parse_answer)
+        response = ResponseBuilder(generation, metadata, loaded.tokenizer.decode, loaded.tokenizer.parse_answer,
+                                   loaded.tokenizer.token_text)
         return ActiveRequest(self, generation, response)
 
 

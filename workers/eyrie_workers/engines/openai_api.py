@@ -8,6 +8,8 @@ template over the client's messages; no system prompt is added.
 Three extensions have the names that SGLang and vLLM use, so that one client can read all three servers:
 `return_spec_tokens_details` (SGLang) returns `sglext.spec_tokens_details`, `return_token_ids` (vLLM) returns
 `prompt_token_ids` and `choices[].token_ids`, and `ignore_eos` (both) generates up to `max_tokens`.
+
+Response objects leave `logprobs` null; `responses` fills it in where it is requested, in the shapes of `logprobs`.
 """
 
 import json
@@ -16,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.sampling import SamplingSpec
@@ -127,10 +129,10 @@ class Tool(_Closed):
 # Fields that are not supported, with the values that have no effect. None never has an effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "logit_bias": ({},),
-    "logprobs": (False, 0), "top_logprobs": (0,), "min_p": (0, 0.0), "min_tokens": (0,), "best_of": (1,),
-    "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},), "functions": ([],),
-    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
-    "reasoning_effort": (), "web_search_options": (), "guided_json": (), "guided_regex": (),
+    "min_p": (0, 0.0), "min_tokens": (0,), "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "web_search_options": (),
+    "guided_json": (), "guided_regex": (),
 }
 # Fields that cannot change the output.
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
@@ -166,8 +168,8 @@ class _SharedFields(_Closed):
         if value is None:
             return 1
         if value != 1 or isinstance(value, bool):
-            raise ValueError("this engine returns one choice per request: send n = 1, or send the request several "
-                             "times with different seeds")
+            raise ValueError("the embedded engine returns one choice per request: send n = 1, send the request several "
+                             "times with different seeds, or serve with `engine: sglang`")
         return value
 
     @field_validator("stop")
@@ -198,11 +200,31 @@ class ChatCompletionRequest(_SharedFields):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, such as `enable_thinking`."""
 
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _null_logprobs_are_false(cls, value: object) -> object:
+        return False if value is None else value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _alternatives_need_logprobs(cls, value: int | None, fields: ValidationInfo) -> int | None:
+        if value and not fields.data.get("logprobs"):
+            raise ValueError("alternatives are returned with the log probabilities of the answer's own tokens: send "
+                             "logprobs = true too")
+        return value
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Alternatives per token; None when no log probabilities are requested."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -221,6 +243,8 @@ class CompletionRequest(_SharedFields):
     """`POST /v1/completions`: one prompt, as text or as token ids."""
 
     prompt: str | list[int] | list[str]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    """Alternatives per token, as in OpenAI's API: 0 returns the log probabilities of the answer's own tokens."""
 
     @field_validator("prompt")
     @classmethod
@@ -231,6 +255,11 @@ class CompletionRequest(_SharedFields):
         if not value:
             raise ValueError("the prompt is empty: send at least one token")
         return value
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Alternatives per token; None when no log probabilities are requested."""
+        return self.logprobs
 
     @property
     def token_limit(self) -> int:

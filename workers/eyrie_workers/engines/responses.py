@@ -13,6 +13,7 @@ from typing import Any
 
 from eyrie_workers.engines.detokenizer import ResponseText
 from eyrie_workers.engines.engine_thread import LoadedEngine
+from eyrie_workers.engines.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from eyrie_workers.engines.openai_api import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,6 +26,8 @@ from eyrie_workers.engines.openai_api import (
     usage,
 )
 from eyrie_workers.speculation.engine import Request, StepOutput
+from eyrie_workers.speculation.logprobs import TokenLogprobs
+from eyrie_workers.targets.token_text import TokenText
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
 _SEED_MASK = 2**63 - 1
@@ -62,6 +65,7 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         max_new_tokens=fit_context(len(prompt_ids), body.token_limit, loaded.engine.max_length),
         sampling=body.sampling(), seed=seed,
         stop_ids=(*(() if body.ignore_eos else loaded.tokenizer.eos_ids), *(body.stop_token_ids or ())),
+        top_logprobs=body.num_top_logprobs,
     )
     return GenerationRequest(
         engine_request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
@@ -88,12 +92,18 @@ class ResponseBuilder:
     parse: Callable[[str], dict[str, Any]]
     """Text to an assistant message, with `tool_calls` when the text contains any."""
 
+    token_text: Callable[[int], TokenText]
+    """A token alone, for log probabilities."""
+
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    _logprobs: list[LogprobEntry] = field(default_factory=list)
+    """Of each of `token_ids`, where they are requested."""
+
     _histogram: list[int] = field(default_factory=list)
     _drafted: int = 0
     _reported: int = 0
-    """Number of token ids already sent in chunks."""
+    """Number of tokens whose ids and log probabilities were sent in chunks."""
 
     def __post_init__(self) -> None:
         self._text = ResponseText(self.decode, self.generation.stops, hold_tool_calls=self.generation.has_tools)
@@ -105,8 +115,10 @@ class ResponseBuilder:
             self._histogram[count] += 1
         self._drafted += sum(progress.drafted)
         text = ""
-        for token in progress.token_ids:
+        for place, token in enumerate(progress.token_ids):
             self.token_ids.append(token)
+            if progress.logprobs:
+                self._logprobs.append(self._logprob_entry(token, progress.logprobs[place]))
             if token in self.generation.engine_request.stop_ids:
                 break  # ends the response and is not part of its text
             text += self._text.push(token)
@@ -132,6 +144,7 @@ class ResponseBuilder:
         assert self.finish is not None
         choice = completion_choice(self.metadata, message, "tool_calls" if message.get("tool_calls") else self.finish)
         response = self.metadata.wrap([choice], chunk=False) | {"usage": self.usage()}
+        choice["logprobs"] = self._logprob_object(0)
         if self.generation.token_ids:
             choice["token_ids"] = self.token_ids
             response["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
@@ -145,8 +158,8 @@ class ResponseBuilder:
         return self._with_usage(chunk)
 
     def chunk(self, text: str) -> dict[str, Any]:
-        """A chunk with text and the token ids appended since the previous chunk."""
-        choice = self._with_ids(chunk_choice(self.metadata, text=text))
+        """A chunk with text, and the ids and log probabilities of the tokens appended since the previous chunk."""
+        choice = self._with_tokens(chunk_choice(self.metadata, text=text))
         return self._with_usage(self.metadata.wrap([choice], chunk=True))
 
     def last_chunks(self) -> list[dict[str, Any]]:
@@ -161,8 +174,8 @@ class ResponseBuilder:
         chunks = []
         if remaining or calls:
             choice = chunk_choice(self.metadata, text=remaining or None, tool_calls=calls)
-            chunks.append(self._with_usage(self.metadata.wrap([self._with_ids(choice)], chunk=True)))
-        last = self._with_ids(chunk_choice(self.metadata, reason="tool_calls" if calls else self.finish))
+            chunks.append(self._with_usage(self.metadata.wrap([self._with_tokens(choice)], chunk=True)))
+        last = self._with_tokens(chunk_choice(self.metadata, reason="tool_calls" if calls else self.finish))
         chunks.append(self._with_usage(self.metadata.wrap([last], chunk=True) | self._extension()))
         if self.generation.include_usage:
             chunks.append(self.metadata.wrap([], chunk=True) | {"usage": self.usage()})
@@ -185,11 +198,24 @@ class ResponseBuilder:
                  for index, call in enumerate(message["tool_calls"])]
         return {"content": message.get("content") or None, "tool_calls": calls}
 
-    def _with_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _with_tokens(self, choice: dict[str, Any]) -> dict[str, Any]:
+        choice["logprobs"] = self._logprob_object(self._reported)
         if self.generation.token_ids:
             choice["token_ids"] = self.token_ids[self._reported:]
-            self._reported = len(self.token_ids)
+        self._reported = len(self.token_ids)
         return choice
+
+    def _logprob_entry(self, token: int, found: TokenLogprobs) -> LogprobEntry:
+        return LogprobEntry(self.token_text(token), found.logprob,
+                            tuple((self.token_text(other), logprob) for other, logprob in found.top),
+                            text_offset=self._text.num_decoded)
+
+    def _logprob_object(self, first: int) -> dict[str, Any] | None:
+        """The log probabilities from a token on; None when there are none."""
+        entries = self._logprobs[first:]
+        if not entries:
+            return None
+        return chat_logprobs(entries) if self.metadata.chat else completion_logprobs(entries)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         return chunk | {"usage": self.usage()} if self.generation.continuous_usage else chunk

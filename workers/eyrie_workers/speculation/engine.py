@@ -38,6 +38,7 @@ from torch import Tensor
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
+from eyrie_workers.speculation.logprobs import TokenLogprobs, emitted_logprobs
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
@@ -201,8 +202,9 @@ class Engine:
             self._leave(slot)
         elif self._max_shape is not None:
             self._begin_drafting(row, aux)
+        [logprobs] = _logprobs([row], logits, [[0]], [taken])
         self._clock.count("prefill_s", began, self._clock.mark())
-        return row.progress(taken, [], [])
+        return row.progress(taken, [], [], logprobs)
 
     def _begin_drafting(self, row: RequestState, aux: Tensor) -> None:
         row.drafting = self._may_draft(row)
@@ -227,7 +229,7 @@ class Engine:
         tree = self._propose(roots_B[:, None], shape, noise)
         proposed = clock.mark()
         # 2. Verify all trees in one target pass.
-        choices, aux = self._verify(tree, starts_B, shape, noise)
+        choices, aux, logits = self._verify(tree, starts_B, shape, noise)
         chosen = torch.stack([tree.tokens, tree.parents, choices], dim=1)
         launched = clock.mark()
         clock.count("verify_s", began, drafting)
@@ -238,15 +240,16 @@ class Engine:
         clock.settle()
         # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
+        emitted = [self._take(row, path.tokens) for row, path in zip(self._rows, paths, strict=True)]
+        logprobs = _logprobs(self._rows, logits, [path.nodes for path in paths], emitted)
         outputs = []
-        for row, path in zip(self._rows, paths, strict=True):
-            taken = self._take(row, path.tokens)
+        for row, taken, own in zip(self._rows, emitted, logprobs, strict=True):
             if row.error is not None:
-                outputs.append(row.progress(taken, [], []))
+                outputs.append(row.progress(taken, [], [], own))
                 continue
             row.count_round(len(taken) - 1)
             drafted = shape.num_draft_tokens - 1 if shape is not None and row.drafting else 0
-            outputs.append(row.progress(taken, [len(taken) - 1], [drafted]))
+            outputs.append(row.progress(taken, [len(taken) - 1], [drafted], own))
         verified = clock.mark()
         # 4. The drafter receives the committed tokens, in rounds without drafting too.
         if self._max_shape is not None:
@@ -277,8 +280,9 @@ class Engine:
         return DraftTree(torch.cat([roots, drafts.tokens[:, 1:]], dim=1), drafts.parents, drafts.scores)
 
     def _verify(self, tree: DraftTree, starts: Tensor, shape: DraftTreeShape | None,
-                noise: RowNoise | None) -> tuple[Tensor, Tensor]:
-        """One target pass over all nodes: the target's token at each, [B, N], and aux states [B, N, A, H]."""
+                noise: RowNoise | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One target pass over all nodes: the target's token at each, [B, N], aux states [B, N, A, H], and the logits
+        [B, N, V] where a row's log probabilities are requested."""
         target = self.target
         num_rows, num_nodes = tree.tokens.shape
         if shape is None or shape.top_k == 1 or num_nodes == 1:
@@ -293,7 +297,9 @@ class Engine:
                                self._aux_layers())
         logits = target.logits(last).view(num_rows, num_nodes, -1)
         choices = sample_target_tokens(logits, depths, [row.request.sampling for row in self._rows], noise)
-        return choices, aux.view(num_rows, num_nodes, *aux.shape[1:])
+        # Not kept without need: B * N * V numbers would stay allocated while the drafter runs.
+        kept = logits if any(row.request.top_logprobs is not None for row in self._rows) else None
+        return choices, aux.view(num_rows, num_nodes, *aux.shape[1:]), kept
 
     def _extend(self, starts: Sequence[int], paths: Sequence[AcceptedPath], aux: Tensor) -> None:
         """Give the drafter the committed tokens of all unfinished rows."""
@@ -372,6 +378,14 @@ def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | 
     return DraftTreeShape(
         num_steps=max(shape.num_steps for shape in given), top_k=max(shape.top_k for shape in given),
         num_draft_tokens=max(shape.num_draft_tokens for shape in given))
+
+
+def _logprobs(rows: Sequence[RequestState], logits: Tensor | None, nodes: Sequence[Sequence[int]],
+              emitted: Sequence[Sequence[int]]) -> list[list[TokenLogprobs]]:
+    """Per row, the log probabilities of its emitted tokens where it requests them; `logits` is None when none does."""
+    if logits is None:
+        return [[] for _ in rows]
+    return emitted_logprobs(logits, nodes, emitted, [row.request.top_logprobs for row in rows])
 
 
 def _trimmed(tree: DraftTree) -> DraftTree:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_workers.speculation.logprobs import TokenLogprobs
 from eyrie_workers.speculation.noise import NoiseTable
 
 FinishReason = Literal["stop", "length"]
@@ -30,6 +31,9 @@ class Request:
     """Determines the sampled answer, independently of the other requests in the batch."""
 
     stop_ids: Sequence[int] = ()
+    top_logprobs: int | None = None
+    """Alternatives that each token's log probability is returned with, in `StepOutput`; None for no log probabilities.
+    The answers of a `DecodingEngine` have none."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class StepOutput:
 
     error: EyrieError | None = None
     """Why the request ended without an answer."""
+
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token, where the request asks for them."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
         raise InvalidInput(f"request {request.id!r}: prompt_ids is empty", "give at least one token")
     if request.max_new_tokens < 1:
         raise InvalidInput(f"request {request.id!r}: max_new_tokens is {request.max_new_tokens}", "give at least 1")
+    if request.top_logprobs is not None and request.top_logprobs < 0:
+        raise InvalidInput(f"request {request.id!r}: top_logprobs is {request.top_logprobs}", "give at least 0")
     if len(request.prompt_ids) >= max_length:
         raise InvalidInput(f"request {request.id!r}: a prompt of {len(request.prompt_ids)} tokens leaves no room in a "
                            f"context of {max_length}", "shorten the prompt")
@@ -140,14 +149,15 @@ class RequestState:
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
-    def progress(self, taken: list[int], accepted: list[int], drafted: list[int]) -> StepOutput:
+    def progress(self, taken: list[int], accepted: list[int], drafted: list[int],
+                 logprobs: list[TokenLogprobs]) -> StepOutput:
         """The output of a step that appended `taken`."""
-        if self.error is not None:
-            return StepOutput(self.request.id, taken, accepted, drafted=drafted, error=self.error)
-        if self.finish_reason is None:
-            return StepOutput(self.request.id, taken, accepted, drafted=drafted)
-        num_prompt = len(self.request.prompt_ids)
-        return StepOutput(self.request.id, taken, accepted, self.finish_reason, Generation(
-            id=self.request.id, num_prompt_tokens=num_prompt, token_ids=self.tokens[num_prompt:],
-            finish_reason=self.finish_reason, rounds=self.rounds, accepted_histogram=list(self.histogram),
-            first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted_at), drafted)
+        generation = None
+        if self.error is None and self.finish_reason is not None:
+            num_prompt = len(self.request.prompt_ids)
+            generation = Generation(
+                id=self.request.id, num_prompt_tokens=num_prompt, token_ids=self.tokens[num_prompt:],
+                finish_reason=self.finish_reason, rounds=self.rounds, accepted_histogram=list(self.histogram),
+                first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted_at)
+        return StepOutput(self.request.id, taken, accepted, self.finish_reason, generation, drafted, self.error,
+                          logprobs)

@@ -29,6 +29,7 @@ import jinja2.sandbox
 
 from eyrie_api.errors import InvalidInput, NoChatTemplate, UnsupportedTarget
 from eyrie_workers.targets.config import read_config, read_json
+from eyrie_workers.targets.token_text import TokenText, token_text
 
 Message = dict[str, Any]
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -46,6 +47,7 @@ class _Codec(Protocol):
     def encode_plain(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
+    def piece(self, token_id: int) -> str | None: ...
 
 
 class _FastCodec:
@@ -82,6 +84,10 @@ class _FastCodec:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def piece(self, token_id: int) -> str | None:
+        found: str | None = self._tokenizer.id_to_token(token_id)
+        return found
+
 
 class _TransformersCodec:
     """A tokenizer without `tokenizer.json` (sentencepiece and the like), through `AutoTokenizer`."""
@@ -106,6 +112,10 @@ class _TransformersCodec:
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.convert_tokens_to_ids(token)
+        return found
+
+    def piece(self, token_id: int) -> str | None:
+        found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return found
 
 
@@ -173,6 +183,10 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of some ids."""
         return self._codec.decode(ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Text and bytes of one token alone, special tokens included."""
+        return token_text(self.decode([token_id], skip_special_tokens=False), self._codec.piece(token_id))
 
     def parse_answer(self, text: str) -> Message:
         """The assistant message in a decoded answer, with `tool_calls` in OpenAI form if it has any."""
