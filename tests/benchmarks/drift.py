@@ -72,7 +72,7 @@ def job_of(train_on: Path) -> JobSpec:
         "prove": {"loads": [1], "requests": 12, "max_new_tokens": TOKENS, "parity_prompts": 4},
         # Twelve requests on a machine that a caller uses too say little about first tokens.
         "promotion": {"canary": {"shares": [0.3], "min_requests": 5, "max_step_s": 20.0}, "max_ttft_p99_ratio": 10.0,
-                      "drift": {"ratio": 0.85, "windows": 2, "window_s": 5.0, "action": "retrain"}},
+                      "drift": {"ratio": 0.85, "windows": 2, "window_s": 45.0, "action": "retrain"}},
         "serve": {"record_prompts": 300, "min_acceptance_ratio": 0.1}})
 
 
@@ -156,12 +156,14 @@ def play(scenario: str, directory: Path) -> dict[str, Any]:
             second = finished(client, started, JOB_S)
             seen["continued from the serving drafter"] = second.spec.drafter.init_from == _active(endpoint).drafter_dir
             seen["decision"] = _decision(second)
-            note(f"job {started}: {seen['decision']['verdict']}")
+            seen["requests recorded"] = _recorded(directory / "home")
+            note(f"job {started} on {seen['requests recorded']} requests: {seen['decision']['verdict']}; "
+                 f"{'; '.join(seen['decision']['refused']) or 'nothing refused'}")
             if seen["decision"]["promote"]:
                 endpoint = wait_for(lambda: _serves(client.endpoint("default"), second.id), PROMOTION_S,
                                     "the new drafter serves")
         seen["after"] = callers.tau(endpoint, later[-MEASURED:], temperature)
-        seen["history"] = [one["reason"] for kind in ("canary", "promoted", "drift", "retraining", "rolled-back")
+        seen["history"] = [one["reason"] for kind in ("canary", "activated", "drift", "retraining", "rolled-back")
                            for one in _history(client, kind)]
         seen["serving job"] = "retrained" if _active(endpoint).job_id == second.id else "first"
         note(f"tau {seen['after']:.2f} by the drafter of the {seen['serving job']} job")
@@ -183,6 +185,11 @@ def _history(client: Client, kind: str) -> list[dict[str, Any]]:
     path = f"/v1alpha1/endpoints/default/history?kind={kind}&limit=500"
     answer = httpx.get(f"{client.base_url}{path}", trust_env=False).raise_for_status().json()
     return list(answer["items"])
+
+
+def _recorded(home: Path) -> int:
+    """Rows of the copy that the job trained on."""
+    return sum(one.read_bytes().count(b"\n") for one in (home / "endpoints/default/traffic").glob("*.jsonl"))
 
 
 def _retraining(client: Client) -> str | None:
