@@ -51,6 +51,11 @@ class Campaign:
             self.findings.append({"rule": rule, **facts})
             print(f"{self.name}: FOUND {rule}: {json.dumps(facts, default=str)[:2000]}", file=sys.stderr, flush=True)
 
+    def print_progress(self, done: int, what: str) -> None:
+        """One line on stderr: what was done, its rate, and the time that is left."""
+        print(f"{self.name}: {done} {what}, {done / max(self.elapsed_s, 1e-9):.1f}/s, "
+              f"{max(0.0, self.seconds - self.elapsed_s):.0f} s left, {self.found} found", file=sys.stderr, flush=True)
+
     def finish(self, figures: Mapping[str, Any]) -> int:
         """Write and print the report; returns the exit code, 1 if anything was found."""
         report = {
