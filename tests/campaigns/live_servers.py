@@ -26,9 +26,10 @@ from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_r
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
-from tests.pipelines.conftest import REHEARSAL
+from tests.campaigns.report import ROOT
 
 START_S = 120.0
+REHEARSAL = ROOT / "tests/pipelines/rehearsal"
 PACKAGES = ("api", "kernels", "operator", "pipelines", "workers")
 """Folders of a checkout that hold packages."""
 
