@@ -171,7 +171,7 @@ bench-codecs: setup  ## acceptance length by codec of the hidden states; ten min
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
 CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
-.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaign-corruption campaigns-short
+.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaign-corruption campaign-soak campaign-upgrade campaigns-short
 SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
@@ -188,6 +188,13 @@ campaign-chaos: setup  ## kills at random moments over short jobs and live traff
 
 campaign-corruption: setup  ## files of jobs and of a home flipped, truncated, emptied: detected, named, made again, never used
 	@$(BIN)/python -m tests.campaigns.corruption $(CAMPAIGN)
+
+campaign-soak: setup  ## two hours of traffic and jobs: memory, descriptors, threads, database and p99 flat; SECONDS=120 is quick
+	@$(BIN)/python -m tests.campaigns.soak $(CAMPAIGN)
+
+# Needs git's history: in a shallow clone it exits with 75 (git fetch --unshallow).
+campaign-upgrade: setup  ## a job and an endpoint while the previous schema's version is replaced by this one, and back
+	@$(BIN)/python -m tests.campaigns.upgrade $(CAMPAIGN)
 
 # Four minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them

@@ -34,13 +34,8 @@ from typing import Any
 import httpx
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.database.endpoints import Endpoints
-from eyrie_api.database.engine import Database
-from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import EyrieError
-from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
 from eyrie_pipelines import local
@@ -60,6 +55,7 @@ LIVE = "live"
 
 MAX_KILLS_OF_RUN = 2
 JOBS_AT_ONCE = 2
+_SAY_EVERY_S = 10.0
 END_S = 180.0
 """For a job to end once nothing is killed any more."""
 
@@ -100,15 +96,6 @@ class Servers:
         self._servers[name].start()
 
 
-def create_endpoint(settings: Settings, target: Path) -> None:
-    """The row of an endpoint that serves `target` without a drafter, before the control plane starts."""
-    database = Database(settings.resolved_database_url)
-    upgrade(database)
-    Endpoints(database).create(LIVE, TargetSpec(model=str(target)), EndpointServeSpec(port=0, max_concurrency=2),
-                               "tiny")
-    database.close()
-
-
 class Chaos:
     """One home, its control plane, and the jobs that have not been checked."""
 
@@ -116,8 +103,8 @@ class Chaos:
         self.campaign, self.home, self.servers = campaign, home, servers
         self.plane = Plane(home, **servers.settings())
         self.live = endpoint_dir(home, LIVE)
-        create_endpoint(Settings(home=home, **servers.settings()), target)
-        self.callers = Callers(campaign, self.live, "tiny")
+        self.plane.add_endpoint(LIVE, str(target), port=0, max_concurrency=2)
+        self.callers = Callers(campaign, self.live, LIVE)
         self.rng = random.Random(campaign.seed)
         self.kills: Counter[str] = Counter()
         self.kills_of: Counter[str] = Counter()
@@ -295,11 +282,14 @@ def main() -> int:
         try:
             assert wait_until(chaos.serves, END_S), "the endpoint does not serve"
             chaos.callers.start()
+            said_s = 0.0
             while not campaign.is_over:
                 chaos.submit()
                 chaos.kill_one()
                 chaos.check_ended()
-                campaign.say(f"{chaos.kills.total()} kills, {chaos.checked} jobs checked")
+                if campaign.elapsed_s >= said_s + _SAY_EVERY_S:
+                    said_s = campaign.elapsed_s
+                    campaign.print_progress(chaos.kills.total(), f"kills, {chaos.checked} jobs checked")
             chaos.finish()
         finally:
             chaos.callers.stop()

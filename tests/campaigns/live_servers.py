@@ -26,8 +26,13 @@ from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_r
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
+from tests.campaigns.report import ROOT
 
 START_S = 120.0
+REHEARSAL = ROOT / "tests/pipelines/rehearsal"
+PACKAGES = ("api", "kernels", "operator", "pipelines", "workers")
+"""Folders of a checkout that hold packages."""
+
 _API = """
 import sys
 import uvicorn
@@ -47,16 +52,38 @@ import json
 import sys
 from eyrie_api.settings import Settings
 from eyrie_operator.control_plane import run
-run(Settings(reconcile_interval_s=0.2, lease_ttl_s=2.0, **json.loads(sys.argv[1])))
+run(Settings(**json.loads(sys.argv[1])))
+"""
+_WITH_ENDPOINT = """
+import json
+import sys
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
+database = Database(Settings(**json.loads(sys.argv[1])).resolved_database_url)
+upgrade(database)
+Endpoints(database).create(sys.argv[2], TargetSpec(model=sys.argv[3]), EndpointServeSpec(**json.loads(sys.argv[4])),
+                           sys.argv[2])
+database.close()
 """
 
 
 class Plane:
-    """The embedded control plane as a process: it can be killed and started again on the same home."""
+    """The embedded control plane as a process: it can be killed and started again on the same home.
 
-    def __init__(self, home: Path, **settings: str) -> None:
+    settings   further ones
+    """
+
+    def __init__(self, home: Path, **settings: float | str) -> None:
         self.home, self.port = home, free_port()
-        self._settings = json.dumps({"home": str(home), "port": self.port, **settings})
+        self.tree: Path | None = None
+        """A checkout whose code runs at the next start; None: this one's."""
+
+        self._settings = {"home": str(home), "port": self.port, "reconcile_interval_s": 0.2, "lease_ttl_s": 2.0,
+                          **settings}
         self.log = home.parent / "plane.log"
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30.0, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,8 +97,8 @@ class Plane:
     def start(self) -> int | None:
         """Start it, and wait until it is ready. Returns None, or the exit code of one that ended (-1: not ready)."""
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen([sys.executable, "-c", _PLANE, self._settings],
-                                             stdout=log, stderr=log)
+            self._process = subprocess.Popen([sys.executable, "-c", _PLANE, json.dumps(self._settings)],
+                                             stdout=log, stderr=log, env=environment(self.tree))
         wait_until(lambda: self._is_ready() or self._ended(), START_S)
         if self._is_ready():
             return None
@@ -86,6 +113,17 @@ class Plane:
             return not self._ended() and self.http.get("/readyz").status_code == 200
         except httpx.TransportError:
             return False
+
+    def add_endpoint(self, name: str, target: str, **serve: float) -> None:
+        """Store an endpoint that serves the target alone, before the start."""
+        subprocess.run([sys.executable, "-c", _WITH_ENDPOINT, json.dumps(self._settings), name, target,
+                        json.dumps(serve)], check=True, env=environment(self.tree), stdout=subprocess.DEVNULL)
+
+    def terminate(self) -> int:
+        """SIGTERM, and wait for the end; returns the exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(60)
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
@@ -104,6 +142,16 @@ class Plane:
         self.http.close()
         for directory in self.home.glob("jobs/*"):
             local.stop(directory, grace_s=0.5)
+        stop_endpoints(self.home)
+
+
+def environment(tree: Path | None) -> dict[str, str]:
+    """Environment of a process that runs the code of a checkout: `tree`, or this one for None."""
+    given = [Path(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    if tree is not None:
+        own = [tree / "tests/pipelines" / one.name for one in given if one == REHEARSAL]
+        given = [*own, *(tree / name for name in PACKAGES), *(one for one in given if one != REHEARSAL)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, given))}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class Campaign:
     findings: list[dict[str, Any]] = field(default_factory=list)
     found: int = 0
     began: float = field(default_factory=time.monotonic)
-    _said_s: float = 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -45,19 +44,17 @@ class Campaign:
         """Whether the time bound is reached."""
         return self.elapsed_s >= self.seconds
 
-    def say(self, done: str) -> None:
-        """What was done so far and how long it still takes, on stderr, every ten seconds."""
-        if self.elapsed_s - self._said_s >= 10.0:
-            self._said_s = self.elapsed_s
-            left = max(0.0, self.seconds - self.elapsed_s)
-            print(f"{self.name}: {done}, {self.found} found, {left:.0f} s left", file=sys.stderr, flush=True)
-
     def add_finding(self, rule: str, **facts: Any) -> None:
         """Record that `rule` was broken, with the facts that reproduce it."""
         self.found += 1
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append({"rule": rule, **facts})
             print(f"{self.name}: FOUND {rule}: {json.dumps(facts, default=str)[:2000]}", file=sys.stderr, flush=True)
+
+    def print_progress(self, done: int, what: str) -> None:
+        """One line on stderr: what was done, its rate, and the time that is left."""
+        print(f"{self.name}: {done} {what}, {done / max(self.elapsed_s, 1e-9):.1f}/s, "
+              f"{max(0.0, self.seconds - self.elapsed_s):.0f} s left, {self.found} found", file=sys.stderr, flush=True)
 
     def finish(self, figures: Mapping[str, Any]) -> int:
         """Write and print the report; returns the exit code, 1 if anything was found."""
