@@ -67,6 +67,8 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", JOBS + "/{job_id}/artifacts"): ("one", None),
     ("GET", JOBS + "/{job_id}/artifacts/{stage}/{path:path}"): ("one", None),
     ("GET", JOBS + "/{job_id}/report"): ("one", None),
+    ("GET", JOBS + "/{job_id}/figures"): ("one", None),
+    ("GET", JOBS + "/{job_id}/figures/{name}"): ("one", None),
     ("POST", "/v1alpha1/plans"): ("nobody's", job_body()),
     ("GET", "/v1alpha1/leaderboard"): ("many", None),
     ("GET", ENDPOINTS): ("many", None),
