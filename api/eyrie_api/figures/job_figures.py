@@ -19,12 +19,14 @@ from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
 from eyrie_api.v1alpha1.status import JobReport
-from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting, Trial
+from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Trial
 
 Row = dict[str, Any]
 
 _MOST_SETTINGS = 5  # lines over concurrency; more are not distinguishable
 _TAU = "acceptance length tau (tokens per target pass)"
+# Only the points have a legend: the other layers would add one without shapes.
+_OWN_LEGENDS = {"legend": {"color": "independent", "shape": "independent"}}
 _SPEEDUP = "speed-up over no drafter"
 
 
@@ -70,19 +72,21 @@ def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
                  "encoding": {"x": {"aggregate": "mean", "field": "mean_speedup", "type": "quantitative"}, "y": y}}
     ranges: Row = {"mark": {"type": "rule", "strokeWidth": 2},
                    "encoding": {"x": _number("low", None), "x2": {"field": "high"}, "y": y, "yOffset": offset,
-                                "color": _series("suite")}}
+                                "color": _series("suite", rows)}}
     points: Row = {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
                    "encoding": {"x": _number("speedup", _SPEEDUP), "y": y, "yOffset": offset,
-                                "color": _series("suite"), "shape": _series("suite"), "tooltip": _tips(rows)}}
+                                "color": _series("suite", rows), "shape": _series("suite", rows),
+                                "tooltip": _tips(rows)}}
     body: Row = {"facet": {"row": {"field": "temperature", "type": "ordinal", "title": None,
                                    "header": {"labelExpr": "'temperature ' + datum.value", "labelOrient": "top",
                                               "labelAnchor": "start", "labelAngle": 0}}},
-                 "spec": {"height": {"step": max(34, 12 * len({row["suite"] for row in rows}))}, "width": 480,
-                          "layer": [_off_line("x"), ranges, mean, points]}}
+                 "spec": {"height": {"step": max(34, 12 * len({row["suite"] for row in rows})), "for": "position"},
+                          "width": 480, "layer": [_off_line("x"), ranges, mean, points]}}
     best = ranked[0]
     return _figure("throughput", f"{best.checkpoint} is {best.speedup:.2f}x as fast as no drafter, on average",
                    "Speed-up over the same engine without a drafter, one request at a time: a point with its 95 % "
-                   "interval per suite, and the bar of each row is the checkpoint's mean over suites and temperatures.",
+                   "interval per suite, and the bar of each row is the mean over suites and temperatures; no drafter "
+                   "is the line at 1.",
                    rows, body)
 
 
@@ -99,7 +103,7 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
                      "tokens_per_s": _round(one.tokens_per_s), "speedup": _round(one.speedup)})
     body: Row = {"width": 520, "height": 320, "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.85},
                  "encoding": {"x": _number("tau", _TAU), "y": _number("tokens_per_s", "tokens per second"),
-                              "color": _series("kind"), "shape": _series("kind"), "tooltip": _tips(rows)}}
+                              "color": _series("kind", rows), "shape": _series("kind", rows), "tooltip": _tips(rows)}}
     return _figure("tau-throughput", "Acceptance length against throughput",
                    "One request at a time: points that lie lower at the same tau spend more on drafting and verifying; "
                    "checkpoints and shapes were measured in separate runs on other prompts.", rows, body)
@@ -162,7 +166,7 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
     rows.sort(key=lambda row: (row["concurrency"], row["setting"]))
     x = {"field": "concurrency", "type": "ordinal", "title": "requests decoded at once", "axis": {"labelAngle": 0}}
     labels = ["off", *(setting.label() for setting in shown)]
-    colour = _series("setting") | {"sort": labels, "scale": {"domain": labels}}
+    colour = _series("setting", [{"setting": label} for label in labels])
     no_legend = colour | {"legend": None}
     lines: Row = {"transform": [{"filter": "datum.predicted !== null"}],
                   "mark": {"type": "line", "strokeDash": [5, 4], "strokeWidth": 1.5},
@@ -188,12 +192,13 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
     return _figure("operating-map", pays,
                    "Points are measured with 95 % intervals, dashed lines predicted, rings the map's choice for a load "
                    "(prediction and measurement combined); off is the line at 1.",
-                   rows, {"width": 520, "height": 320, "layer": layers})
+                   rows, {"width": 520, "height": 320, "layer": layers, "resolve": _OWN_LEGENDS})
 
 
 def pareto(report: LoadReport) -> Figure:
     """Throughput against interactivity: one line per variant, one point per number of users. It has closed levels."""
-    levels = sorted((one for one in report.levels if one.mode == "closed"), key=lambda one: (one.variant, one.level))
+    levels = sorted((one for one in report.levels if one.mode == "closed"),
+                    key=lambda one: (one.variant != "off", one.variant, one.level))
     intervals = {(one.variant, one.level): one for one in report.comparisons if one.mode == "closed"}
     rows = []
     for one in levels:
@@ -207,9 +212,9 @@ def pareto(report: LoadReport) -> Figure:
     x = _number("tokens_per_s_per_user", "tokens per second, one user (interactivity)")
     y = _number("tokens_per_s", "tokens per second, all users (throughput)")
     lines: Row = {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {
-        "x": x, "y": y, "color": _series("variant"), "order": {"field": "users", "type": "quantitative"}}}
+        "x": x, "y": y, "color": _series("variant", rows), "order": {"field": "users", "type": "quantitative"}}}
     points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1}, "encoding": {
-        "x": x, "y": y, "color": _series("variant"), "shape": _series("variant"), "tooltip": _tips(rows)}}
+        "x": x, "y": y, "color": _series("variant", rows), "shape": _series("variant", rows), "tooltip": _tips(rows)}}
     users: Row = {"mark": {"type": "text", "dx": 8, "dy": -8, "align": "left", "fontSize": 11},
                   "encoding": {"x": x, "y": y, "text": {"field": "users", "type": "quantitative"}}}
     gains = [one.throughput_ratio for one in intervals.values() if one.variant == "candidate"]
@@ -256,8 +261,10 @@ def _number(field: str, title: str | None) -> Row:
     return made if title is None else made | {"title": title}
 
 
-def _series(field: str) -> Row:
-    return {"field": field, "type": "nominal", "title": None, "sort": None}
+def _series(field: str, rows: Iterable[Row]) -> Row:
+    # Colour and shape share one legend only where both have the same explicit domain.
+    domain = list(dict.fromkeys(row[field] for row in rows))
+    return {"field": field, "type": "nominal", "title": None, "sort": None, "scale": {"domain": domain}}
 
 
 def _tips(rows: Iterable[Row]) -> list[Row]:

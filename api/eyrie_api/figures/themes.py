@@ -29,7 +29,7 @@ def _theme(ink: str, quiet: str, rule: str, categories: list[JsonValue]) -> dict
         "aria": False,
         "view": {"stroke": rule},
         "axis": text | {"titleFontWeight": "normal", "gridColor": rule, "domainColor": quiet, "tickColor": quiet,
-                        "labelLimit": 240},
+                        "labelLimit": 240, "labelSeparation": 4},
         "legend": text | {"orient": "bottom", "symbolSize": 90, "labelLimit": 300, "columns": 2},
         "header": text, "text": {"color": ink}, "rule": {"color": quiet}, "style": {INK: {"color": ink}},
         "range": {"category": categories, "symbol": list(SHAPES)},

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.status import JobReport
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from tests.api.samples import finish_stage
@@ -31,13 +32,23 @@ def prove_report() -> ProveReport:
                        load=load_report(), environment=ENVIRONMENT, seconds=1.0)
 
 
+def tune_report() -> TuneReport:
+    """Every shape predicted; the map's speed-ups are those of its trials."""
+    made = tuned_by_prediction()
+    assert made.map is not None
+    speedups = {(one.setting, one.concurrency): one.speedup for one in made.trials}
+    points = tuple(one.model_copy(update={"speedup": speedups[one.setting, one.concurrency]})
+                   for one in made.map.points)
+    return made.model_copy(update={"map": made.map.model_copy(update={"points": points})})
+
+
 def job_report() -> JobReport:
     """Three checkpoints, tuned and proven."""
     return JobReport(
         job_id="job-1", name="nightly", target="t", phase="Succeeded", seconds={},
         benchmark=tuple(benchmark_report(f"default-step-{step}", skill)
                         for step, skill in ((100, 0.7), (200, 0.78), (300, 0.8))),
-        tune=tuned_by_prediction(), prove=prove_report())
+        tune=tune_report(), prove=prove_report())
 
 
 def finish_job(job_dir: Path, job_id: str) -> None:
