@@ -78,10 +78,10 @@ def list_figures(job_id: str, control: Here) -> FigureList:
         for one in figures_of(report(job_id, control))))
 
 
-@router.get(JOBS + "/{job_id}/figures/{name}")
-def read_figure(job_id: str, name: str, control: Here) -> Figure:
+@router.get(JOBS + "/{job_id}/figures/{figure}")
+def read_figure(job_id: str, figure: str, control: Here) -> Figure:
     """One figure as a Vega-Lite specification with its values."""
-    return figure_of(report(job_id, control), name)
+    return figure_of(report(job_id, control), figure)
 
 
 @router.get("/v1alpha1/leaderboard")
