@@ -48,6 +48,7 @@ from eyrie_api.v1alpha1.access import (
     WebhookList,
     WhoAmI,
 )
+from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
@@ -275,6 +276,11 @@ class Client:
     def report(self, job_id: str) -> JobReport:
         """All measurements of a job."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/report", JobReport)
+
+    def figures(self, job_id: str) -> tuple[Figure, ...]:
+        """Every figure that a job has data for, as Vega-Lite specifications with their values."""
+        path = f"{_API}/jobs/{quote(job_id, safe='')}/figures"
+        return tuple(self._get(f"{path}/{one.name}", Figure) for one in self._get(path, FigureList).items)
 
     def leaderboard(self, *, target: str | None = None, job_id: str | None = None, family: str | None = None,
                     tuned: bool | None = None, lossless: bool | None = None,

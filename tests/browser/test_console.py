@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines.processes import wait_until
+from tests.api.figures.job_values import NAMES, finish_job
 from tests.api.samples import job_spec
 from tests.browser.conftest import SHOTS, TOKEN, key_in, within
 from tests.campaigns.live_servers import Plane
@@ -175,6 +177,36 @@ def test_a_new_job_is_checked_while_it_is_written_and_started(
     assert json.loads(page.get_by_label("Document (JSON)").input_value())["name"] == "written-here"
     refusals = [one for one in faults if "422" not in one and "404" not in one and "400" not in one]
     assert refusals == [], "Chromium logs each answer that refuses a document"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_figures_of_a_finished_job_are_drawn_each_with_its_table(
+        scheme: str, plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    job = submitted(plane, name="measured")
+    assert wait_until(lambda: plane.http.get(f"/v1alpha1/jobs/{job}").json()["status"]["finished_at"], 120.0)
+    shutil.rmtree(plane.home / "jobs" / job / "stages")
+    finish_job(plane.home / "jobs" / job, job)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for width, height in ((375, 812), (1440, 900)):
+        page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        page.goto(address(plane, f"/console/jobs/{job}"))
+        page.locator("figure[data-name=pareto] svg path").first.wait_for(timeout=_PATIENCE_MS)
+        page.wait_for_load_state("networkidle")
+        page.locator("#figures").screenshot(path=SHOTS / f"figures-{width}-{scheme}.png")
+        for name in NAMES:
+            figure = page.locator(f"figure[data-name={name}]")
+            rows = len(plane.http.get(f"/v1alpha1/jobs/{job}/figures/{name}").json()["spec"]["data"]["values"])
+            assert figure.locator("svg path").count() > rows, name
+            figure.locator("summary").click()
+            assert figure.locator("tbody tr").count() == rows
+            assert figure.locator("table").is_visible()
+            found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
+            assert found.violations_count == 0, f"{name} at {width}, {scheme}: {found.generate_report()}"
+            figure.locator("summary").click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert faults == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.text import Text
 
-from eyrie_api.cli import access, history, tables, watch
+from eyrie_api.cli import access, history, plots, tables, watch
 from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.cli.spec import build_job
@@ -296,6 +296,27 @@ def leaderboard(
     with connect(server) as client:
         entries = client.leaderboard(target=target, family=family)
     Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
+
+
+@app.command("plots")
+@verb
+def plots_(
+    job: JobId,
+    out: Annotated[Path, typer.Option("--out", help="Directory for the files.")] = Path("plots"),
+    kind: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
+    theme: Annotated[str, typer.Option("--theme", help="light or dark.")] = "light",
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Write a job's figures, those of its console page, as SVG or PNG files."""
+    for flag, given, known in (("--format", kind, ("svg", "png")), ("--theme", theme, ("light", "dark"))):
+        if given not in known:
+            raise InvalidInput(f"{flag} {given!r} is not known", f"give {' or '.join(known)}")
+    with connect(server) as client:
+        figures = client.figures(find_job(client, job).id)
+    files = plots.write_figures(figures, out, cast(plots.Format, kind), cast(Any, theme)) if figures else []
+    Screen(as_json=as_json).show({"files": [str(one) for one in files]}, "\n".join(map(str, files)) or (
+        "no figures yet: they appear when the benchmark, tune and prove stages finish"))
 
 
 @app.command("open")

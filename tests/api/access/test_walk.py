@@ -69,6 +69,8 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", JOBS + "/{job_id}/artifacts"): ("one", None),
     ("GET", JOBS + "/{job_id}/artifacts/{stage}/{path:path}"): ("one", None),
     ("GET", JOBS + "/{job_id}/report"): ("one", None),
+    ("GET", JOBS + "/{job_id}/figures"): ("one", None),
+    ("GET", JOBS + "/{job_id}/figures/{figure}"): ("one", None),
     ("POST", "/v1alpha1/plans"): ("nobody's", job_body()),
     ("GET", "/v1alpha1/leaderboard"): ("many", None),
     ("GET", ENDPOINTS): ("many", None),
@@ -112,7 +114,8 @@ def of_kind(*kinds: Kind) -> list[tuple[str, str, Any]]:
 
 def filled(path: str, ids: dict[str, str]) -> str:
     """The path with its parameters, and the query that some routes need."""
-    made = re.sub(r"{(\w+)(?::path)?}", lambda found: ({"file": "console.css"} | ids)[found[1]], path)
+    values = {"file": "console.css", "figure": "throughput"} | ids
+    made = re.sub(r"{(\w+)(?::path)?}", lambda found: values[found[1]], path)
     if path.endswith("/logs"):
         made += f"?stage=benchmark&key={ids['key']}"
     if "/artifacts/" in path:

@@ -1,8 +1,9 @@
 """Pages of the console: home, a job, an endpoint, and the document of a new job.
 
 They call the functions that the REST routes call and show nothing else. A page is whole without script; with it (htmx)
-it asks for itself again every few seconds and replaces its live part, and curves are drawn (uPlot). Both libraries are
-the unchanged files of their npm packages (`static/LICENSES.md`). Each action is a button that calls the public REST
+it asks for itself again every few seconds and replaces its live part, curves are drawn (uPlot), and so are figures
+(Vega-Lite with the expression interpreter, loaded by a page that has figures). The libraries are the unchanged files of
+their npm packages (`static/LICENSES.md`). Each action is a button that calls the public REST
 route, next to the `eyrie` and the `curl` line that does the same.
 
 Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), or sends the
@@ -47,7 +48,8 @@ HERE = Path(__file__).parent
 STATIC_PATH, SIGN_OUT = "/console/static/", "/console/sign-out"
 SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript", "htmx.min.js": "text/javascript",
-          "uplot.min.js": "text/javascript", "uplot.min.css": "text/css"}
+          "uplot.min.js": "text/javascript", "uplot.min.css": "text/css", "vega.min.js": "text/javascript",
+          "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -1,4 +1,4 @@
-"""Routes of a job's results: files, report and leaderboard.
+"""Routes of a job's results: files, report, figures and leaderboard.
 
 Only files listed in the manifest of a finished stage can be downloaded, by exactly the listed path, so that no other
 path of a request is opened. A link to a file outside of the stage's directory is refused (`JobFiles.path`).
@@ -14,8 +14,10 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from eyrie_api.artifacts.stage_manifests import StageManifest, report_of
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.errors import NotFound
+from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.routes.jobs import JOBS
+from eyrie_api.v1alpha1.figures import Figure, FigureList, FigureSummary
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.stages import FileEntry, StageName
 from eyrie_api.v1alpha1.status import JobReport, Leaderboard, StageFile, StageFileList
@@ -66,6 +68,20 @@ def report(job_id: str, control: Here) -> JobReport:
     job = control.jobs.get(job_id)
     entries = control.results.leaderboard(ResultFilter(job_id=job_id))
     return report_of(job, control.files.manifests(job_id), entries)
+
+
+@router.get(JOBS + "/{job_id}/figures")
+def list_figures(job_id: str, control: Here) -> FigureList:
+    """The figures that a job has data for so far."""
+    return FigureList(items=tuple(
+        FigureSummary(name=one.name, title=one.title, caption=one.caption, rows=one.rows)
+        for one in figures_of(report(job_id, control))))
+
+
+@router.get(JOBS + "/{job_id}/figures/{figure}")
+def read_figure(job_id: str, figure: str, control: Here) -> Figure:
+    """One figure as a Vega-Lite specification with its values."""
+    return figure_of(report(job_id, control), figure)
 
 
 @router.get("/v1alpha1/leaderboard")

@@ -1,5 +1,5 @@
-// Times in the reader's zone, a word when the server does not answer, the curves of a training, signing in,
-// actions, and the document of a new job.
+// Times in the reader's zone, a word when the server does not answer, the curves of a training, figures,
+// signing in, actions, and the document of a new job.
 "use strict";
 
 function localTimes(root) {
@@ -73,6 +73,127 @@ async function curves() {
   } catch { /* the live part says that the server does not answer */ }
   if (place.dataset.live === "yes") setTimeout(curves, 5000);
 }
+
+// Figures: Vega-Lite specifications of the API. The libraries are loaded by the first page that has one.
+const DRAWERS = ["vega", "vega-lite", "vega-interpreter"];
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+
+function script(name) {
+  return new Promise((resolve, reject) => {
+    const one = document.createElement("script");
+    Object.assign(one, { src: `/console/static/${name}.min.js`, onload: resolve, onerror: reject });
+    document.head.append(one);
+  });
+}
+
+let drawers = null;
+function loaded() {
+  drawers ??= DRAWERS.reduce((before, name) => before.then(() => script(name)), Promise.resolve());
+  return drawers;
+}
+
+function cell(value) {
+  return typeof value === "number" ? String(Number(value.toPrecision(4))) : value === null ? "" : String(value);
+}
+
+function valueTable(figure) {
+  const details = document.createElement("details"), summary = document.createElement("summary");
+  const scroll = document.createElement("div"), body = document.createElement("table");
+  const rows = figure.spec.data.values, names = Object.keys(rows[0]).filter((name) => name !== "label");
+  summary.textContent = `Values (${rows.length})`;
+  Object.assign(scroll, { className: "scroll tall", tabIndex: 0 });
+  scroll.setAttribute("role", "region");
+  scroll.setAttribute("aria-label", `Values: ${figure.title}`);
+  const head = body.createTHead().insertRow();
+  for (const name of names) {
+    head.append(Object.assign(document.createElement("th"), { scope: "col", textContent: name }));
+  }
+  const lines = body.createTBody();
+  for (const row of rows) {
+    const line = lines.insertRow();
+    for (const name of names) {
+      const one = line.insertCell();
+      one.textContent = cell(row[name]);
+      if (typeof row[name] === "number") one.className = "n";
+    }
+  }
+  scroll.append(body);
+  details.append(summary, scroll);
+  return details;
+}
+
+function frame(figure) {
+  const outer = document.createElement("figure"), caption = document.createElement("figcaption");
+  const drawing = document.createElement("div"), words = document.createElement("p");
+  outer.dataset.name = figure.name;
+  caption.textContent = figure.title;
+  Object.assign(words, { className: "quiet", textContent: figure.caption });
+  Object.assign(drawing, { className: "drawing", tabIndex: 0 });
+  drawing.setAttribute("role", "img");
+  drawing.setAttribute("aria-label", `${figure.title}. ${figure.caption}`);
+  outer.append(caption, drawing, words, valueTable(figure));
+  return outer;
+}
+
+// Axis titles and row names take their share of the width; panels of fixed cells are wrapped instead.
+function fitted(figure, width) {
+  const spec = structuredClone(figure.spec), config = figure.themes[DARK.matches ? "dark" : "light"];
+  if (spec.columns !== undefined) return { ...spec, config, columns: width < 520 ? 1 : spec.columns };
+  if (spec.spec !== undefined) spec.spec.width = Math.max(140, width - 170);
+  else Object.assign(spec, { width, autosize: { type: "fit-x", contains: "padding" } });
+  return { ...spec, config };
+}
+
+async function drawFigure(figure, outer) {
+  const drawing = outer.querySelector(".drawing");
+  const compiled = vegaLite.compile(fitted(figure, drawing.clientWidth)).spec;
+  // The interpreter evaluates expressions without eval, which the page's policy forbids.
+  // The drawing as a whole has a name; the marks in it have none, so they are hidden from assistive technology.
+  const marks = document.createElement("div");
+  marks.setAttribute("aria-hidden", "true");
+  drawing.replaceChildren(marks);
+  const view = new vega.View(vega.parse(compiled, null, { ast: true }), {
+    expr: vega.expressionInterpreter, renderer: "svg", container: marks, hover: false, logLevel: vega.Error });
+  await view.runAsync();
+}
+
+let figures = [];
+function redraw() {
+  for (const [figure, outer] of figures) drawFigure(figure, outer);
+}
+
+let listed = "";
+async function showFigures() {
+  const place = document.getElementById("figures");
+  if (place === null) return;
+  try {
+    const answer = await fetch(place.dataset.figures, { headers: { accept: "application/json" } });
+    const text = answer.ok ? await answer.text() : listed;
+    if (text !== listed) {
+      const names = JSON.parse(text).items.map((one) => one.name);
+      const read = async (name) => (await fetch(`${place.dataset.figures}/${name}`)).json();
+      const found = await Promise.all(names.map(read));
+      if (found.length) {
+        await loaded();
+        figures = found.map((one) => [one, frame(one)]);
+        place.replaceChildren(...figures.map(([, outer]) => outer));
+        redraw();
+      }
+      listed = text;
+    }
+  } catch { /* the live part says that the server does not answer */ }
+  if (place.dataset.live === "yes") setTimeout(showFigures, 10000);
+}
+
+DARK.addEventListener("change", redraw);
+let resized = 0, width = innerWidth;
+addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(() => {
+    if (innerWidth !== width) redraw();
+    width = innerWidth;
+  }, 200);
+});
 
 let answered = new Date();
 function stale(event) {
@@ -198,6 +319,7 @@ document.addEventListener("htmx:afterSwap", (event) => {
 });
 localTimes(document);
 curves();
+showFigures();
 const form = document.getElementById("sign-in"), made = document.getElementById("new-job");
 if (form !== null) signIn(form);
 if (made !== null) newJob(made);

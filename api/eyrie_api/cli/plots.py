@@ -1,0 +1,53 @@
+"""`eyrie plots`: the figures of a job as SVG or PNG files.
+
+The figures come from the REST API, as the console's do, so the command runs wherever the server can be reached. They
+are drawn by `vl-convert-python` (extra `plots`, 33 MB), which needs no browser and no display.
+"""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from eyrie_api.errors import Permanent
+from eyrie_api.v1alpha1.figures import Figure
+
+Format = Literal["svg", "png"]
+
+_BACKGROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
+_SCALE = 2.0  # PNG: pixels per unit, for dense displays and print
+_VL_VERSION = "5.21"  # the newest of major version 5 that vl-convert 1.9 brings
+
+
+class NoPlotLibrary(Permanent):
+    """The library that draws figures is not installed."""
+
+    reason = "NoPlotLibrary"
+
+
+def write_figures(figures: Sequence[Figure], out: Path, kind: Format, theme: Literal["light", "dark"]) -> list[Path]:
+    """Write one file per figure into `out`, which is made; returns their paths. Raises NoPlotLibrary."""
+    library = _library()
+    out.mkdir(parents=True, exist_ok=True)
+    return [_write(library, one, out, kind, theme) for one in figures]
+
+
+def _write(library: Any, figure: Figure, out: Path, kind: Format, theme: Literal["light", "dark"]) -> Path:
+    # A file stands alone: it has a background, and its title and caption in the picture.
+    spec = figure.spec | {"config": figure.themes[theme] | {"background": _BACKGROUNDS[theme]}, "padding": 12,
+                          "title": {"text": figure.title, "anchor": "start",
+                                    "color": figure.themes[theme]["text"]["color"]}}  # type: ignore[call-overload,index]
+    path = out / f"{figure.name}.{kind}"
+    if kind == "svg":
+        path.write_text(library.vegalite_to_svg(spec, vl_version=_VL_VERSION), encoding="utf-8")
+    else:
+        path.write_bytes(library.vegalite_to_png(spec, vl_version=_VL_VERSION, scale=_SCALE))
+    return path
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("vl_convert")
+    except ImportError:
+        raise NoPlotLibrary("figures are drawn by vl-convert-python, which is not installed",
+                            "pip install 'eyrie[plots]', or open the job's page in the console") from None

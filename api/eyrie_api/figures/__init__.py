@@ -1,0 +1,1 @@
+"""Figures of a job as Vega-Lite specifications: pure functions of its reports, without a drawing library."""

@@ -1,0 +1,37 @@
+"""Figures of a job: one definition each, drawn by the console and by whoever else reads it."""
+
+from typing import Literal
+
+from pydantic import JsonValue
+
+from eyrie_api.v1alpha1.model import Frozen
+
+FigureName = Literal["throughput", "tau-throughput", "tuning", "operating-map", "pareto"]
+
+
+class FigureSummary(Frozen):
+    """One figure that a job has data for."""
+
+    name: FigureName
+    title: str
+    caption: str
+    """How to read it, in one sentence."""
+
+    rows: int
+    """Values it is drawn from; more when another stage has finished."""
+
+
+class FigureList(Frozen):
+    """The figures that a job has data for so far."""
+
+    items: tuple[FigureSummary, ...]
+
+
+class Figure(FigureSummary):
+    """A figure as a Vega-Lite 5 specification."""
+
+    spec: dict[str, JsonValue]
+    """Without a theme. `data.values` holds every value that is drawn, one flat object per row."""
+
+    themes: dict[Literal["light", "dark"], dict[str, JsonValue]]
+    """Vega-Lite `config` for a light and a dark background: one of them becomes `spec.config`."""

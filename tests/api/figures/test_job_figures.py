@@ -1,0 +1,89 @@
+"""Figures of a job's report: which there are, the values in them, and that Vega-Lite takes them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from eyrie_api.errors import NotFound
+from eyrie_api.figures.job_figures import figure_of, figures_of
+from eyrie_api.v1alpha1.figures import Figure
+from eyrie_api.v1alpha1.tuning import OFF
+from tests.api.figures.job_values import NAMES, job_report
+from tests.api.samples import benchmark_report
+
+
+def rows_of(figure: Figure) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = figure.model_dump()["spec"]["data"]["values"]
+    return rows
+
+
+def test_a_finished_job_has_every_figure_and_a_new_one_none() -> None:
+    report = job_report()
+    assert tuple(one.name for one in figures_of(report)) == NAMES
+    assert figures_of(report.model_copy(update={"benchmark": (), "tune": None, "prove": None})) == ()
+
+
+def test_a_figure_without_data_is_refused_with_those_there_are() -> None:
+    report = job_report().model_copy(update={"prove": None})
+    with pytest.raises(NotFound) as refused:
+        figure_of(report, "pareto")
+    assert "throughput, tau-throughput" in (refused.value.hint or "")
+
+
+def test_every_row_is_flat_and_has_the_same_fields_so_that_it_is_a_table() -> None:
+    for figure in figures_of(job_report()):
+        rows = rows_of(figure)
+        assert len(rows) == figure.rows > 0
+        assert {tuple(row) for row in rows} == {tuple(rows[0])}
+        assert all(isinstance(value, str | int | float | bool | None) for row in rows for value in row.values())
+
+
+def test_throughput_has_every_cell_with_its_interval_best_checkpoint_first() -> None:
+    report = job_report()
+    rows = rows_of(figure_of(report, "throughput"))
+    assert len(rows) == sum(len(one.cells) for one in report.benchmark)
+    best = max(report.benchmark, key=lambda one: one.speedup)
+    assert rows[0]["checkpoint"] == best.checkpoint
+    assert rows[0]["low"] < rows[0]["speedup"] < rows[0]["high"]
+
+
+def test_a_rival_that_was_dropped_is_not_drawn() -> None:
+    dropped = benchmark_report("rival", {"chat": (1.0,)}).model_copy(update={"cells": (), "dropped": "no weights"})
+    report = job_report()
+    rows = rows_of(figure_of(report.model_copy(update={"benchmark": (*report.benchmark, dropped)}), "throughput"))
+    assert "rival" not in {row["checkpoint"] for row in rows}
+
+
+def test_tuning_brackets_predictions_and_marks_one_winner() -> None:
+    rows = rows_of(figure_of(job_report(), "tuning"))
+    assert {row["known_by"] for row in rows} == {"measurement", "prediction"}
+    assert all(row["label"].startswith("(") == (row["known_by"] == "prediction") for row in rows)
+    assert [(row["num_steps"], row["top_k"]) for row in rows if row["winner"]] == [(5, 1)]
+
+
+def test_the_operating_map_has_one_choice_per_load_and_says_where_off_is_best() -> None:
+    report = job_report()
+    assert report.tune is not None
+    assert report.tune.map is not None
+    figure = figure_of(report, "operating-map")
+    chosen = [row for row in rows_of(figure) if row["chosen"]]
+    assert [row["concurrency"] for row in chosen] == [point.concurrency for point in report.tune.map.points]
+    assert [row["setting"] for row in chosen if row["concurrency"] == report.tune.map.crossover] == [OFF.label()]
+    assert "crossover" in json.dumps(figure.spec)
+
+
+def test_pareto_has_a_point_per_variant_and_number_of_users() -> None:
+    rows = rows_of(figure_of(job_report(), "pareto"))
+    assert [(row["variant"], row["users"]) for row in rows] == [
+        (variant, users) for variant in ("off", "candidate") for users in (1, 4, 16, 64)]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_vega_lite_draws_every_figure(theme: Any) -> None:
+    vl_convert = pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
+    for figure in figures_of(job_report()):
+        drawn = vl_convert.vegalite_to_svg(figure.spec | {"config": figure.themes[theme]}, vl_version="5.21")
+        assert drawn.count("<path") > figure.rows
+        for words in ("NaN", "undefined"):
+            assert words not in drawn, figure.name
