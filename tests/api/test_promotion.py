@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.promotion import decide, proven_tau
+from eyrie_api.decisions.promotion import comparable_suites, decide, on_suites, proven_tau
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
@@ -84,6 +85,26 @@ def the(decision: PromotionDecision, name: str) -> PromotionCheck:
 
 
 # Of rivals.
+
+
+def job_on(path: str, **suites: str) -> JobSpec:
+    return JobSpec.model_validate({
+        "target": {"model": "quickstart"}, "data": {"sources": [{"path": path}]},
+        "benchmark": {"suites": [{"name": name, "path": where} for name, where in suites.items()]}})
+
+
+def test_an_incumbents_benchmark_counts_on_the_same_prompts_alone() -> None:
+    ours = job_on("new.jsonl", asked="held-out", chat="quickstart:chat", own="a.jsonl")
+    its = job_on("old.jsonl", asked="held-out", chat="quickstart:chat", own="b.jsonl")
+    assert comparable_suites(ours, its) == {"chat"}  # what was held out of other data is another suite
+    assert comparable_suites(ours, ours) == {"asked", "chat", "own"}
+    incumbent = benchmark_report("old-step-1", {"chat": (1.5, 1.5), "asked": (9.0, 9.0)})
+    seen = on_suites(incumbent, comparable_suites(ours, its))
+    assert seen is not None
+    decision = judge(PromotionPolicy(), STEADY, seen)
+    assert the(decision, "incumbent").figure == pytest.approx(1.9)  # of chat, which both answered
+    assert the(decision, "incumbent").passed
+    assert on_suites(incumbent, {"other"}) is None
 
 
 def test_a_candidate_must_beat_the_best_rival_by_the_margin_and_beyond_its_interval() -> None:

@@ -9,7 +9,9 @@ Checks of the benchmark, measured in the reference engine:
 2. `suite:<name>`: every required suite reaches the speed-up over no drafter at every temperature (`min_speedup`).
 3. `incumbent`: the mean speed-up exceeds the incumbent's by the margin (`min_speedup_over_incumbent`), and
    `incumbent:<suite>`: no required suite is slower than the incumbent's, since a mean may hide one slow suite.
-   Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable.
+   Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable, on the same
+   prompts (`comparable_suites`): a suite held out of other data is another suite. Without a common one the proof alone
+   compares, which serves both the same prompts.
    `rival` and `rival:<suite>`, with `beat: rivals`: the same of the best rival, best against best: both in their tuned
    shapes, with an interval of the ratio above 1 (`require_confidence`). Where the rival could not be tuned, and with
    `beat: incumbent`, the benchmarks in the tree of `benchmark.tree` are compared. N-gram look-up and no drafter are
@@ -36,18 +38,20 @@ n-gram look-up best and the drafter at no load, the checks of the benchmark, whi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import exp, log
 from statistics import fmean
 from typing import Literal
 
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision
+from eyrie_api.v1alpha1.targets import HELD_OUT
 
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 
@@ -64,7 +68,8 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
            benchmarks: Sequence[BenchmarkReport] = (), rival: BenchmarkReport | None = None) -> PromotionDecision:
     """The verdict of `policy` on `candidate`, with every check.
 
-    `incumbent` is the report of the drafter that serves now, or None when the target serves without one.
+    `incumbent` is the report of the drafter that serves now, or None when the target serves without one, or it was
+    measured on other prompts alone.
     `benchmarks` are all of the job, the rivals' included, untuned; `rival` is the best rival's after tuning, if it was
     tuned.
     `keep-incumbent` and `no-drafter` name what continues to serve; `awaits-approval` means that all checks passed and
@@ -104,6 +109,19 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),
         candidate_speedup=proven_speedup(candidate, proof),
         incumbent_speedup=None if incumbent is None else mean_speedup(incumbent))
+
+
+def comparable_suites(ours: JobSpec, its: JobSpec) -> frozenset[str]:
+    """Names of the suites whose prompts are the same in two jobs."""
+    of_others = {suite.name: suite.path for suite in its.benchmark.suites}
+    return frozenset(suite.name for suite in ours.benchmark.suites if of_others.get(suite.name) == suite.path and (
+        suite.path != HELD_OUT or ours.data == its.data))
+
+
+def on_suites(report: BenchmarkReport, suites: Collection[str]) -> BenchmarkReport | None:
+    """A report without the cells of other suites; None when no cell is left."""
+    cells = tuple(cell for cell in report.cells if cell.suite in suites)
+    return report.model_copy(update={"cells": cells}) if cells else None
 
 
 def summarize_decision(decision: PromotionDecision) -> str:
@@ -192,7 +210,10 @@ def _beats_no_drafter(policy: PromotionPolicy, candidate: BenchmarkReport, suite
 
 def _beats_incumbent(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport,
                      required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
-    new, old = mean_speedup(candidate), mean_speedup(incumbent)
+    common = on_suites(candidate, suite_means(incumbent))
+    if common is None:
+        return
+    new, old = mean_speedup(common), mean_speedup(incumbent)
     needed = old * policy.min_speedup_over_incumbent
     words = (f"{new:.3f}x on average against {old:.3f}x of incumbent {incumbent.checkpoint}: {_sign(new >= needed)} "
              f"the required {needed:.3f}x (margin {policy.min_speedup_over_incumbent:.3f})")

@@ -34,7 +34,15 @@ from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, no_drafter
-from eyrie_api.decisions.promotion import decide, proven_speedup, proven_tau, summarize_decision, without_drafter
+from eyrie_api.decisions.promotion import (
+    comparable_suites,
+    decide,
+    on_suites,
+    proven_speedup,
+    proven_tau,
+    summarize_decision,
+    without_drafter,
+)
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import JobSpec
@@ -227,7 +235,7 @@ class Driver:
         proof = read_manifest(stage_dir(job_dir, "prove")).report
         assert isinstance(proof, ProveReport)
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
-        decision = decide(job.spec.promotion, final, self._incumbent(job.spec.serve.endpoint), required, proof,
+        decision = decide(job.spec.promotion, final, self._incumbent(job.spec), required, proof,
                           benchmarks, rival)
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         self._write_outcome(job.id, AttemptOutcome(attempt=attempt, decision=decision))
@@ -247,13 +255,15 @@ class Driver:
         job_dir = self._settings.job_dir(job.id)
         return str(job_dir / find_checkpoint(job.spec, train_reports(candidate_names(job), job_dir), checkpoint).path)
 
-    def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
-        """The report of the drafter that the endpoint serves; None when it serves without one, or not at all."""
-        active = self._active(endpoint)
+    def _incumbent(self, spec: JobSpec) -> BenchmarkReport | None:
+        """The report of the drafter that the job's endpoint serves, on the prompts of this job; None when it serves
+        without one, or not at all, or was measured on other prompts."""
+        active = self._active(spec.serve.endpoint)
         if active is None or active.job_id is None or active.checkpoint is None or active.use.drafter_dir is None:
             return None
         try:
-            return self._results.find(active.job_id, active.checkpoint).measured.report
+            report = self._results.find(active.job_id, active.checkpoint).measured.report
+            return on_suites(report, comparable_suites(spec, self._jobs.get(active.job_id).spec))
         except NotFound:  # its job was deleted, and its results with it
             return None
 
