@@ -100,7 +100,7 @@ class Callers:
         return sum(tokens for tokens, _ in pairs) / sum(rounds for _, rounds in pairs)
 
     @contextmanager
-    def asking(self, endpoint: Endpoint, prompts: Sequence[list[dict[str, str]]],
+    def requests(self, endpoint: Endpoint, prompts: Sequence[list[dict[str, str]]],
                temperature: float) -> Iterator[None]:
         """Callers ask these prompts again and again within the block."""
         self._stop.clear()
@@ -149,7 +149,7 @@ def play(scenario: str, directory: Path) -> dict[str, Any]:
         seen["fallen"] = callers.tau(endpoint, later[-MEASURED:], temperature)
         note(f"serves revision {endpoint.active_revision}; tau {seen['before']:.2f}, on the later requests "
              f"{seen['fallen']:.2f}")
-        with callers.asking(endpoint, later[:-MEASURED], temperature):
+        with callers.requests(endpoint, later[:-MEASURED], temperature):
             started = wait_for(lambda: _retraining(client), ALARM_S, "an alarm and a job")
             seen["alarm"] = _history(client, "drift")[0]["message"]
             note(f"{seen['alarm']}")

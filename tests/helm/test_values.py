@@ -88,7 +88,7 @@ def test_a_wrong_value_is_refused_naming_it_and_the_rule(values: Values, words: 
     ({"bundled": {"postgresql": {"enabled": False}}}, "database.existingSecret.name"),
     ({"bundled": {"redis": {"enabled": False}}}, "broker.existingSecret.name"),
     ({"bundled": {"s3": {"enabled": False}}}, "artifacts.url"),
-    ({"operator": {"watchNamespaces": ["a"]}}, "operator.namespaced"),
+    ({"operator": {"namespaced": False, "watchNamespaces": ["a"]}}, "operator.namespaced"),
     ({"broker": {"url": "redis://h:6379/0"}, "worker": {"keda": {"enabled": True}}}, "worker.keda.address"),
     ({"artifacts": {"url": "s3://b", "credentials": {"accessKey": "a", "secretKey": "b", "existingSecret": "c"}}},
      "keep one"),
