@@ -143,6 +143,10 @@ def test_an_interpreter_without_eyrie_can_import_the_model_package_only(tmp_path
     said = subprocess.run([sys.executable, "-S", "-c", asked], env={"PYTHONPATH": root}, cwd=tmp_path, text=True,
                           capture_output=True, check=True).stdout
     assert said.split() == ["True", "None", "None"]
+    # Our own interpreter, which wraps the command of the server, finds that part first, and needs none of it.
+    server = start_sglang((), tmp_path / "server", environment={"PYTHONPATH": root},
+                          prefix=(sys.executable, "-c", "print('began')"))
+    assert server.process.wait(60) == 0, server.log_file.read_text()
     package = Path(root) / "eyrie_workers"
     shutil.rmtree(package)
     package.symlink_to(tmp_path / "whole")  # as earlier versions did

@@ -1,6 +1,6 @@
 """Child processes that end when their parent ends, even by SIGKILL.
 
-    python -m eyrie_workers.engines.parent_death_signal PARENT_PID COMMAND ...
+    python parent_death_signal.py PARENT_PID COMMAND ...
 
 A stage stops the engines it started for a measurement when it is asked to stop; killed with SIGKILL it cannot. So the
 kernel does it: this program sets its parent-death signal to SIGKILL (prctl PR_SET_PDEATHSIG) and then executes the
@@ -27,7 +27,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def with_parent_death_signal(argv: Sequence[str]) -> list[str]:
     """The command line that runs `argv` as a child which is killed when this process ends."""
-    return [sys.executable, "-m", "eyrie_workers.engines.parent_death_signal", str(os.getpid()), *argv]
+    # By its path, not as a module: the child's PYTHONPATH may lead to SGLang's part of our package alone.
+    return [sys.executable, "-P", __file__, str(os.getpid()), *argv]
 
 
 def die_with_parent() -> None:
