@@ -148,6 +148,7 @@ def counted(url: str) -> dict[str, dict[str, int]]:
 def test_bytes_that_a_url_or_a_header_cannot_have_are_relayed_or_refused_and_never_an_error_of_the_gateway(
         gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
     directory, url = gateway
+    write_rules(directory, ServeSpec())
     lead_to(directory, engines[0], 1, record_prompts=10)
     port, chat = int(url.rpartition(":")[2]), b"/v1/chat/completions"
     declared = {"Content-Type": b"application/json"}
@@ -250,6 +251,7 @@ def test_recent_chats_are_kept_on_request_alone_for_our_eyes_only_and_deleted_wh
     lead_to(directory, engines[0], 1)
     say("not kept")
     assert not kept.exists()
+    write_rules(directory, ServeSpec())
     lead_to(directory, engines[0], 1, record_prompts=4)
     for number in range(6):  # 4 and a quarter more, then cut back
         say(str(number))
@@ -287,6 +289,8 @@ def test_a_share_of_the_requests_is_kept_and_with_consent_only_those_that_say_ye
     assert kept_words(tmp_path) == ["yes", "also"]
     (tmp_path / RULES_FILE).write_text("{")  # damaged: nothing that was not consented to
     traffic.record(body_of("later"), 1000)
+    (tmp_path / RULES_FILE).unlink()
+    traffic.record(body_of("still later"), 1000)
     assert kept_words(tmp_path) == ["yes", "also"]
 
 
@@ -299,6 +303,7 @@ def test_the_administrators_function_decides_what_of_a_request_is_stored(
         "    return [one | {'content': one['content'].replace('ada', '[name]')} for one in messages]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(REDACT, "our_redaction:redact")
+    write_rules(tmp_path, ServeSpec())
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE, redaction())
     for words in ("ada was here", "fail", "drop", "nobody"):
         traffic.record(body_of(words), 10)
@@ -322,6 +327,7 @@ def test_messages_are_deleted_when_they_are_as_old_as_the_endpoint_keeps_them(tm
     delete_older(tmp_path, 20.0, now)
     assert kept_words(tmp_path) == ["15", "30"]
     assert [one.name for one in copies.iterdir()] == ["new.jsonl"]
+    write_rules(tmp_path, ServeSpec())
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
     traffic.record(body_of("31"), 2)
     traffic.record(body_of("32"), 2)  # counts what is left
@@ -329,6 +335,7 @@ def test_messages_are_deleted_when_they_are_as_old_as_the_endpoint_keeps_them(tm
 
 
 def test_a_conversation_too_long_to_train_on_is_not_kept(tmp_path: Path) -> None:
+    write_rules(tmp_path, ServeSpec())
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
     traffic.record(json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode(), 4)
     assert not (tmp_path / TRAFFIC_FILE).exists()

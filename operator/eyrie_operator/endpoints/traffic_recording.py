@@ -108,18 +108,15 @@ class TrafficRecorder:
             self._inode = self._path.stat().st_ino
 
     def _current_rules(self) -> RecordingRules:
-        """Read again when the file has changed. Damaged rules record what was consented to alone."""
+        """Read again when the file has changed. Without rules, or with damaged ones, only what was consented to is
+        recorded."""
         file = self._path.with_name(RULES_FILE)
         try:
             changed = file.stat().st_mtime_ns
-        except FileNotFoundError:
-            return self._rules
-        if changed != self._rules_read:
-            self._rules_read = changed
-            try:
-                self._rules = RecordingRules.model_validate_json(file.read_bytes())
-            except ValueError:
-                self._rules = RecordingRules(consented_only=True)
+            if changed != self._rules_read:
+                self._rules, self._rules_read = RecordingRules.model_validate_json(file.read_bytes()), changed
+        except (FileNotFoundError, ValueError):
+            self._rules, self._rules_read = RecordingRules(consented_only=True), 0
         return self._rules
 
     def _row(self, body: bytes) -> bytes | None:
