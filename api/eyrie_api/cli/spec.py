@@ -55,20 +55,23 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
     return validate(document)
 
 
-def read_document(file: Path) -> dict[str, Any]:
-    """A job document in YAML or JSON. Raises InvalidInput."""
+def read_document(file: Path, option: str = "--file", begins: str = "`target:` and `data:`") -> dict[str, Any]:
+    """The mapping in a YAML or JSON file that an option names. Raises InvalidInput.
+
+    begins   the keys that such a file begins with, for the hint
+    """
     try:
         document = yaml.load(file.read_text(), _UniqueKeys)
     except FileNotFoundError:
-        raise InvalidInput(f"--file {file} does not exist", "give the path of a job document") from None
+        raise InvalidInput(f"{option} {file} does not exist", f"give the path of a file with {begins}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--file {file} cannot be read: {error}", "give a readable text file") from None
+        raise InvalidInput(f"{option} {file} cannot be read: {error}", "give a readable text file") from None
     except yaml.YAMLError as error:
-        raise InvalidInput(f"--file {file} is not YAML: {' '.join(str(error).split())}",
+        raise InvalidInput(f"{option} {file} is not YAML: {' '.join(str(error).split())}",
                            "correct it, or give JSON") from None
     if not isinstance(document, dict):
-        raise InvalidInput(f"--file {file} holds a {type(document).__name__}, not a mapping",
-                           "begin it with `target:` and `data:`")
+        raise InvalidInput(f"{option} {file} holds a {type(document).__name__}, not a mapping",
+                           f"begin it with {begins}")
     return document
 
 

@@ -14,7 +14,6 @@ import contextlib
 import sys
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -22,8 +21,9 @@ from rich.text import Text
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.cli.screen import Screen
+from eyrie_api.cli.spec import read_document
 from eyrie_api.decisions.hardware_choice import compare_hardware
-from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput
+from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.hardware import HardwareChoice, HardwareProfile, HardwareProfiles, HardwareReport, HardwareRow
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.comparison.progress import ProgressPrinter
@@ -54,14 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_profiles(file: Path) -> tuple[HardwareProfile, ...]:
-    """Raises ArtifactMissing, or InvalidInput naming the field."""
-    if not file.is_file():
-        raise ArtifactMissing(f"--profiles {file} does not exist", "write the profiles into a YAML file")
+    """Raises InvalidInput naming the field."""
     try:
-        return HardwareProfiles.model_validate(yaml.safe_load(file.read_text())).profiles
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"--profiles {file} is not YAML: {' '.join(str(error).split())[:300]}",
-                           "correct it") from None
+        return HardwareProfiles.model_validate(read_document(file, "--profiles", "`profiles:`")).profiles
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "profiles"
