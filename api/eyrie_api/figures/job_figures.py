@@ -39,7 +39,7 @@ def figures_of(report: JobReport) -> tuple[Figure, ...]:
     if measured or (report.tune and report.tune.cells):
         found.append(tau_against_throughput(measured, report.tune))
     if report.tune:
-        if _grid(report.tune):
+        if shapes_of(report.tune):
             found.append(tuning(report.tune))
         if report.tune.map is not None:
             found.append(operating_map(report.tune.map, report.tune.trials))
@@ -50,12 +50,12 @@ def figures_of(report: JobReport) -> tuple[Figure, ...]:
 
 def figure_of(report: JobReport, name: str) -> Figure:
     """One figure by name. Raises NotFound when the job has no data for it."""
-    found = {one.name: one for one in figures_of(report)}
+    found: dict[str, Figure] = {one.name: one for one in figures_of(report)}
     if name not in found:
         available = f"it has {', '.join(found)}" if found else "it has none yet"
         raise NotFound(f"job {report.job_id} has no figure {name!r}",
                        f"{available}: figures appear when the benchmark, tune and prove stages finish")
-    return next(one for key, one in found.items() if key == name)
+    return found[name]
 
 
 def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
@@ -111,7 +111,7 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
 
 def tuning(report: TuneReport) -> Figure:
     """Speed-up by depth and width at the lowest load, one panel per number of draft tokens."""
-    shown = _grid(report)
+    shown = shapes_of(report)
     middle = (min(one.speedup for one in shown) + max(one.speedup for one in shown)) / 2
     rows = [{"panel": "chains" if one.tree.top_k == 1 else f"trees of {one.tree.num_draft_tokens} tokens",
              "num_steps": one.tree.num_steps, "top_k": one.tree.top_k, "num_draft_tokens": one.tree.num_draft_tokens,
@@ -228,7 +228,7 @@ def pareto(report: LoadReport) -> Figure:
 
 
 @dataclass(frozen=True)
-class _Shown:
+class TunedShape:
     """One shape of the drafter at the lowest load."""
 
     tree: DraftTreeShape
@@ -239,12 +239,12 @@ class _Shown:
     measured: bool
 
 
-def _grid(report: TuneReport) -> list[_Shown]:
+def shapes_of(report: TuneReport) -> list[TunedShape]:
     """All shapes of the drafter at the lowest load; in a report without trials, the measured ones."""
     if not report.trials:
-        return [_Shown(one.tree, one.speedup, one.tau, True) for one in report.cells]
+        return [TunedShape(one.tree, one.speedup, one.tau, True) for one in report.cells]
     lowest = min(one.concurrency for one in report.trials)
-    return [_Shown(one.setting.tree, one.speedup if one.speedup is not None else one.predicted_speedup,
+    return [TunedShape(one.setting.tree, one.speedup if one.speedup is not None else one.predicted_speedup,
                    one.tau if one.tau is not None else one.predicted_tau, one.speedup is not None)
             for one in report.trials
             if one.concurrency == lowest and one.setting.method == "drafter" and one.setting.tree is not None]

@@ -1,7 +1,6 @@
 """Figures of the tuner: shapes (depth down, width across), the operating map, predictions against measurements."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from eyrie_api.figures.job_figures import TunedShape, shapes_of
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting, Trial
@@ -32,31 +32,9 @@ Outcome = tuple[Setting, int, float, float]
 _MOST_LINES = 5  # settings drawn over concurrency: more are not distinguishable
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """One shape of the drafter at the lowest concurrency."""
-
-    tree: DraftTreeShape
-    speedup: float
-    """Measured where it was, predicted otherwise."""
-
-    tau: float
-    measured: bool
-
-
-def _shapes(report: TuneReport) -> list[_Shown]:
-    """All predicted shapes; in a report without predictions, the measured ones."""
-    if not report.trials:
-        return [_Shown(cell.tree, cell.speedup, cell.tau, True) for cell in report.cells]
-    lowest = min(trial.concurrency for trial in report.trials)
-    return [_Shown(t.setting.tree, t.speedup or t.predicted_speedup, t.tau or t.predicted_tau, t.speedup is not None)
-            for t in report.trials
-            if t.concurrency == lowest and t.setting.method == "drafter" and t.setting.tree is not None]
-
-
 def heat_maps(report: TuneReport) -> Figure:
     """Speed-up by num_steps and top_k. Chains have their own number of draft tokens and appear in every panel."""
-    shapes = _shapes(report)
+    shapes = shapes_of(report)
     tokens = sorted({one.tree.num_draft_tokens for one in shapes if one.tree.top_k > 1}) or [0]
     depths = sorted({one.tree.num_steps for one in shapes})
     widths = sorted({one.tree.top_k for one in shapes})
@@ -86,7 +64,7 @@ def heat_maps(report: TuneReport) -> Figure:
     return figure
 
 
-def _annotate(axes: Axes, best: DraftTreeShape, shown: dict[tuple[int, int], _Shown], depths: list[int],
+def _annotate(axes: Axes, best: DraftTreeShape, shown: dict[tuple[int, int], TunedShape], depths: list[int],
               widths: list[int], middle: float) -> None:
     for row, depth in enumerate(depths):
         for column, width in enumerate(widths):
@@ -106,7 +84,7 @@ def _kind(tree: DraftTreeShape) -> str:
     return "Chain" if tree.top_k == 1 else "Tree"
 
 
-def _other_kind(shapes: Sequence[_Shown], winner: DraftTreeShape) -> str:
+def _other_kind(shapes: Sequence[TunedShape], winner: DraftTreeShape) -> str:
     """The best shape of the other kind, and its speed-up."""
     chain_won = winner.top_k == 1
     others = [one for one in shapes if (one.tree.top_k == 1) != chain_won]

@@ -88,7 +88,8 @@ function script(name) {
 
 let drawers = null;
 function loaded() {
-  drawers ??= DRAWERS.reduce((before, name) => before.then(() => script(name)), Promise.resolve());
+  drawers ??= DRAWERS.reduce((before, name) => before.then(() => script(name)), Promise.resolve())
+    .catch((error) => { drawers = null; throw error; });  // loaded again by the next attempt
   return drawers;
 }
 
@@ -159,7 +160,11 @@ async function drawFigure(figure, outer) {
 
 let figures = [];
 function redraw() {
-  for (const [figure, outer] of figures) drawFigure(figure, outer);
+  for (const [figure, outer] of figures) {
+    drawFigure(figure, outer).catch((error) => {
+      outer.querySelector(".drawing").textContent = `This figure cannot be drawn here (${error.message}); its values are below.`;
+    });
+  }
 }
 
 let listed = "";
