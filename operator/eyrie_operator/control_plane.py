@@ -19,12 +19,12 @@ import uvicorn
 from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.tasks import make_celery, queue_lengths
 from eyrie_api.chores.worker import ChoreLoop
+from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.slow_clients import TimedProtocol, raise_descriptor_limit
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints

@@ -150,7 +150,7 @@ class Replacement:
     def __init__(self, campaign: Campaign, home: Path, old: OldVersion, rehearsal: Rehearsal) -> None:
         self.campaign, self.home, self.old, self.rehearsal = campaign, home, old, rehearsal
         self.plane = Plane(home)
-        self.told: dict[str, dict[str, Any]] = {}
+        self.ended: dict[str, dict[str, Any]] = {}
         """Jobs that have ended, as they were shown then."""
 
         self.steps: list[dict[str, Any]] = []
@@ -213,7 +213,7 @@ class Replacement:
             self._find("the endpoint answers all the time when its plane is killed", **done)
         if self._endpoint() != (revision, revisions):
             self._find("the endpoint has the revision it had", before=[revision, revisions], after=self._endpoint())
-        for ended, shown in self.told.items():
+        for ended, shown in self.ended.items():
             if (now := self._shown(ended)) != shown:
                 self._find("a job that had ended is as it was", job=ended, before=shown, after=now)
         return True
@@ -280,7 +280,7 @@ class Replacement:
         if not wait_until(ended, self._left_s):
             self._find("a job ends", job=job_id)
             return
-        shown = self.told[job_id] = self._shown(job_id)
+        shown = self.ended[job_id] = self._shown(job_id)
         finished = Counter((one["stage"], one["key"]) for one in self._events(job_id)
                            if one["reason"] == "StageFinished")
         reasons = shown["reasons"]
@@ -329,7 +329,7 @@ def main() -> int:
                     campaign.print_progress(len(replacement.steps), f"of {len(signals)} replacements")
     return campaign.finish({"old version": {"commit": old.commit, "date": old.date},
                             "newest migration": old.migration, "replacements": replacement.steps,
-                            "jobs": len(replacement.told)})
+                            "jobs": len(replacement.ended)})
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.chores.worker import Ticker
+from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import SchemaState, schema_state, upgrade
 from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.slow_clients import TimedProtocol, raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 

@@ -46,10 +46,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as PathRoute
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
-from eyrie_api.slow_clients import TimedProtocol, raise_descriptor_limit
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
 from eyrie_operator.endpoints.traffic_recording import (

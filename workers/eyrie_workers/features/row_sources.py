@@ -1,4 +1,4 @@
-"""The source of every row of a store, in a file beside its index: `sources.json`.
+"""The source of every row of a store, in a file next to its index: `sources.json`.
 
 Training needs it where candidates train on mixes of the sources (`data.mix`). It is a file of its own, so that the
 format of shards, index and stream plan is the same with and without it, and so that a store's digest is that of its

@@ -178,7 +178,7 @@ def _sign_in(request: Request) -> BrowserSignIn:
 
 
 def _redirect_uri(request: Request) -> str:
-    """As it is registered at the issuer, which refuses any other: a forged Host leads nowhere."""
+    """As it is registered at the issuer, which refuses any other, of a forged Host too."""
     scheme = "https" if _is_https(request.headers, request.url.scheme) else "http"
     return f"{scheme}://{request.url.netloc}{SIGN_IN_END}"
 

@@ -12,8 +12,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from eyrie_api import slow_clients
-from eyrie_api.slow_clients import TimedProtocol
+from eyrie_api import connection_limits
+from eyrie_api.connection_limits import TimedProtocol
 
 POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 400000\r\n\r\n"
 GET = b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -38,7 +38,7 @@ async def app(scope: object, receive: object, send: object) -> None:
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     for name, value in (("HEADER_S", 0.4), ("BODY_S", 0.8), ("PACE_BYTES", 50_000)):
-        monkeypatch.setattr(slow_clients, name, value)
+        monkeypatch.setattr(connection_limits, name, value)
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, log_level="critical", lifespan="off",
                                            timeout_keep_alive=30))
@@ -109,8 +109,8 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_above_the_limit_a_new_connection_takes_the_place_of_the_longest_idle_one(
         port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_clients, "HEADER_S", 60.0)
-    monkeypatch.setattr(slow_clients, "most_connections", lambda: 3)
+    monkeypatch.setattr(connection_limits, "HEADER_S", 60.0)
+    monkeypatch.setattr(connection_limits, "most_connections", lambda: 3)
     with contextlib.ExitStack() as held:
         idle = []
         for _ in range(3):  # one after the other is accepted: looking at it takes a while
@@ -122,7 +122,7 @@ def test_above_the_limit_a_new_connection_takes_the_place_of_the_longest_idle_on
 
 def test_with_all_connections_in_use_health_checks_alone_are_answered(
         port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_clients, "most_connections", lambda: 2)
+    monkeypatch.setattr(connection_limits, "most_connections", lambda: 2)
     with contextlib.ExitStack() as held:
         busy = [held.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
         for one in busy:
@@ -141,5 +141,5 @@ def test_with_all_connections_in_use_health_checks_alone_are_answered(
 
 
 def test_the_limit_leaves_descriptors_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_clients.resource, "getrlimit", lambda _kind: (1024, 4096))
-    assert slow_clients.most_connections() == (1024 - 128) // 2
+    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda _kind: (1024, 4096))
+    assert connection_limits.most_connections() == (1024 - 128) // 2
