@@ -5,9 +5,9 @@ headers, keys or addresses, in one file with mode 0600, bounded to the latest N 
 it has a quarter more. Switching recording off deletes it. Nothing is sent anywhere.
 
 `recording.json` next to it says which requests: a share of them, with `consented_only` those alone that carry the
-header `Eyrie-Record: yes`. What is older than `serve.record_days` is deleted by the control plane (`delete_older`), copies for
-retraining included. EYRIE_REDACT names a function of the administrator, `module:function`, that gets the messages of a
-request and returns what may be stored, or None; a request at which it fails is not stored.
+header `Eyrie-Record: yes`. What is older than `serve.record_days` is deleted by the control plane (`delete_older`),
+copies for retraining included. EYRIE_REDACT names a function of the administrator, `module:function`, that gets the
+messages of a request and returns what may be stored, or None; a request at which it fails is not stored.
 """
 
 import importlib
