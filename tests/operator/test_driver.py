@@ -1,10 +1,12 @@
 """Jobs driven to their ends on one machine: real rows, real runs under kfp.local, rehearsed stages."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +179,33 @@ def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
     assert job.status.phase == "Succeeded"
     assert rehearsal.starts().count("regenerate") == 1
     assert rehearsal.starts().count("capture") == 2
+
+
+def test_a_run_that_another_driver_started_meanwhile_is_followed_and_not_started_again(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    job_id = harness.submit()
+    planned, started = threading.Event(), threading.Event()
+
+    class SlowDriver(Driver):
+        """One that is stopped between its plan and its action, longer than its lease."""
+
+        def _start_lock(self) -> contextlib.AbstractContextManager[None]:
+            planned.set()
+            assert started.wait(LIMIT_S)
+            return super()._start_lock()
+
+    late = SlowDriver(harness.settings, harness.database, LocalRunner(harness.settings.home))
+    thread = threading.Thread(target=late.advance, args=(job_id,))
+    thread.start()
+    assert planned.wait(LIMIT_S)
+    run = local.start(harness.directory(job_id), job_id, SPEC)
+    started.set()
+    thread.join(LIMIT_S)
+    assert harness.jobs.get(job_id).status.phase != "Failed", harness.jobs.get(job_id).status
+    assert harness.drive(job_id).status.phase == "Succeeded"
+    ended = local.observe(harness.directory(job_id)).handle
+    assert ended is not None
+    assert ended.run_id == run.run_id
 
 
 def test_jobs_wait_in_line_for_the_machine_and_run_in_order(harness: Harness, rehearsal: Rehearsal) -> None:

@@ -130,7 +130,7 @@ class Driver:
         """Apply a plan and store its status; returns whether another step should follow at once."""
         try:
             for action in plan.actions:
-                self._apply(action, job, plan.status)
+                self._apply(action, job, seen, plan.status)
         except Transient as reason:
             self._record_transient(job, plan.status, reason, owner)
             return False
@@ -188,10 +188,11 @@ class Driver:
 
     # Actions. Each is idempotent: after a crash it is applied again.
 
-    def _apply(self, action: Action, job: Job, status: JobStatus) -> None:
+    def _apply(self, action: Action, job: Job, seen: ObservedJob, status: JobStatus) -> None:
         if isinstance(action, StartRun):
             with self._start_lock():
-                if self._has_capacity(job):
+                # Race: while this driver waited, one whose lease has expired may have started the run.
+                if self._runner.observe(job.id).run_id == seen.run.run_id and self._has_capacity(job):
                     self._runner.start(job.id, job.spec, action.attempt, self._incumbent_use(job.spec))
         elif isinstance(action, StopRun):
             self._runner.stop(job.id)
