@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu sbom audit docs lint bench bench-load bench-control bench-tuner bench-drift bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu sbom audit docs lint bench bench-load bench-control bench-tuner bench-drift bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -114,10 +114,24 @@ bench-gpu:  ## ten minutes of measurements on a GPU, without set-up; writes .eyr
 	@$(WITH_IMAGE) -m tests.benchmarks.gpu --out .eyrie/bench
 
 # cyclonedx-bom is installed for this target alone.
-sbom: setup  ## what an installation consists of, as a CycloneDX document with licences: .eyrie/sbom.json
+# CONTAINER=docker (with BuildKit), podman or buildah. PIP_CONF=<file> for an index of your own; BUILD_ARGS goes to the build.
+CONTAINER ?= docker
+REGISTRY ?=
+TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+image-api image-operator image-workers image-sglang: image-%:  ## the image of a component; CONTAINER=docker, podman or buildah
+	@$(CONTAINER) build $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) $(BUILD_ARGS) \
+	  -f $(if $(filter sglang,$*),workers/sglang.Dockerfile,$*/Dockerfile) -t $(if $(REGISTRY),$(REGISTRY)/)eyrie/$*:$(TAG) .
+comma := ,
+
+test-images: image-api image-operator image-workers  ## the three images run: tables made, API asked, a drafter's stages in the workers'
+	@CONTAINER=$(CONTAINER) PREFIX=$(if $(REGISTRY),$(REGISTRY)/)eyrie TAG=$(TAG) bash tests/helm/run_images.sh
+
+sbom: setup  ## what an installation and each image consist of, as CycloneDX documents: .eyrie/sbom*.json
 	@$(BIN)/python -c 'import cyclonedx_py' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt cyclonedx-bom
 	@mkdir -p .eyrie && $(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
 	  -o .eyrie/sbom.json $(BIN)/python && echo "sbom: .eyrie/sbom.json"
+	@for image in api operator workers; do $(BIN)/cyclonedx-py requirements $$image/requirements.txt --pyproject pyproject.toml \
+	  --output-reproducible --of JSON -o .eyrie/sbom-$$image.json && echo "sbom: .eyrie/sbom-$$image.json" || exit 1; done
 
 audit: setup  ## known vulnerabilities of the pinned versions (needs PyPI's advisories)
 	@.ci/audit

@@ -1,4 +1,4 @@
-"""The Dockerfiles, read: nothing here can build them, so what can be known without building is checked.
+"""The Dockerfiles and their requirements, read. `make test-images` builds and runs them, with a container engine.
 
 Beyond the text, the programs of an image are imported with every distribution hidden that its extra does not bring.
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helm.image_requirements import BUILD, EXTRAS, brought, listed, pins, wanted
+
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"api": ["api"], "operator": ["operator"], "workers": ["workers", "pipelines"]}
 PROGRAMS = {
     "api": ["eyrie_operator.command", "eyrie_api.http.replica", "eyrie_api.database.migrations"],
     "operator": ["eyrie_operator.command", "eyrie_operator.celery_app", "eyrie_operator.cluster.program"],
@@ -67,7 +67,7 @@ def test_everything_copied_exists_and_is_not_ignored(image: str) -> None:
     ignored = [line.strip() for line in (ROOT / ".dockerignore").read_text().splitlines()
                if line.strip() and not line.startswith("#")]
     sources = [path for keyword, rest in stages(image)[0] if keyword == "COPY" for path in rest.split()[:-1]]
-    assert {"pyproject.toml", "constraints.txt", "LICENSE", "README.md"} <= set(sources)
+    assert {"pyproject.toml", "LICENSE", "README.md", BUILD, f"{image}/requirements.txt"} <= set(sources)
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert {path.split("/")[0] for path in packages["packages"]} <= set(sources)
     for path in sources:
@@ -75,14 +75,32 @@ def test_everything_copied_exists_and_is_not_ignored(image: str) -> None:
         assert path not in ignored
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the lists are for Python 3.11, as the images are")
 @pytest.mark.parametrize("image", EXTRAS)
-def test_an_image_holds_its_own_extra_under_the_pins(image: str) -> None:
-    installs = [rest for keyword, rest in stages(image)[0] if keyword == "RUN" and "pip install" in rest]
-    assert all("-c /source/constraints.txt" in line for line in installs)
-    (extras,) = re.findall(r"/source\[([\w,-]+)\]", installs[-1])
-    assert extras.split(",") == EXTRAS[image]
-    assert set(EXTRAS[image]) <= set(PROJECT["optional-dependencies"])
-    assert ("torch" in " ".join(installs)) == (image == "workers")
+def test_an_image_installs_what_its_extras_bring_by_version_and_hash(image: str) -> None:
+    found = listed(f"{image}/requirements.txt")
+    assert {name: version for name, (version, _) in found.items()} == wanted(image), \
+        "python -m tests.helm.image_requirements writes the list again"
+    assert brought(EXTRAS[image]) - set(found) <= {"eyrie", "torch"}
+    assert all(hashes for _, hashes in found.values())
+    assert ("torch" in brought(EXTRAS[image])) == (image == "workers")
+
+
+def test_what_builds_the_wheels_is_pinned_by_version_and_hash() -> None:
+    pinned = pins()
+    assert {"hatchling", "setuptools"} <= set(listed(BUILD))
+    for name, (version, hashes) in listed(BUILD).items():
+        assert version == pinned[name]
+        assert hashes
+
+
+@pytest.mark.parametrize("image", EXTRAS)
+def test_pip_installs_nothing_without_a_hash_but_torch_and_what_was_built(image: str) -> None:
+    steps = [step.strip() for keyword, rest in stages(image)[0] if keyword == "RUN" for step in rest.split("&&")]
+    unhashed = [step for step in steps if re.search(r"pip (install|wheel)", step)
+                and "--require-hashes" not in step and "--no-index" not in step]
+    assert len(unhashed) == (image == "workers")
+    assert all("-c /source/constraints.txt" in step and step.endswith(" torch") for step in unhashed)
 
 
 def test_the_build_of_torch_can_be_chosen() -> None:
@@ -91,38 +109,12 @@ def test_the_build_of_torch_can_be_chosen() -> None:
     assert any("TORCH_INDEX" in rest for keyword, rest in build if keyword == "RUN")
 
 
-# Walks what an extra brings, hides every other distribution's modules, and imports.
+# Hides every module that no extra of the image brings, and imports.
 _HIDDEN = """
-import importlib, importlib.metadata as metadata, re, sys, tomllib
-from packaging.requirements import Requirement
+import importlib, importlib.metadata as metadata, sys
+from tests.helm.image_requirements import brought, canonical
 
-def canonical(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-# As pyproject.toml has it now: the installed metadata is of the day the environment was made.
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-ours = list(project["dependencies"])
-for extra, lines in project["optional-dependencies"].items():
-    for line in lines:
-        need, _, marker = line.partition(";")
-        ours.append(f"{need} ; {f'({marker.strip()}) and ' if marker else ''}extra == '{extra}'")
-
-brought, todo = set(), [("eyrie", frozenset(sys.argv[1].split(",")))]
-while todo:
-    name, extras = todo.pop()
-    if (name, extras) in brought:
-        continue
-    brought.add((name, extras))
-    try:
-        needs = ours if name == "eyrie" else metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        continue
-    for line in needs:
-        need = Requirement(line)
-        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras or {""}) \\
-                or need.marker.evaluate({"extra": ""}):
-            todo.append((canonical(need.name), frozenset(need.extras)))
-names = {name for name, _ in brought}
+names = brought(sys.argv[1].split(","))
 hidden = {module for module, owners in metadata.packages_distributions().items()
           if not {canonical(owner) for owner in owners} & names}
 
