@@ -16,7 +16,10 @@ COPY kernels /source/kernels
 COPY operator /source/operator
 COPY pipelines /source/pipelines
 COPY workers /source/workers
-# What SGLang brings stays as it is, torch and transformers above all: its versions are the constraints of what it lacks.
+# What SGLang brings stays as it is, torch and transformers above all. What it lacks is installed by version, without
+# dependencies: its Python may be another than that of our lists of hashes.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip freeze --exclude-editable | grep == > /tmp/held.txt \
-    && pip install -c /tmp/held.txt "/source[workers,pipelines]" && rm -r /source /tmp/held.txt
+    pip list --format=freeze | sed 's/==.*//' | tr 'A-Z_.' 'a-z--' > /tmp/brought.txt \
+    && sed -n 's/^\([^# ]*==[^ ]*\).*/\1/p' /source/workers/requirements.txt \
+       | awk -F== 'NR == FNR { brought[$1] = 1; next } !($1 in brought)' /tmp/brought.txt - > /tmp/lacking.txt \
+    && pip install --no-deps -r /tmp/lacking.txt && pip install --no-deps /source && rm -r /source /tmp/*.txt
