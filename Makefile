@@ -118,12 +118,23 @@ bench-gpu:  ## ten minutes of measurements on a GPU, without set-up; writes .eyr
 CONTAINER ?= docker
 REGISTRY ?=
 TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-image-api image-operator image-workers image-sglang: image-%:  ## the image of a component; CONTAINER=docker, podman or buildah
-	@$(CONTAINER) build $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) $(BUILD_ARGS) \
-	  -f $(if $(filter sglang,$*),workers/sglang.Dockerfile,$*/Dockerfile) -t $(if $(REGISTRY),$(REGISTRY)/)eyrie/$*:$(TAG) .
+IMAGE = $(CONTAINER) build $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) $(BUILD_ARGS) \
+	-t $(if $(REGISTRY),$(REGISTRY)/)eyrie/$(@:image-%=%):$(TAG) -f
 comma := ,
 
-test-images: image-api image-operator image-workers  ## the three images run: tables made, API asked, a drafter's stages in the workers'
+image-api:  ## the image of API server and migrations; CONTAINER=docker, podman or buildah
+	@$(IMAGE) api/Dockerfile .
+
+image-operator:  ## the image of operator and Celery workers
+	@$(IMAGE) operator/Dockerfile .
+
+image-workers:  ## the image of the stages
+	@$(IMAGE) workers/Dockerfile .
+
+image-sglang:  ## SGLang's image with Eyrie, for stages that measure in SGLang
+	@$(IMAGE) workers/sglang.Dockerfile .
+
+test-images: image-api image-operator image-workers  ## those of API, operator and workers, built and run: user, contents, tables, API, a stage program
 	@CONTAINER=$(CONTAINER) PREFIX=$(if $(REGISTRY),$(REGISTRY)/)eyrie TAG=$(TAG) bash tests/helm/run_images.sh
 
 sbom: setup  ## what an installation and each image consist of, as CycloneDX documents: .eyrie/sbom*.json

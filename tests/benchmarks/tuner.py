@@ -20,6 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 
+import matplotlib
+from matplotlib.figure import Figure
+
 from eyrie_api.artifacts import digest_model, read_sealed, write_model
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, BenchmarkSpec
@@ -30,8 +33,19 @@ from eyrie_api.v1alpha1.reports import Environment, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting, TuneSpec
+from eyrie_workers.figure_style import (
+    BASELINE_BLUE,
+    BEST_GREEN,
+    OTHER_GREY,
+    SETTINGS,
+    WARM_ORANGE,
+    new_figure,
+    save,
+    title,
+)
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
+from eyrie_workers.measurement.benchmark.plots import describe_environment
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites, uses_of
 from eyrie_workers.measurement.tuner.grid import possible_settings
 from eyrie_workers.measurement.tuner.profile import TuningProfile
@@ -291,10 +305,26 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
                      engine=EngineSpec(kind=options.engine)), options.out
 
 
+def predicted_against_measured(outcomes: Sequence[tuple[Setting, int, float, float]], detail: str) -> Figure:
+    """Predicted against measured speed-up: one point per setting and concurrency, which `outcomes` begin with."""
+    figure, (axes,) = new_figure(6.5, 6.0)
+    loads = sorted({concurrency for _, concurrency, _, _ in outcomes})
+    for concurrency, colour, marker in zip(loads, (BEST_GREEN, WARM_ORANGE, BASELINE_BLUE, OTHER_GREY) * len(loads),
+                                           "osD^" * len(loads), strict=False):
+        points = [(p, m) for setting, rows, p, m in outcomes if rows == concurrency and setting != OFF]
+        axes.scatter([p for p, _ in points], [m for _, m in points], c=colour, marker=marker, s=44, alpha=0.8,
+                     label=f"concurrency {concurrency}", zorder=3)
+    ends = [min(min(p, m) for _, _, p, m in outcomes), max(max(p, m) for _, _, p, m in outcomes)]
+    axes.plot(ends, ends, color="#444444", linewidth=1.2)
+    axes.set(xlabel="predicted speed-up over no speculation", ylabel="measured")
+    axes.legend(loc="upper left", fontsize=10)
+    errors = sorted(abs(p / m - 1.0) for setting, _, p, m in outcomes if setting != OFF)
+    title(figure, f"Predictions are off by {errors[len(errors) // 2]:.1%} (median of {len(errors)})", detail)
+    return figure
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trial; returns the exit code."""
-    from eyrie_workers.measurement.tuner.plots import draw_tuner_comparison
-
     try:
         spec, out = parse(argv)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -303,9 +333,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     write_model(out, report)
-    for path in draw_tuner_comparison(report.tuner, [(row.setting, row.concurrency, row.predicted_speedup, row.speedup)
-                                          for row in report.grid], out.with_suffix("")):
-        print(path)
+    outcomes = [(row.setting, row.concurrency, row.predicted_speedup, row.speedup) for row in report.grid]
+    with matplotlib.rc_context(SETTINGS):
+        for path in save(predicted_against_measured(outcomes, describe_environment(report.tuner)),
+                         out.with_suffix(""), "predictions"):
+            print(path)
     trials, possible = (sum(getattr(one, name) for one in report.verdicts) for name in ("trials", "trials_possible"))
     worst = max(one.behind for one in report.verdicts)
     print(f"at most {worst:.1%} behind the best, with {trials} of {possible} trials ({trials / possible:.0%}) and "

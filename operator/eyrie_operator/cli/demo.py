@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.text import Text
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.artifacts.stage_manifests import read_manifests
 from eyrie_api.cli import chat
+from eyrie_api.cli.plots import write_figures
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import times
 from eyrie_api.cli.watch import verdict, watch
@@ -34,6 +36,7 @@ from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import EngineKind, EngineSpec
+from eyrie_api.v1alpha1.figures import Figure
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
@@ -110,9 +113,9 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         job = watch(client, created.id, screen)
         verdict(job)
         endpoint = wait_serving(client, job, job.spec.endpoint_serve.healthy_within_s + _SERVING_S)
+        plots = draw(home, job.id, client.figures(job.id))
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)
-    plots = draw(home, job.id)
     reply = send_sample(endpoint) if endpoint is not None else None
     if screen.as_json:
         screen.show(report, "")
@@ -189,9 +192,12 @@ def write_report(home: Path, job_id: str) -> dict[str, Any]:
     return report
 
 
-def draw(home: Path, job_id: str) -> list[Path]:
-    """Draw plots in a child process, since this one does not import matplotlib or torch. Raises DemoFailed."""
+def draw(home: Path, job_id: str, figures: Sequence[Figure]) -> list[Path]:
+    """Write the API's figures, and the curves of the training in a child process, since this one does not import
+    matplotlib. Returns the PNG files. Raises DemoFailed, NoPlotLibrary."""
     out = home / "plots"
+    for kind in ("svg", "png"):
+        write_figures(figures, out, kind, "light")
     argv = [sys.executable, "-m", "eyrie_workers.stages.plots",
             "--job-dir", str(home / "jobs" / job_id), "--out", str(out)]
     completed = subprocess.run(argv, capture_output=True, text=True, check=False)

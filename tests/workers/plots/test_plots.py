@@ -8,21 +8,15 @@ from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.job_record import read_job, read_series
-from eyrie_workers.measurement.benchmark.plots import throughput, well_founded
-from eyrie_workers.measurement.tuner.plots import (
-    draw_tuner_comparison,
-    heat_maps,
-    operating_map,
-    predicted_against_measured,
-)
+from eyrie_workers.measurement.benchmark.plots import well_founded
 from eyrie_workers.stages.plots import draw_all, drawings, main
 from eyrie_workers.training.plots import checkpoint_curves, cumulative_speedup
+from tests.benchmarks.tuner import predicted_against_measured
 from tests.pipelines.rehearsal.rehearsal_stage import load_report
 from tests.workers.plots.synthetic import (
     benchmark_report,
     finished_job,
     train_report,
-    tune_report,
     tuned_by_prediction,
     write_metrics,
     write_stage,
@@ -31,11 +25,10 @@ from tests.workers.plots.synthetic import (
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_finished_job_gets_every_figure_as_png_and_svg(tmp_path: Path) -> None:
+def test_a_finished_job_gets_its_curves_as_png_and_svg(tmp_path: Path) -> None:
     paths = draw_all(finished_job(tmp_path / "job"), tmp_path / "plots")
     assert {path.stem for path in paths} == {
-        "learning-default", "conditional-default", "theoretical-default", "throughput", "acceptance-default-step-300",
-        "tuning", "tau-throughput"}
+        "learning-default", "conditional-default", "theoretical-default", "acceptance-default-step-300"}
     for path in paths:
         head = path.read_bytes()[:200]
         assert head.startswith(PNG) if path.suffix == ".png" else b"<?xml" in head
@@ -84,33 +77,10 @@ def test_checkpoint_curves_have_one_point_per_checkpoint_and_one_curve_per_step(
     assert [x for x, _ in curves[0]] == [10, 20]
 
 
-def test_the_throughput_title_names_the_best_average_not_the_best_peak() -> None:
-    figure = throughput([benchmark_report("default-step-100", 0.6), benchmark_report("default-step-200", 0.8)])
-    assert "default-step-200" in figure.get_suptitle()
-
-
-def test_the_heat_map_names_the_winner() -> None:
-    report = tune_report()
-    assert report.winner.label() in heat_maps(report).get_suptitle()
-
-
-def test_a_predicted_winner_is_drawn_though_few_shapes_were_measured() -> None:
+def test_predictions_of_the_tuner_are_compared_with_what_was_measured() -> None:
     report = tuned_by_prediction()
-    figure = heat_maps(report)
-    assert f"Chain {report.winner.label()}" in figure.get_suptitle()
-    marked = [sum("*" in text.get_text() for text in axes.texts) for axes in figure.axes[:-1]]
-    assert marked == [1] * len(marked)  # a chain stands in the map of every num_draft_tokens; the last is the scale
-
-
-def test_the_operating_map_names_the_load_at_which_speculation_stops_paying(tmp_path: Path) -> None:
-    report = tuned_by_prediction()
-    assert report.map is not None
-    assert "stops paying at concurrency 8" in operating_map(report.map, report.trials, "").get_suptitle()
     outcomes = [(t.setting, t.concurrency, t.predicted_speedup, t.predicted_speedup * 1.1) for t in report.trials]
     assert "off by 9.1%" in predicted_against_measured(outcomes, "").get_suptitle()
-    paths = draw_tuner_comparison(report, outcomes, tmp_path)
-    assert len(paths) == 6
-    assert all(path.stat().st_size > 1000 for path in paths)
 
 
 def test_positions_that_hardly_any_round_reached_are_not_drawn() -> None:

@@ -1,8 +1,9 @@
-"""Draw every figure a job has data for.
+"""Draw the curves of a job's training, and its acceptance and load figures, from its files.
 
     python -m eyrie_workers.stages.plots --job-dir D --out DIR
 
-A job that is still training has learning curves; a finished one has all figures. Figures without data are left out.
+A job that is still training has learning curves. Figures without data are left out. Those for which the REST API has a
+definition (`eyrie_api.figures`) are not drawn here: `eyrie plots` writes them.
 """
 
 import argparse
@@ -20,7 +21,6 @@ from eyrie_workers.figure_style import SETTINGS, save
 from eyrie_workers.job_record import JobRecord, Series, read_job
 from eyrie_workers.load import plots as load_plots
 from eyrie_workers.measurement.benchmark import plots as benchmark_plots
-from eyrie_workers.measurement.tuner import plots as tuner_plots
 from eyrie_workers.training import plots as training_plots
 
 Drawing = tuple[str, Callable[[], Figure]]
@@ -33,17 +33,7 @@ def drawings(record: JobRecord) -> Iterator[Drawing]:
         yield from _training(candidate, candidates.get(candidate), record.training_series.get(candidate, {}))
     if record.benchmarks:
         best = benchmark_plots.best_of(record.benchmarks)
-        yield "throughput", lambda: benchmark_plots.throughput(record.benchmarks)
         yield f"acceptance-{best.checkpoint}", lambda: benchmark_plots.acceptance_by_position(best)
-    if record.tune:
-        tune = record.tune
-        yield "tuning", lambda: tuner_plots.heat_maps(tune)
-        if tune.map is not None:
-            chart = tune.map
-            yield "operating-map", lambda: tuner_plots.operating_map(
-                chart, tune.trials, benchmark_plots.describe_environment(tune))
-    if record.benchmarks or record.tune:
-        yield "tau-throughput", lambda: benchmark_plots.acceptance_against_throughput(record.benchmarks, record.tune)
     if record.prove and record.prove.load:
         yield from load_plots.drawings(record.prove.load)
 
