@@ -40,7 +40,6 @@ import httpx
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.artifacts.directories import download_dir
 from eyrie_api.errors import EyrieError
-from eyrie_api.full_disk import free_bytes
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
@@ -61,7 +60,7 @@ LIVE = "live"
 MAX_KILLS_OF_RUN = 2
 MAX_AT_ONCE = 3
 JOBS_AT_ONCE = 2
-DISK_MIB = 512
+DISK_MIB = 256
 FULL_S = (1.0, 6.0)
 """How long a disk is full."""
 
@@ -204,8 +203,9 @@ class Chaos:
         if self._disk is None:
             return
         filler = self._disk / "filler"
-        with filler.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free_bytes(self._disk))
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:  # until no byte is free; others write and delete meanwhile
+                file.write(bytes(1 << 16))
         self.counts["full disk"] += 1
         try:
             time.sleep(self.rng.uniform(*FULL_S))
