@@ -44,7 +44,7 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
 from eyrie_pipelines import local
-from eyrie_pipelines.processes import wait_until
+from eyrie_pipelines.processes import identify, wait_until
 from eyrie_workers.catalog import stage_dir
 from tests.campaigns.deployments import Deployment, OnePlane, Separate
 from tests.campaigns.histories import History, broken_lists, broken_rules, outcome
@@ -191,7 +191,7 @@ class Chaos:
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: not _is_there(pid), END_S)  # on a busy machine it takes seconds
+            wait_until(lambda: identify(pid) is None, END_S)  # on a busy machine it takes seconds
         self.counts[kind] += 1
         self.kills_of[job_id] += kind == "run"
 
@@ -274,14 +274,6 @@ class Chaos:
         listed = [one["id"] for one in self.listed("/v1alpha1/jobs", limit=100)]
         for rule, facts in broken_lists(self.accepted, listed):
             self.campaign.add_finding(rule, **facts)
-
-
-def _is_there(pid: int) -> bool:
-    """Whether it runs; what nobody waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def check_nothing_is_left(campaign: Campaign, path: Path) -> None:

@@ -28,7 +28,7 @@ from eyrie_api.settings import Settings
 from eyrie_operator.embedded.processes import stop_endpoints
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
-from tests.campaigns.live_servers import START_S, Plane, add_endpoint
+from tests.campaigns.live_servers import START_S, Plane, add_endpoint, has_ended
 from tests.campaigns.process_tree import sample_tree
 from tests.servers import postgres
 from tests.servers.processes import Server, Session, private_dir
@@ -190,7 +190,7 @@ class Separate(Deployment):
                 server.start()
         for name, program in self._programs.items():
             process = self._running.get(name)
-            if process is None or process.poll() is not None:
+            if process is None or has_ended(process):
                 with self._log.open("ab") as log:
                     self._running[name] = subprocess.Popen(
                         program, stdout=log, stderr=log, env={**os.environ, **self._environment, **self._clock(name)})

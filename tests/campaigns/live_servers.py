@@ -25,7 +25,7 @@ from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record, stop_endpoints
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines import local
-from eyrie_pipelines.processes import wait_until
+from eyrie_pipelines.processes import identify, wait_until
 from tests.campaigns.report import ROOT
 
 START_S = 120.0
@@ -115,7 +115,7 @@ class Plane:
         return -1 if code is None else code
 
     def _ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+        return self._process is None or has_ended(self._process)
 
     def _is_ready(self) -> bool:
         try:
@@ -152,6 +152,14 @@ class Plane:
         for directory in self.home.glob("jobs/*"):
             local.stop(directory, grace_s=0.5)
         stop_endpoints(self.home)
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended. Race: of a killed process the first thread may have ended before the others; it cannot be
+    waited for then, and `poll` takes it for running."""
+    if identify(process.pid) is None:
+        process.wait()
+    return process.poll() is not None
 
 
 def add_endpoint(settings: Settings, name: str, target: str, **serve: float) -> None:
