@@ -261,7 +261,10 @@ class Chaos:
         return self.deployment.node() / "jobs" / job_id
 
     def finish(self) -> None:
-        """Kill nothing more: what is open has to end."""
+        """Kill nothing more and set all clocks: what is open has to end."""
+        for clock in self.deployment.clocks.values():
+            clock.shift(0)
+
         def ended() -> bool:
             self.check_ended()
             return not self.open
