@@ -208,7 +208,7 @@ campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and 
 campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
 	@$(BIN)/python -m tests.campaigns.tenancy $(CAMPAIGN)
 
-campaign-chaos: setup  ## kills at random moments over short jobs and live traffic; counts add up; SERVERS=1: PostgreSQL, Redis
+campaign-chaos: setup  ## kills, full disks, clock jumps over short jobs and live traffic; counts add up; SERVERS=1: all processes apart
 	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN) $(if $(SERVERS),--servers)
 
 campaign-corruption: setup  ## files of jobs and of a home flipped, truncated, emptied: detected, named, made again, never used

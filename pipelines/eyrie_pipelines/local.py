@@ -127,8 +127,10 @@ class LocalRunner:
                        failure=failure, leftovers=run.state != "running" and bool(live_processes(self._dir(job_id))))
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
-        """See `Runner`, and `start` in this module."""
-        start(self._dir(job_id), job_id, spec, attempt, incumbent)
+        """See `Runner`, and `start` in this module. Race: a driver whose start took longer than its lease, or was
+        killed before the leader's record was there, has started the run; the next observation finds it."""
+        with contextlib.suppress(Conflict):
+            start(self._dir(job_id), job_id, spec, attempt, incumbent)
 
     def stop(self, job_id: str) -> None:
         """See `Runner`."""

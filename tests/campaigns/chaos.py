@@ -1,20 +1,22 @@
-"""Kills (-9) at random moments, and what the histories of jobs say afterwards: `make campaign-chaos`.
+"""Kills (-9) and other faults at random moments, and what the histories of jobs say afterwards: `make campaign-chaos`.
 
-The control plane is a process with its database, chores and HTTP; runs, kfp.local and the frame of stages are the
-product's; only the stages do no work (`tests.pipelines.rehearsal`), so that jobs are short. An endpoint serves a tiny
-target through its gateway, and callers ask it all the time (`live_traffic`). With `--servers` rows are in a PostgreSQL
-and chores in a Redis, elsewhere in SQLite and in memory. Again and again one of these is killed: the plane, a process
-of a run, the gateway, an engine, PostgreSQL, Redis. At most MAX_KILLS_OF_RUN kills hit one job's run, since a run whose
-leader dies `MAX_STARTS` times is given up on purpose. When a job has ended, its history is checked:
+Database, chores, HTTP, runs, kfp.local and the frame of stages are the product's; only the stages do no work
+(`tests.pipelines.rehearsal`), so that jobs are short. An endpoint serves a tiny target through its gateway, and callers
+ask it all the time (`live_traffic`). One process holds the control plane, or with `--servers` API, workers, PostgreSQL,
+Redis and S3 are processes of their own (`deployments`). Again and again one to MAX_AT_ONCE of these are killed:
 
-- it succeeded, whatever was killed;
-- one decision, one promotion decision event, one end; each stage finished once, each stage's own event is there once;
-- every manifest is there, and all files have their digests; no process of it is left.
+- the processes of the deployment, forked children of workers among them;
+- a process of a run: leader, task of the pipeline, stage program. At most MAX_KILLS_OF_RUN kills hit one job's run,
+  since a run whose leader dies `MAX_STARTS` times is given up on purpose;
+- the gateway, an engine.
 
-At the end the endpoint answers again, and after the plane's end no process of the home is left. The API answers with no
-5xx but 503 with Retry-After, which is tried again.
+Faults besides: the disk of the home, a small one of its own, is full for seconds (needs root, else left out); the wall
+clock of one process of the deployment jumps (needs a C compiler, else left out). When a job has ended, its history is
+compared with the rules of `histories`. At the end the endpoint answers again, and after the deployment's end no process
+of it is left. The API answers with no 5xx but 503 with Retry-After, which is tried again.
 
-Counts are added up over runs in the state file: `--state FILE` (delete it to start from zero).
+Counts are added up over runs in the state file, also of runs that are interrupted: `--state FILE` (delete it to start
+from zero).
 
     python -m tests.campaigns.chaos [--seed 1] [--seconds 240] [--servers] [--state FILE] [--out FILE]
 """
@@ -23,7 +25,9 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -34,27 +38,36 @@ from typing import Any
 import httpx
 
 from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.artifacts.directories import download_dir
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
 from eyrie_pipelines import local
-from eyrie_pipelines.processes import wait_until
+from eyrie_pipelines.processes import identify, wait_until
 from eyrie_workers.catalog import stage_dir
-from tests.campaigns.live_servers import Plane, scratch
+from tests.campaigns.deployments import Deployment, OnePlane, Separate
+from tests.campaigns.histories import History, broken_lists, broken_rules, outcome
+from tests.campaigns.live_servers import scratch
 from tests.campaigns.live_traffic import Callers
 from tests.campaigns.report import ROOT, Campaign, options
 from tests.pipelines.conftest import REHEARSAL, Rehearsal, spec_of
-from tests.servers import postgres
-from tests.servers.processes import Server, Session, private_dir
-from tests.servers.redis import Redis
 from tests.tiny import tiny_target
 
 LIVE = "live"
 """The endpoint that callers ask. Jobs decide on `default`, which serves nothing."""
 
 MAX_KILLS_OF_RUN = 2
+MAX_AT_ONCE = 3
 JOBS_AT_ONCE = 2
+DISK_MIB = 512
+FULL_S = (1.0, 6.0)
+"""How long a disk is full."""
+
+SHIFTS_S = (-86_400, -3_600, -300, -10, 0, 0, 10, 300, 3_600, 86_400)
+_FAULT_SHARE = 0.08
+"""Of the steps, for each kind of fault that is no kill."""
+
 _SAY_EVERY_S = 10.0
 END_S = 180.0
 """For a job to end once nothing is killed any more."""
@@ -62,75 +75,58 @@ END_S = 180.0
 _BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
 
 
-class Servers:
-    """PostgreSQL and Redis of the campaign's own; none without a stack to end them."""
-
-    def __init__(self, stack: contextlib.ExitStack | None) -> None:
-        self._servers: dict[str, Server] = {}
-        self._settings: dict[str, str] = {}
-        if stack is None:
-            return
-        session = Session()
-        stack.callback(session.end)
-        database, broker = postgres.start(private_dir()), Redis(private_dir())
-        broker.start()
-        assert database.server is not None
-        self._servers = {"PostgreSQL": database.server, "Redis": broker.server}
-        self._settings = {"database_url": database.url(database.create()), "broker_url": broker.url}
-
-    @property
-    def names(self) -> list[str]:
-        """Those that can be killed."""
-        return list(self._servers)
-
-    def settings(self) -> dict[str, str]:
-        """Of a control plane that uses them."""
-        return self._settings
-
-    def kill(self, name: str) -> None:
-        """kill -9."""
-        self._servers[name].kill()
-
-    def start(self, name: str) -> None:
-        """Start it again, on the same port."""
-        self._servers[name].start()
-
-
 class Chaos:
-    """One home, its control plane, and the jobs that have not been checked."""
+    """One deployment, and the jobs that have not been checked."""
 
-    def __init__(self, campaign: Campaign, home: Path, target: Path, servers: Servers) -> None:
-        self.campaign, self.home, self.servers = campaign, home, servers
-        self.plane = Plane(home, **servers.settings())
-        self.live = endpoint_dir(home, LIVE)
-        self.plane.add_endpoint(LIVE, str(target), port=0, max_concurrency=2)
+    def __init__(self, campaign: Campaign, deployment: Deployment, disk: Path | None) -> None:
+        self.campaign, self.deployment, self.home, self._disk = campaign, deployment, deployment.home, disk
+        self.live = endpoint_dir(self.home, LIVE)
         self.callers = Callers(campaign, self.live, LIVE)
         self.rng = random.Random(campaign.seed)
-        self.kills: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        """Kills by kind of process, and other faults by kind."""
+
         self.kills_of: Counter[str] = Counter()
+        self.accepted: list[str] = []
         self.open: list[str] = []
         self.checked = 0
-        self.start()
+        self._expected: dict[str, Any] | None = None
+        self.revive()
 
-    def start(self) -> None:
-        """Start the control plane and wait until it is ready."""
-        code = self.plane.start()
-        if code is not None:
-            self.campaign.add_finding("the control plane starts after a kill", code=code,
-                                      log=self.plane.log.read_text()[-2000:])
+    def revive(self) -> None:
+        """Start again what has died."""
+        problem = self.deployment.revive()
+        if problem is not None:
+            self.campaign.add_finding("a deployment starts after kills", problem=problem)
 
     def ask(self, method: str, path: str, **given: Any) -> httpx.Response:
         """The API's answer, after as many 503 with Retry-After as it takes while a server comes back."""
         deadline = time.monotonic() + END_S
         while True:
-            answer = self.plane.http.request(method, path, **given)
-            is_retryable = answer.status_code == 503 and "retry-after" in answer.headers
-            if answer.status_code >= 500 and not is_retryable:
-                self.campaign.add_finding("the API has no error but 503 with Retry-After", path=path,
-                                          status=answer.status_code, body=answer.text[:500])
+            answer = self.deployment.http.request(method, path, **given)
+            self._judge(answer)
             if answer.status_code < 500 or time.monotonic() > deadline:
                 return answer
             time.sleep(0.5)
+
+    def _judge(self, answer: httpx.Response) -> None:
+        if answer.status_code >= 500 and not (answer.status_code == 503 and "retry-after" in answer.headers):
+            self.campaign.add_finding("the API has no error but 503 with Retry-After", path=answer.url.path,
+                                      status=answer.status_code, body=answer.text[:500])
+
+    def listed(self, path: str, **wanted: Any) -> list[dict[str, Any]]:
+        """All pages of a list; empty where there is none (an endpoint that nothing was decided for)."""
+        found: list[dict[str, Any]] = []
+        cursor: dict[str, Any] = {}
+        while True:
+            answer = self.ask("GET", path, params={**wanted, **cursor}, headers={"Accept": "application/json"})
+            if answer.status_code == 404:
+                return found
+            page = answer.raise_for_status().json()
+            found += page["items"]
+            if not page.get("next_cursor"):
+                return found
+            cursor = {"cursor": page["next_cursor"]}
 
     def serves(self) -> bool:
         """Whether the live endpoint answers."""
@@ -142,40 +138,85 @@ class Chaos:
             return False
 
     def submit(self) -> None:
-        """Keep a few jobs in progress."""
+        """Keep a few jobs in progress. Some clients send their request twice, with its key."""
         while len(self.open) < JOBS_AT_ONCE:
-            answer = self.ask("POST", "/v1alpha1/jobs", json=_BODY)
-            if answer.status_code != 202:
+            key = self._next_key()
+            answer = self.ask("POST", "/v1alpha1/jobs", json=_BODY, headers=key)
+            if not self._note_accepted(answer):
                 self.campaign.add_finding("a job is accepted", status=answer.status_code, body=answer.text[:500])
                 return
-            self.open.append(answer.json()["id"])
+            if self.rng.random() < 0.3:
+                again = self.ask("POST", "/v1alpha1/jobs", json=_BODY, headers=key)
+                if again.status_code != 202 or again.json()["id"] != answer.json()["id"]:
+                    self.campaign.add_finding("a request sent again with its key is answered the same",
+                                              status=again.status_code, body=again.text[:500])
 
-    def kill_one(self) -> None:
-        """Kill a random process at a random moment."""
+    def _next_key(self) -> dict[str, str]:
+        """Header of the next request for a job: one that was refused is sent again under the same key."""
+        return {"Idempotency-Key": f"chaos-{len(self.accepted)}"}
+
+    def _note_accepted(self, answer: httpx.Response) -> bool:
+        if answer.status_code == 202:
+            self.open.append(answer.json()["id"])
+            self.accepted.append(answer.json()["id"])
+        return answer.status_code == 202
+
+    def disturb(self) -> None:
+        """One to MAX_AT_ONCE kills, or another fault, at a random moment."""
         time.sleep(self.rng.uniform(0.0, 1.5))
-        victims: list[tuple[str, str, int]] = [("plane", "", self.plane.pid)]
+        drawn = self.rng.random()
+        if drawn < _FAULT_SHARE:
+            self._shift_clock()
+        elif drawn < 2 * _FAULT_SHARE:
+            self._fill_disk()
+        else:
+            for _ in range(self.rng.choice((1,) * 3 + tuple(range(1, MAX_AT_ONCE + 1)))):
+                self._kill_one()
+            time.sleep(self.rng.choice((0.0, 0.0, 0.5, 3.0)))
+            self.revive()
+
+    def _kill_one(self) -> None:
+        victims = [(kind, "", pid) for kind, pid in self.deployment.victims()]
         for job_id in self.open:
             if self.kills_of[job_id] < MAX_KILLS_OF_RUN:
-                victims += [("run", job_id, pid) for pid in local.live_processes(self.home / "jobs" / job_id)]
+                victims += [("run", job_id, pid) for pid in local.live_processes(self._node_dir(job_id))]
         if (gateway := read_record(self.live / GATEWAY_FILE, GatewayRecord)) is not None:
             victims.append(("gateway", "", gateway.process.pid))
         victims += [("engine", "", engine.process.pid) for _, engine in list_engines(self.live)][-1:]
-        victims += [(name, "", 0) for name in self.servers.names]
-        kind, job_id, pid = self.rng.choice(victims)
-        if kind in self.servers.names:
-            self.kills[kind] += 1
-            self.servers.kill(kind)
-            time.sleep(self.rng.choice((0.0, 0.5, 3.0)))
-            self.servers.start(kind)
+        # A kind first: else the many forked children of workers would be drawn most of the time.
+        wanted = self.rng.choice(sorted({kind for kind, _job_id, _pid in victims}))
+        kind, job_id, pid = self.rng.choice([one for one in victims if one[0] == wanted])
+        if pid == 0:
+            self.deployment.kill(kind)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: identify(pid) is None, END_S)  # on a busy machine it takes seconds
+        self.counts[kind] += 1
+        self.kills_of[job_id] += kind == "run"
+
+    def _shift_clock(self) -> None:
+        if self.deployment.clocks:
+            clock = self.deployment.clocks[self.rng.choice(sorted(self.deployment.clocks))]
+            clock.shift(self.rng.choice(SHIFTS_S))
+            self.counts["clock jump"] += 1
+
+    def _fill_disk(self) -> None:
+        if self._disk is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            self.kills[kind] += 1
-            self.kills_of[job_id] += kind == "run"
-        if kind == "plane":
-            self.plane.kill()
-            time.sleep(self.rng.choice((0.0, 0.0, 1.0)))
-            self.start()
+        filler = self._disk / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:  # until no byte is free; others write and delete meanwhile
+                file.write(bytes(1 << 16))
+        self.counts["full disk"] += 1
+        try:
+            time.sleep(self.rng.uniform(*FULL_S))
+            answer = self.deployment.http.post("/v1alpha1/jobs", json=_BODY, headers=self._next_key())
+            if answer.status_code != 507:  # the disk is too small for the job: a refusal with its hint
+                self._judge(answer)
+            self._note_accepted(answer)
+        finally:
+            filler.unlink()
 
     def check_ended(self) -> None:
         """Check the histories of the jobs that have ended."""
@@ -186,44 +227,44 @@ class Chaos:
                 self.checked += 1
 
     def _check(self, job_id: str) -> None:
-        job, directory = self.ask("GET", f"/v1alpha1/jobs/{job_id}").json(), self.home / "jobs" / job_id
-        status = job["status"]
-        facts = {"job": job_id, "kills": self.kills_of[job_id]}
-        if status["phase"] != "Succeeded":
-            wrong = [one for one in status["conditions"] if one["status"] != "True"]
-            self.campaign.add_finding("a job ends as if nothing had happened", **facts, phase=status["phase"],
-                                      conditions=wrong)
-            return
-        events = self.ask("GET", f"/v1alpha1/jobs/{job_id}/events", params={"limit": 500},
-                               headers={"Accept": "application/json"}).json()["items"]
-        reasons = Counter(one["reason"] for one in events)
-        stages = [(one["stage"], one["key"]) for one in status["stages"]]
-        finished = Counter((one["stage"], one["key"]) for one in events if one["reason"] == "StageFinished")
-        rehearsed = Counter((one["stage"], one["key"]) for one in events if one["reason"] == "Rehearsed")
-        if reasons["Succeeded"] != 1 or reasons["Promoted"] != 1 or reasons["Failed"] or reasons["Cancelled"]:
-            self.campaign.add_finding("a job has one end and one decision", **facts, reasons=dict(reasons))
-        if any(finished[one] != 1 for one in stages):
-            self.campaign.add_finding("each finished stage is reported once", **facts, finished=str(finished))
-        if any(rehearsed[one] < 1 for one in stages):
-            self.campaign.add_finding("no event of a stage is lost", **facts, events=str(rehearsed))
-        ids = [one["id"] for one in events]
-        if ids != sorted(set(ids)):
-            self.campaign.add_finding("events are in order", **facts)
-        wanted = {"kind": "decided", "limit": 500}
-        decided = self.ask("GET", "/v1alpha1/endpoints/default/history", params=wanted).json()
-        if sum(one["job_id"] == job_id for one in decided["items"]) != 1:
-            self.campaign.add_finding("a job is decided once", **facts)
-        for stage, key in stages:
+        history = self._history(job_id)
+        for rule, facts in broken_rules(history, self._expected):
+            self.campaign.add_finding(rule, job=job_id, kills=self.kills_of[job_id], **facts)
+        if self._expected is None and history.job["status"]["phase"] == "Succeeded":
+            self._expected = outcome(history)
+
+    def _history(self, job_id: str) -> History:
+        job = self.ask("GET", f"/v1alpha1/jobs/{job_id}").json()
+        decided = self.listed("/v1alpha1/endpoints/default/history", kind="decided", limit=500)
+        written, damage = {}, []
+        for stage, key in ((one["stage"], one["key"]) for one in job["status"]["stages"]):
+            root = stage_dir(self._node_dir(job_id), stage, key)
+            with contextlib.suppress(FileNotFoundError):
+                written[stage, key] = (root / "events.jsonl").read_text().splitlines()
             try:
-                root = stage_dir(directory, stage, key)
                 verify_files(read_manifest(root), root)
+                if (store := self.deployment.store()) is not None:
+                    with scratch("stored") as copy:
+                        download_dir(store, stage_dir(Path("jobs") / job_id, stage, key).as_posix(), copy)
             except EyrieError as error:
-                self.campaign.add_finding("all digests are right", **facts, stage=stage, key=key, error=str(error))
-        if not wait_until(lambda: not local.live_processes(directory), 10.0):
-            self.campaign.add_finding("no process is left", **facts, pids=local.live_processes(directory))
+                damage.append(f"{stage} {key}: {error}")
+
+        def left() -> list[int]:
+            return local.live_processes(self._node_dir(job_id))
+
+        ended = wait_until(lambda: not left(), 10.0)
+        return History(job, self.listed(f"/v1alpha1/jobs/{job_id}/events", limit=500),
+                       [one for one in decided if one["job_id"] == job_id], written, damage,
+                       [] if ended else [str(pid) for pid in left()])
+
+    def _node_dir(self, job_id: str) -> Path:
+        return self.deployment.node() / "jobs" / job_id
 
     def finish(self) -> None:
-        """Kill nothing more: what is open has to end."""
+        """Kill nothing more and set all clocks: what is open has to end."""
+        for clock in self.deployment.clocks.values():
+            clock.shift(0)
+
         def ended() -> bool:
             self.check_ended()
             return not self.open
@@ -231,23 +272,26 @@ class Chaos:
         if not wait_until(self.serves, END_S):
             self.campaign.add_finding("an endpoint whose processes were killed serves again")
         if not wait_until(ended, END_S):
-            self.campaign.add_finding("each accepted job ends", jobs=self.open, phases=[
-                self.ask("GET", f"/v1alpha1/jobs/{job_id}").json()["status"]["phase"] for job_id in self.open])
+            self.campaign.add_finding("each accepted job ends", jobs=[
+                self.ask("GET", f"/v1alpha1/jobs/{job_id}").json()["status"] for job_id in self.open])
+        listed = [one["id"] for one in self.listed("/v1alpha1/jobs", limit=100)]
+        for rule, facts in broken_lists(self.accepted, listed):
+            self.campaign.add_finding(rule, **facts)
 
 
-def check_nothing_is_left(campaign: Campaign, home: Path) -> None:
-    """After the end of the plane no process mentions its home."""
+def check_nothing_is_left(campaign: Campaign, path: Path) -> None:
+    """After the end of the deployment no process mentions its directory."""
     def left() -> list[str]:
         found = []
         for line in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 words = line.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if str(home) in words and int(line.parent.name) != os.getpid():
+                if str(path) in words and int(line.parent.name) != os.getpid():
                     found.append(words[:300])
         return found
 
     if not wait_until(lambda: not left(), 20.0):
-        campaign.add_finding("no process is left after the control plane's end", processes=left())
+        campaign.add_finding("no process is left after the deployment's end", processes=left())
 
 
 @contextlib.contextmanager
@@ -265,44 +309,79 @@ def rehearsed(path: Path) -> Iterator[Rehearsal]:
         os.environ |= before
 
 
-def main() -> int:
-    """Run the campaign."""
-    parser = options("chaos", "Kills at random moments over many short jobs.", 240.0)
-    parser.add_argument("--state", type=Path, default=ROOT / ".eyrie/campaigns/chaos-state.json",
-                        help="counts over all runs of the campaign")
-    parser.add_argument("--servers", action="store_true", help="with PostgreSQL and Redis, which are killed too")
-    wanted = parser.parse_args()
-    campaign = Campaign("chaos", wanted.seed, wanted.seconds, wanted.out)
-    with scratch("chaos") as path, rehearsed(path), contextlib.ExitStack() as stack:
-        home = path / "home"
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[Path | None]:
+    """A file system of DISK_MIB at `path`; None where it may not be mounted."""
+    path.mkdir()
+    mounted = shutil.which("mount") is not None and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)], capture_output=True,
+        check=False).returncode == 0
+    try:
+        yield path if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def run(campaign: Campaign, path: Path, state: Path, *, servers: bool) -> dict[str, Any]:
+    """Disturb a deployment below `path` until the time is over; returns figures."""
+    before = json.loads(state.read_text()) if state.exists() else {"counts": {}, "jobs": 0, "found": 0}
+    total: dict[str, Any] = before
+    with small_disk(path / "disk") as disk:
+        home = path / "disk" / "home"
         home.mkdir()
         tiny_target(path / "target")
-        servers = Servers(stack) if wanted.servers else Servers(None)
-        chaos = Chaos(campaign, home, path / "target", servers)
+        form = Separate if servers else OnePlane
+        deployment = form(home, path, path / "target", LIVE, port=0, max_concurrency=2)
         try:
+            chaos = Chaos(campaign, deployment, disk)
+
+            def save() -> dict[str, Any]:
+                added = {"counts": dict(sorted((Counter(before["counts"]) + chaos.counts).items())),
+                         "jobs": before["jobs"] + chaos.checked, "found": before["found"] + campaign.found}
+                state.parent.mkdir(parents=True, exist_ok=True)
+                state.write_text(json.dumps(added) + "\n")
+                return added
+
             assert wait_until(chaos.serves, END_S), "the endpoint does not serve"
             chaos.callers.start()
-            said_s = 0.0
-            while not campaign.is_over:
-                chaos.submit()
-                chaos.kill_one()
-                chaos.check_ended()
-                if campaign.elapsed_s >= said_s + _SAY_EVERY_S:
-                    said_s = campaign.elapsed_s
-                    campaign.print_progress(chaos.kills.total(), f"kills, {chaos.checked} jobs checked")
-            chaos.finish()
+            campaign.began = time.monotonic()
+            try:
+                said_s = 0.0
+                while not campaign.is_over:
+                    chaos.submit()
+                    chaos.disturb()
+                    chaos.check_ended()
+                    if campaign.elapsed_s >= said_s + _SAY_EVERY_S:
+                        said_s = campaign.elapsed_s
+                        total = save()
+                        campaign.print_progress(chaos.counts.total(), f"faults, {chaos.checked} jobs checked")
+                chaos.finish()
+            finally:
+                chaos.callers.stop()
+                total = save()
         finally:
-            chaos.callers.stop()
-            chaos.plane.close()
-        check_nothing_is_left(campaign, home)
-    before = json.loads(wanted.state.read_text()) if wanted.state.exists() else {"kills": {}, "jobs": 0, "found": 0}
-    total = {"kills": dict(Counter(before["kills"]) + chaos.kills), "jobs": before["jobs"] + chaos.checked,
-             "found": before["found"] + campaign.found}
-    wanted.state.parent.mkdir(parents=True, exist_ok=True)
-    wanted.state.write_text(json.dumps(total) + "\n")
-    return campaign.finish({
-        "kills": dict(chaos.kills), "jobs": chaos.checked, "callers": dict(chaos.callers.seen),
-        "longest time without an answer, s": round(chaos.callers.longest_outage_s, 1), "over all runs": total})
+            deployment.close()
+        check_nothing_is_left(campaign, path)
+    left_out = [*(() if disk else ("full disks: none can be mounted",)),
+                *(() if deployment.clocks else ("clock jumps: no C compiler",))]
+    return {"kills and faults": dict(sorted(chaos.counts.items())), "left out": left_out, "jobs": chaos.checked,
+            "callers": dict(chaos.callers.seen),
+            "longest time without an answer, s": round(chaos.callers.longest_outage_s, 1), "over all runs": total}
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = options("chaos", "Kills and other faults at random moments over many short jobs.", 240.0)
+    parser.add_argument("--state", type=Path, default=ROOT / ".eyrie/campaigns/chaos-state.json",
+                        help="counts over all runs of the campaign")
+    parser.add_argument("--servers", action="store_true",
+                        help="API, workers, PostgreSQL, Redis and S3 as processes of their own")
+    wanted = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))  # so that all is stopped
+    campaign = Campaign("chaos", wanted.seed, wanted.seconds, wanted.out)
+    with scratch("chaos") as path, rehearsed(path):
+        return campaign.finish(run(campaign, path, wanted.state, servers=wanted.servers))
 
 
 if __name__ == "__main__":

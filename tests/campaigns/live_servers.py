@@ -25,7 +25,7 @@ from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record, stop_endpoints
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines import local
-from eyrie_pipelines.processes import wait_until
+from eyrie_pipelines.processes import identify, wait_until
 from tests.campaigns.report import ROOT
 
 START_S = 120.0
@@ -82,6 +82,9 @@ class Plane:
         self.tree: Path | None = None
         """A checkout whose code runs at the next start; None: this one's."""
 
+        self.variables: dict[str, str] = {}
+        """Environment variables of the process besides this one's."""
+
         self._settings = {"home": str(home), "port": self.port, "reconcile_interval_s": 0.2, "lease_ttl_s": 2.0,
                           **settings}
         self.log = home.parent / "plane.log"
@@ -94,11 +97,17 @@ class Plane:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return not self._ended()
+
     def start(self) -> int | None:
         """Start it, and wait until it is ready. Returns None, or the exit code of one that ended (-1: not ready)."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen([sys.executable, "-c", _PLANE, json.dumps(self._settings)],
-                                             stdout=log, stderr=log, env=environment(self.tree))
+                                             stdout=log, stderr=log,
+                                             env={**environment(self.tree), **self.variables})
         wait_until(lambda: self._is_ready() or self._ended(), START_S)
         if self._is_ready():
             return None
@@ -106,7 +115,7 @@ class Plane:
         return -1 if code is None else code
 
     def _ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+        return self._process is None or has_ended(self._process)
 
     def _is_ready(self) -> bool:
         try:
@@ -143,6 +152,20 @@ class Plane:
         for directory in self.home.glob("jobs/*"):
             local.stop(directory, grace_s=0.5)
         stop_endpoints(self.home)
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended. Race: of a killed process the first thread may have ended before the others; it cannot be
+    waited for then, and `poll` takes it for running."""
+    if identify(process.pid) is None:
+        process.wait()
+    return process.poll() is not None
+
+
+def add_endpoint(settings: Settings, name: str, target: str, **serve: float) -> None:
+    """Migrate the database of `settings` and store an endpoint that serves the target alone."""
+    subprocess.run([sys.executable, "-c", _WITH_ENDPOINT, settings.model_dump_json(exclude_unset=True), name, target,
+                    json.dumps(serve)], check=True, stdout=subprocess.DEVNULL)
 
 
 def environment(tree: Path | None) -> dict[str, str]:

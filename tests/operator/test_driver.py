@@ -8,22 +8,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
+from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.records import ProgressRecord
 from eyrie_api.v1alpha1.serving import ServeSpec
-from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.jobs.driver import Driver
+from eyrie_operator.jobs.events import changes
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, wait_until
@@ -256,3 +260,14 @@ def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(harness: 
     assert harness.jobs.take_lease(job_id, "somebody-else", 60.0)
     harness.driver.advance(job_id)
     assert local.observe(harness.directory(job_id)).state == "none"
+
+
+def test_the_start_of_a_stage_is_reported_although_its_progress_was_stored_by_a_driver_that_was_killed(
+        harness: Harness, tmp_path: Path) -> None:
+    job_id, events = harness.submit(), tmp_path / "events.jsonl"
+    events.write_text(ProgressRecord(time=datetime.now(UTC), done=1.0).model_dump_json() + "\n")
+    Ingest(harness.database).read(job_id, "benchmark", "base-step-10", events)
+    before = harness.jobs.get(job_id).status
+    finished = StageStatus(stage="benchmark", key="base-step-10", state="Succeeded")
+    reported = changes(before, before.model_copy(update={"stages": (finished,)}))
+    assert [one.reason for one in reported] == ["StageStarted", "StageFinished"]

@@ -1,5 +1,6 @@
 """A full disk stops nothing for good: what meets it waits, says so, and goes on when there is space."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from eyrie_api.errors import DiskFull
 from eyrie_api.full_disk import ROOM, await_room, free_bytes, is_full, is_short
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
+from eyrie_workers.stage_program import Stage
 from tests.pipelines.conftest import Rehearsal, spec_of
 
 
@@ -66,6 +68,18 @@ def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(dis
     assert wait_until(lambda: local.observe(job_dir).state != "running", 180.0)
     assert local.observe(job_dir).state == "succeeded"
     assert read_manifest(job_dir / "stages" / "prove").stage == "prove"
+
+
+def test_a_record_that_fits_only_in_part_is_not_written_and_the_next_one_is_whole(disk: Path) -> None:
+    stage = Stage(disk, quiet=True)
+    stage.event("Before", "x" * 3900)  # the next line would cross the end of the first page
+    filler = fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        stage.event("Lost", "y" * 500)
+    filler.unlink()
+    stage.event("After", "z")
+    reasons = [json.loads(line)["reason"] for line in (disk / "events.jsonl").read_text().splitlines()]
+    assert reasons == ["Before", "After"]
 
 
 def test_what_was_free_was_not_enough_so_more_is_waited_for(disk: Path) -> None:

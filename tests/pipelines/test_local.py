@@ -309,6 +309,22 @@ def test_two_leaders_in_one_job_directory_are_impossible(job_dir: Path, rehearsa
     assert seen.state == "running"
 
 
+def test_a_runner_asked_to_start_a_run_that_is_alive_leaves_it_alone(tmp_path: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    runner, job_dir = local.LocalRunner(tmp_path), tmp_path / "jobs" / "job-1"
+    try:
+        runner.start("job-1", spec_of(), 1, None)
+        first = runner.observe("job-1")
+        runner.start("job-1", spec_of(), 1, None)
+        assert runner.observe("job-1") == first
+        record = (job_dir / "run" / "run.json").rename(tmp_path / "aside")  # its leader has not written it yet
+        runner.start("job-1", spec_of(), 1, None)
+        record.rename(job_dir / "run" / "run.json")
+        assert runner.observe("job-1") == first
+    finally:
+        local.stop(job_dir, grace_s=0.5)
+
+
 def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_goes_on(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["hang", "ok"], train__base=["hang"])

@@ -140,6 +140,11 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
         if self._process is not None:

@@ -17,6 +17,7 @@ can be killed at any line and run again:
 """
 
 import argparse
+import errno
 import fcntl
 import os
 import signal
@@ -131,9 +132,20 @@ class Stage:
         directory = (self._whole or self).out_dir
         descriptor = os.open(directory / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            _append_whole(descriptor, line.encode())
         finally:
             os.close(descriptor)
+
+
+def _append_whole(descriptor: int, line: bytes) -> None:
+    """Append a line, or nothing. A disk that becomes full takes a part of it, and the next line would continue that
+    part: two records would be lost. Raises OSError."""
+    written = os.write(descriptor, line)
+    if written < len(line):
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if end == os.fstat(descriptor).st_size:  # race: another writer has appended since
+            os.ftruncate(descriptor, end - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 SpecT = TypeVar("SpecT", bound=Frozen)

@@ -6,9 +6,11 @@ Messages name the store, the key and the server's code; never a credential, a si
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import boto3
@@ -29,6 +31,9 @@ from eyrie_api.artifacts.store import AlreadyWritten, StoreAccessDenied, StoreUn
 from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput, Permanent
 
 ALREADY_EXISTS = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
+_MAX_SKEW_S = 300.0
+"""S3 refuses signatures that are 15 minutes off; other stores may be stricter."""
+
 _TRANSIENT_CODES = ("SlowDown", "RequestTimeout", "InternalError", "BadDigest")
 
 
@@ -83,8 +88,23 @@ class Bucket:
             return self.missing(what)
         if status in (408, 429) or status >= 500 or code in _TRANSIENT_CODES:
             return StoreUnavailable(f"{self.url} answered {code} for {what}")
+        behind_s = _clock_behind_s(error)
+        if abs(behind_s) > _MAX_SKEW_S:
+            return StoreUnavailable(f"{self.url} answered {code} for {what}: this machine's clock is {behind_s:.0f} s "
+                                    "behind the store's, and signatures of another time are refused",
+                                    "set the clock; it goes on by itself")
         return StoreAccessDenied(f"{self.url} answered {code} for {what}",
                             "check EYRIE_ARTIFACTS_*, the credentials, their permissions and the clock")
+
+
+def _clock_behind_s(error: ClientError) -> float:
+    """How far the wall clock is behind the server's, by the response's Date; 0 without one. The code does not say: an
+    answer to HEAD has no body."""
+    date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    try:
+        return parsedate_to_datetime(str(date)).timestamp() - time.time()
+    except ValueError:
+        return 0.0
 
 
 def code_of(error: ClientError) -> str:

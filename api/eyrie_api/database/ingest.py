@@ -75,7 +75,9 @@ class Ingest:
             progress = record.model_dump(mode="json", exclude={"kind", "time"})
             row = session.get(StageRow, (job_id, stage, key))
             if row is None:
-                session.add(StageRow(job_id=job_id, stage=stage, key=key, state="Running", attempt=1,
+                # Not yet Running: its driver, which may be killed before it stores the next status, reports the start
+                # of what was not running before.
+                session.add(StageRow(job_id=job_id, stage=stage, key=key, state="Pending", attempt=1,
                                      started_at=record.time, finished_at=None, progress=progress, reason=None,
                                      message=None, hint=None))
                 session.flush()
