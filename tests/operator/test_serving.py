@@ -132,6 +132,11 @@ def test_when_the_first_drafter_does_not_come_up_the_bare_target_is_served_but_n
     assert plan(only_bare).reason == "NothingToServe"
 
 
+def test_a_dead_engine_is_restarted_at_once_after_the_clock_was_set_back() -> None:
+    dead = engine(2, "dead", starts=40, started_at=NOW + timedelta(minutes=6))
+    assert plan(endpoint(2), dead).actions == (StartEngine(2, 41),)
+
+
 def test_a_dead_engine_is_restarted_with_growing_pauses() -> None:
     dead = engine(2, "dead", starts=2)
     assert plan(endpoint(2), dead, routed=2).actions == ()

@@ -196,7 +196,9 @@ def _keep_alive(active: int | None, candidate: int | None, seen: ObservedEndpoin
         return [StartEngine(active, 1)]
     if engine.state == "dead":
         pause = _BACKOFF_S[min(engine.starts, len(_BACKOFF_S) - 1)]
-        due = now - engine.started_at >= timedelta(seconds=pause)
+        waited = now - engine.started_at
+        # Started later than now: the clock was set back, and the endpoint must not wait until it has caught up.
+        due = waited >= timedelta(seconds=pause) or waited < timedelta(0)
         return [StartEngine(active, engine.starts + 1)] if due else []
     stale_canary = seen.canary is not None and seen.canary.revision != candidate
     return [Route(active)] if engine.state == "healthy" and (seen.routed != active or stale_canary) else []

@@ -1,0 +1,121 @@
+"""Every line of the documentation's shell blocks is run, in order, or is listed here with what runs it instead.
+
+Commands and control plane are the real ones; the stages of jobs are rehearsed (tests.pipelines.rehearsal), because what
+they compute is tested elsewhere. A page's placeholders are replaced by what a reader would put there (`_STAND_FOR`).
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.processes import free_port
+from tests.campaigns.chaos import rehearsed
+from tests.house.sources import ROOT
+
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("*.md")])
+
+NOT_RUN = {
+    r"make (demo|test)\b": "CI runs them: .ci/wheel and .ci/run",
+    r"make compare\b": "minutes: tests/workers/comparison runs its program",
+    r"make image-": "needs a container engine: make test-images",
+    r"for part in .* docker push": "needs a registry",
+    r"git clone ": "CI begins with it",
+    r"source \.venv/": "the test's PATH begins with the environment",
+    r"(helm|kubectl) ": "needs a cluster: make test-helm and make test-cluster",
+    r"eyrie (chat|endpoints)\b": "need an endpoint that serves: tests/walkthrough and the demo",
+    r"eyrie compare ": "trains for minutes: tests/workers/comparison",
+    r"eyrie compare-hardware ": "measures: tests/workers/hardware",
+    r"eyrie check-drafter ": "needs a trained drafter: tests/operator/test_drafter_check.py",
+    r"eyrie webhooks create ": "resolves the receiver's host: tests/api/access/test_webhooks.py",
+    r"eyrie worker ": "needs Redis: tests/api/test_prefork.py",
+    r"python -m eyrie_workers\.shards": "needs Redis and an S3 server: tests/workers/regeneration",
+    r"eyrie (plan|train) --file docs/examples/one_gpu\.yaml": "reads the Hub; tests/docs validates the file",
+}
+"""Patterns of lines, and what runs them or why nothing does."""
+
+_STAND_FOR = (("/backup/", "backup/"), ("PORT", "{port}"), ("JOB", "demo"), ("localhost:8642", "127.0.0.1:{port}"),
+              ("EYRIE_TOKEN=...", "EYRIE_TOKEN=secret-of-the-test"))
+
+
+def lines_of(page: Path) -> Iterator[str]:
+    """The lines of a page's shell blocks, continued lines joined, comments removed."""
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if text := re.sub(r"\s+#.*", "", line).strip():
+                yield text
+
+
+def reason_of(line: str) -> str | None:
+    """Why a line is not run here; None when it is."""
+    return next((why for pattern, why in NOT_RUN.items() if re.match(pattern, line)), None)
+
+
+def test_every_reason_not_to_run_a_line_is_still_needed() -> None:
+    lines = [line for page in PAGES for line in lines_of(page)]
+    assert [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in lines)] == []
+
+
+def _without_server(line: str) -> bool:
+    """Whether a line works, or means to work, while no control plane runs."""
+    return line.startswith(("eyrie up", "eyrie down", "eyrie doctor", "cp ", "export "))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # forty starts of Python
+@pytest.mark.parametrize("pages", [[page for page in PAGES if "EYRIE_TOKEN=" not in page.read_text()],
+                                   [page for page in PAGES if "EYRIE_TOKEN=" in page.read_text()]],
+                         ids=["without a token", "with one"])
+def test_the_commands_of_the_pages_do_what_they_say(pages: list[Path], tmp_path: Path) -> None:
+    port = free_port()
+    shutil.copytree(ROOT / "workers/eyrie_workers/quickstart/target", tmp_path / "my-model")
+    (tmp_path / "chats.jsonl").write_text("".join(
+        json.dumps({"messages": [{"role": "user", "content": f"Name {num} towns."}]}) + "\n" for num in range(99)))
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "backup").mkdir()
+    up, train = "eyrie up --detach", "eyrie train --target ./my-model --data chats.jsonl --name demo"
+
+    with rehearsed(tmp_path):
+        variables = {**os.environ, "EYRIE_PORT": str(port), "EYRIE_SERVER": f"http://127.0.0.1:{port}",
+                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        if any("EYRIE_TOKEN=" in page.read_text() for page in pages):
+            variables |= {"EYRIE_TOKEN": "secret-of-the-test", "EYRIE_OIDC_ISSUER": "https://issuer.example.com",
+                          "EYRIE_OIDC_AUDIENCE": "eyrie"}
+
+        def run(line: str) -> None:
+            if line.startswith("eyrie train "):
+                line += " --set serve.enabled=false"  # a rehearsed drafter cannot be served
+            script = "\n".join((*exported, line))
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, capture_output=True,
+                                  text=True, check=False, timeout=250, env=variables)
+            assert done.returncode == 0, f"{page}: {script}\n{done.stdout}\n{done.stderr}"
+
+        page, exported, runs = ROOT, list[str](), False
+        try:
+            for line in (up, train):  # what readers have by then: a plane that runs, and a job that has ended
+                run(line)
+            runs = True
+            for page in pages:
+                exported.clear()
+                for line in lines_of(page):
+                    if reason_of(line) is not None:
+                        continue
+                    for word, meaning in _STAND_FOR:
+                        line = line.replace(word, meaning.format(port=port))
+                    if not runs and not _without_server(line):
+                        run(up)
+                        runs = True
+                    if line.startswith("export "):
+                        exported.append(line)
+                        continue
+                    run(line)
+                    runs = (runs and line != "eyrie down") or line.startswith("eyrie up")
+        finally:
+            subprocess.run(["eyrie", "down"], cwd=tmp_path, env=variables, capture_output=True, check=False,
+                           timeout=120)
