@@ -43,6 +43,9 @@ class RunSoFar:
     """One run and its figures, from the chunks of its stream."""
 
     run: RunName
+    traced: bool
+    """Whether the engine returns its rounds; otherwise a chunk is one, by its running token count."""
+
     revision: int | None = None
     token_ids: list[int] = field(default_factory=list)
     """Empty of an engine without traces."""
@@ -63,10 +66,9 @@ class RunSoFar:
             for traced in (choice.get("eyrie") or {}).get("rounds", ()):
                 self.token_ids += [token["token_id"] for token in traced["tokens"]]
                 rounds.append(_round(traced))
-        usage = chunk.get("usage") or {}
-        num_new = usage.get("completion_tokens", 0) - self.num_tokens
-        if not rounds and not self.token_ids and num_new > 0:
-            text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk["choices"])
+        num_new = (chunk.get("usage") or {}).get("completion_tokens", 0) - self.num_tokens
+        if not self.traced and num_new > 0:
+            text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices") or ())
             rounds.append(ComparedRound(text=text, num_tokens=num_new))
         if not rounds:
             return None
@@ -108,7 +110,7 @@ async def compare(url: str, model: str, engine: EngineKind, request: CompareRequ
                     run=run, message="SGLang cannot leave its drafter out of single requests, and no undrafted server "
                     "of this endpoint runs", hint="the proof of the job compares both (section Proof of its page)"))
                 continue
-            so_far = RunSoFar(run)
+            so_far = RunSoFar(run, traced=engine == "embedded")
             try:
                 async with contextlib.aclosing(_chunks(client, so_far, url, _body(model, run, engine, request))) as got:
                     async for chunk in got:
@@ -130,10 +132,10 @@ async def compare(url: str, model: str, engine: EngineKind, request: CompareRequ
 
 def _body(model: str, run: RunName, engine: EngineKind, request: CompareRequest) -> dict[str, Any]:
     body = {"model": model, "messages": [{"role": "user", "content": request.prompt}], "temperature": 0,
-            "max_tokens": request.max_tokens, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+            "max_tokens": request.max_tokens, "stream": True}
     if engine == "embedded":
-        body["eyrie"] = {"drafter": run == "drafted", "rounds": True}
-    return body
+        return body | {"eyrie": {"drafter": run == "drafted", "rounds": True}}
+    return body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, url: str,
