@@ -253,7 +253,7 @@ class Engine:
         logprobs = _logprobs(self._rows, logits, [path.nodes for path in paths], emitted)
         outputs = []
         for row, taken, own, path, tree_row in zip(self._rows, emitted, logprobs, paths, trees, strict=True):
-            rounds = [traced_round(*tree_row[:2], path.nodes, taken)] if row.request.trace else []
+            rounds = [traced_round(tree_row[0], tree_row[1], path.nodes, taken)] if row.request.trace else []
             if row.error is not None:
                 outputs.append(row.progress(taken, [], [], own, rounds))
                 continue
