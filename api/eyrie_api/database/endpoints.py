@@ -112,10 +112,11 @@ class Endpoints:
             rows = session.scalars(select(EndpointRow).where(seen).order_by(EndpointRow.name)).all()
             return EndpointList(items=tuple(self._render(session, row) for row in rows))
 
-    def serving(self, name: str) -> Serving:
-        """Target and serving section of the endpoint. Raises NotFound."""
+    def serving(self, name: str, action: Action = "endpoints:read") -> Serving:
+        """Target and serving section of the endpoint, for a caller who may do `action` on it. Raises NotFound, or
+        Forbidden."""
         with self._database.reading() as session:
-            row = self._find(session, name)
+            row = self._find(session, name, action)
             return Serving(TargetSpec.model_validate(row.target), EndpointServeSpec.model_validate(row.serve))
 
     def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None = None,

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from eyrie_api.database.engine import Database
 from eyrie_api.http import api_page, problems
 from eyrie_api.http.authentication import Authenticator
-from eyrie_api.http.console import pages
+from eyrie_api.http.console import compare, pages
 from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
 from eyrie_api.http.middleware import AccessMiddleware, RequestTimer
@@ -71,7 +71,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.control = control
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.telemetry = operations.Telemetry(control)
-    parts = (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations, pages)
+    parts = (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations, pages, compare)
     routers = [part.router for part in parts]
     for router in routers:
         app.include_router(router)

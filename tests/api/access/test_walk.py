@@ -41,7 +41,7 @@ OPEN = ("/healthz", "/readyz", "/console/static/{file}")
 SIGN_IN = ("/console/oidc/start", "/console/oidc/callback")
 """Open too; there is no issuer here, and no such page."""
 
-CHANGING_NOTHING = ("/v1alpha1/plans", "/console/sign-in")
+CHANGING_NOTHING = ("/v1alpha1/plans", "/console/sign-in", ENDPOINTS + "/{name}/compare")
 ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/openapi.json"): ("nobody's", None),
     ("GET", "/docs"): ("nobody's", None),
@@ -50,6 +50,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/console/jobs/{job_id}/again"): ("one", None),
     ("GET", "/console/new"): ("nobody's", None),
     ("GET", "/console/endpoints/{name}"): ("one", None),
+    ("GET", "/console/endpoints/{name}/compare"): ("one", None),
     ("GET", "/console/static/{file}"): ("nobody's", None),
     ("POST", "/console/sign-in"): ("nobody's", None),
     ("GET", "/console/sign-out"): ("nobody's", None),
@@ -83,6 +84,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("POST", ENDPOINTS + "/{name}/rollback"): ("one", None),
     ("POST", ENDPOINTS + "/{name}/off"): ("one", None),
     ("POST", ENDPOINTS + "/{name}/on"): ("one", None),
+    ("POST", ENDPOINTS + "/{name}/compare"): ("one", {"prompt": "hello"}),
     ("POST", KEYS): ("made", {"name": "another"}),
     ("GET", KEYS): ("many", None),
     ("POST", KEYS + "/{key_id}/revoke"): ("one", None),

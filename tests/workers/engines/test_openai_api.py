@@ -55,6 +55,18 @@ def test_the_error_names_the_field_inside_a_message() -> None:
     assert refused.value.param == "messages.0.role"
 
 
+@pytest.mark.parametrize(("value", "param", "said"), [
+    ({"drafter": 1}, "eyrie.drafter", "eyrie.drafter = 1: "), ({"draft": True}, "eyrie.draft", "is not a field"),
+    ("off", "eyrie", "eyrie = 'off': "), ({"rounds": True}, "eyrie", "send stream = true too"),
+])
+def test_our_own_fields_are_checked_like_the_others(value: object, param: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_chat({"messages": [{"role": "user", "content": "x"}], "eyrie": value})
+    assert refused.value.param == param
+    assert said in refused.value.message
+    assert refused.value.hint
+
+
 @pytest.mark.parametrize("text", [
     '{"messages": [{"role": "user", "content": "\\ud800"}]}', '{"prompt": "\\udfff"}', '{"tools": [{"a\\ud800": 1}]}',
     '{"seed": ' + "9" * 5000 + "}", '{"seed": 9223372036854775808}', '{"temperature": 1e999}', '{"top_p": NaN}',

@@ -50,6 +50,23 @@ def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
                         top["bytes"] for top in other["top_logprobs"]]
                     assert [one["logprob"], *(top["logprob"] for top in one["top_logprobs"])] == pytest.approx(
                         [other["logprob"], *(top["logprob"] for top in other["top_logprobs"])], abs=1e-4)
+
+            body = chat_body(max_tokens=64, stream_options={"include_usage": True}, return_token_ids=True)
+            answer = events(client, CHAT, body)
+            ids = [token for chunk in answer for choice in chunk["choices"] for token in choice.get("token_ids", [])]
+            for drafts in (True, False):
+                traced = events(client, CHAT, body | {"eyrie": {"drafter": drafts, "rounds": True}})
+                rounds = [one for chunk in traced for choice in chunk["choices"]
+                          for one in choice.get("eyrie", {}).get("rounds", [])]
+                assert [token["token_id"] for one in rounds for token in one["tokens"]] == ids
+                assert {len(one["nodes"]) for one in rounds[1:]} == ({6} if drafts else {1})
+                for one in rounds:
+                    accepted = [node["token"] for node in one["nodes"] if node["accepted"]]
+                    assert accepted == [token["token"] for token in one["tokens"] if token["drafted"]]
+                text = "".join(choice["delta"].get("content") or "" for chunk in traced for choice in chunk["choices"])
+                assert text == "".join(choice["delta"].get("content") or ""
+                                       for chunk in answer for choice in chunk["choices"])
+            assert not any("eyrie" in choice for chunk in answer for choice in chunk["choices"])
     finally:
         drafted.stop()
 

@@ -8,7 +8,7 @@ import torch
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.speculation.engine import Engine, Generation, Request
+from eyrie_workers.speculation.engine import Engine, Generation, Request, StepOutput
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target
@@ -60,6 +60,47 @@ def test_no_drafter_shape_or_batch_changes_a_token(variant: str, sampling: Sampl
         assert texts(drafted) == texts(plain), (type(drafter).__name__, shape.label(), concurrency)
         accepted += sum(len(generation.accepted_histogram) > 2 for generation in drafted)
     assert accepted > 0  # paths of two and more were taken: the test has looked at compaction
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
+def test_rows_with_and_without_drafter_or_trace_are_decoded_together_to_the_same_tokens(
+        sampling: SamplingSpec, targets: dict[str, TargetModel]) -> None:
+    target = targets["llama"]
+    asked = requests(num_tokens=14, sampling=sampling)
+    plain = texts(Engine(target).generate(asked))
+    oracle = OracleDrafter(320, target=target)
+    for flags in ([(True, True)] * 5, [(False, True)] * 5,
+                  [(True, True), (False, True), (True, False), (False, False), (True, True)]):
+        mixed = [replace(one, draft=draft, trace=trace) for one, (draft, trace) in zip(asked, flags, strict=True)]
+        engine = Engine(target, oracle, max_concurrency=3, tree=TREE)
+        for one in mixed:
+            engine.submit(one)
+        outputs: dict[str, list[StepOutput]] = {one.id: [] for one in mixed}
+        while engine.num_waiting or engine.num_running:
+            for output in engine.step():
+                outputs[output.id].append(output)
+        for one, text in zip(mixed, plain, strict=True):
+            steps = outputs[one.id]
+            assert [token for step in steps for token in step.token_ids] == text
+            assert one.draft or not any(step.drafted != [0] for step in steps[1:])
+            rounds = [traced for step in steps for traced in step.rounds]
+            if not one.trace:
+                assert rounds == []
+                continue
+            assert [token for traced in rounds for token in traced.emitted] == text
+            assert rounds[0].tokens == []
+            before = rounds[0].emitted[-1]
+            for traced in rounds[1:]:
+                assert traced.tokens[0] == before
+                assert all(0 <= parent < node for node, parent in enumerate(traced.parents) if node)
+                path = [0, *traced.accepted]
+                assert [traced.parents[node] for node in path[1:]] == path[:-1]
+                assert [traced.tokens[node] for node in traced.accepted] == traced.emitted[:len(traced.accepted)]
+                assert min(traced.tokens) >= 0, "padding is no proposal"
+                assert one.draft or len(traced.tokens) == 1
+                before = traced.emitted[-1]
+        drafted = [traced for one in mixed if one.draft for step in outputs[one.id] for traced in step.rounds]
+        assert not drafted or any(len(traced.accepted) > 1 for traced in drafted)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -9,6 +9,9 @@ Three extensions have the names that SGLang and vLLM use, so that one client can
 `return_spec_tokens_details` (SGLang) returns `sglext.spec_tokens_details`, `return_token_ids` (vLLM) returns
 `prompt_token_ids` and `choices[].token_ids`, and `ignore_eos` (both) generates up to `max_tokens`.
 
+The field `eyrie` is ours (`Extension`): a request without the drafter, and the draft tree of every round in the chunks
+of a stream.
+
 Response objects leave `logprobs` null; `responses` fills it in where it is requested, in the shapes of `logprobs`.
 """
 
@@ -92,6 +95,16 @@ class StreamOptions(_Closed):
     include_obfuscation: bool = False
 
 
+class Extension(_Closed):
+    """Our own request fields, under the name `eyrie`."""
+
+    drafter: bool = True
+    """False decodes this request without the drafter. The answer is the same."""
+
+    rounds: bool = False
+    """Return each round's draft tree in `choices[].eyrie.rounds` of the stream's chunks."""
+
+
 class TextPart(_Closed):
     """One part of a message's content; only text is supported."""
 
@@ -156,6 +169,14 @@ class _SharedFields(_Closed):
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_spec_tokens_details: bool = False
+    eyrie: Extension | None = None
+
+    @field_validator("eyrie")
+    @classmethod
+    def _rounds_need_a_stream(cls, value: Extension | None, fields: ValidationInfo) -> Extension | None:
+        if value is not None and value.rounds and not fields.data.get("stream"):
+            raise ValueError("rounds are returned with the chunks of a stream: send stream = true too")
+        return value
 
     @field_validator("stream", "ignore_eos", "return_token_ids", "return_spec_tokens_details", mode="before")
     @classmethod
@@ -353,7 +374,7 @@ def _invalid_request(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False)[0]
     # Pydantic appends the branch of a union to the path; the client wrote only the field, and of messages and tools the
     # index and the field in it.
-    length = 3 if first["loc"][0] in ("messages", "tools") else 2 if first["loc"][0] == "stream_options" else 1
+    length = {"messages": 3, "tools": 3, "stream_options": 2, "eyrie": 2}.get(str(first["loc"][0]), 1)
     param = ".".join(str(step) for step in first["loc"][:length])
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"{param} is not a field of this request", "check its spelling, or leave it out",

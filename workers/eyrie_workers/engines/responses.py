@@ -27,6 +27,7 @@ from eyrie_workers.engines.openai_api import (
 )
 from eyrie_workers.speculation.engine import Request, StepOutput
 from eyrie_workers.speculation.logprobs import TokenLogprobs
+from eyrie_workers.speculation.requests import TracedRound
 from eyrie_workers.targets.token_text import TokenText
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
@@ -65,7 +66,8 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         max_new_tokens=fit_context(len(prompt_ids), body.token_limit, loaded.engine.max_length),
         sampling=body.sampling(), seed=seed,
         stop_ids=(*(() if body.ignore_eos else loaded.tokenizer.eos_ids), *(body.stop_token_ids or ())),
-        top_logprobs=body.num_top_logprobs,
+        top_logprobs=body.num_top_logprobs, draft=body.eyrie is None or body.eyrie.drafter,
+        trace=body.eyrie is not None and body.eyrie.rounds,
     )
     return GenerationRequest(
         engine_request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
@@ -100,6 +102,9 @@ class ResponseBuilder:
     _logprobs: list[LogprobEntry] = field(default_factory=list)
     """Of each of `token_ids`, where they are requested."""
 
+    _rounds: list[dict[str, Any]] = field(default_factory=list)
+    """Traced rounds that no chunk has carried yet."""
+
     _histogram: list[int] = field(default_factory=list)
     _drafted: int = 0
     _reported: int = 0
@@ -114,6 +119,14 @@ class ResponseBuilder:
             self._histogram += [0] * (count + 1 - len(self._histogram))
             self._histogram[count] += 1
         self._drafted += sum(progress.drafted)
+        num_before = len(self.token_ids)
+        text = self._push(progress)
+        # A stop string cuts a round, whose trace then ends where the answer does.
+        num_left = len(self.token_ids) - num_before
+        self._rounds += [self._round_object(one, num_left) for one in progress.rounds]
+        return text
+
+    def _push(self, progress: StepOutput) -> str:
         text = ""
         for place, token in enumerate(progress.token_ids):
             self.token_ids.append(token)
@@ -183,8 +196,8 @@ class ResponseBuilder:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether token ids have to be sent although no text does."""
-        return self.generation.token_ids and self._reported < len(self.token_ids)
+        """Whether token ids or rounds have to be sent although no text does."""
+        return bool(self._rounds) or (self.generation.token_ids and self._reported < len(self.token_ids))
 
     def _message(self) -> dict[str, Any]:
         text = self._text.text
@@ -203,7 +216,19 @@ class ResponseBuilder:
         if self.generation.token_ids:
             choice["token_ids"] = self.token_ids[self._reported:]
         self._reported = len(self.token_ids)
+        if self._rounds:
+            choice["eyrie"] = {"rounds": self._rounds}
+            self._rounds = []
         return choice
+
+    def _round_object(self, traced: TracedRound, num_left: int) -> dict[str, Any]:
+        accepted, emitted = traced.accepted[:num_left], traced.emitted[:num_left]
+        return {
+            "nodes": [{"token_id": token, "token": self.token_text(token).text, "parent": parent,
+                       "accepted": node in accepted}
+                      for node, (token, parent) in enumerate(zip(traced.tokens, traced.parents, strict=True))],
+            "tokens": [{"token_id": token, "token": self.token_text(token).text, "drafted": place < len(accepted)}
+                       for place, token in enumerate(emitted)]}
 
     def _logprob_entry(self, token: int, found: TokenLogprobs) -> LogprobEntry:
         return LogprobEntry(self.token_text(token), found.logprob,

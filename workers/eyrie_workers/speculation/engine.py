@@ -42,7 +42,15 @@ from eyrie_workers.speculation.logprobs import TokenLogprobs, emitted_logprobs
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
-from eyrie_workers.speculation.requests import Generation, Request, RequestState, StepOutput, check_request
+from eyrie_workers.speculation.requests import (
+    Generation,
+    Request,
+    RequestState,
+    StepOutput,
+    TracedRound,
+    check_request,
+    traced_round,
+)
 from eyrie_workers.speculation.tree import ancestors
 from eyrie_workers.speculation.upload import upload
 from eyrie_workers.speculation.verify import NOT_FINITE, AcceptedPath, accept_path, sample_target_tokens
@@ -204,7 +212,7 @@ class Engine:
             self._begin_drafting(row, aux)
         [logprobs] = _logprobs([row], logits, [[0]], [taken])
         self._clock.count("prefill_s", began, self._clock.mark())
-        return row.progress(taken, [], [], logprobs)
+        return row.progress(taken, [], [], logprobs, [TracedRound([], [], [], taken)] if request.trace else [])
 
     def _begin_drafting(self, row: RequestState, aux: Tensor) -> None:
         row.drafting = self._may_draft(row)
@@ -236,20 +244,22 @@ class Engine:
         clock.count("draft_s", drafting, proposed)
         clock.count("verify_s", proposed, launched)
         # The only place of a round where the host waits for the device.
-        paths = [accept_path(*row) for row in chosen.tolist()]
+        trees = chosen.tolist()
+        paths = [accept_path(*tree_row) for tree_row in trees]
         clock.settle()
         # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
         emitted = [self._take(row, path.tokens) for row, path in zip(self._rows, paths, strict=True)]
         logprobs = _logprobs(self._rows, logits, [path.nodes for path in paths], emitted)
         outputs = []
-        for row, taken, own in zip(self._rows, emitted, logprobs, strict=True):
+        for row, taken, own, path, tree_row in zip(self._rows, emitted, logprobs, paths, trees, strict=True):
+            rounds = [traced_round(tree_row[0], tree_row[1], path.nodes, taken)] if row.request.trace else []
             if row.error is not None:
-                outputs.append(row.progress(taken, [], [], own))
+                outputs.append(row.progress(taken, [], [], own, rounds))
                 continue
             row.count_round(len(taken) - 1)
             drafted = shape.num_draft_tokens - 1 if shape is not None and row.drafting else 0
-            outputs.append(row.progress(taken, [len(taken) - 1], [drafted], own))
+            outputs.append(row.progress(taken, [len(taken) - 1], [drafted], own, rounds))
         verified = clock.mark()
         # 4. The drafter receives the committed tokens, in rounds without drafting too.
         if self._max_shape is not None:
@@ -345,10 +355,10 @@ class Engine:
         return self.drafter.aux_layers if self._max_shape is not None and self.drafter is not None else ()
 
     def _may_draft(self, row: RequestState) -> bool:
-        """Whether the text and another round's drafts fit the drafter's context."""
+        """Whether the request drafts, and the text and another round's drafts fit the drafter's context."""
         assert self.drafter is not None
         assert self._max_shape is not None
-        return len(row.tokens) + self._max_shape.num_steps <= self.drafter.max_length
+        return row.request.draft and len(row.tokens) + self._max_shape.num_steps <= self.drafter.max_length
 
     def _longest(self) -> int:
         return max(len(row.tokens) for row in self._rows) - 1

@@ -14,6 +14,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.logprobs import TokenLogprobs
 from eyrie_workers.speculation.noise import NoiseTable
+from eyrie_workers.speculation.protocol import NO_TOKEN
 
 FinishReason = Literal["stop", "length"]
 GREEDY = SamplingSpec(temperature=0.0)
@@ -34,6 +35,29 @@ class Request:
     top_logprobs: int | None = None
     """Alternatives that each token's log probability is returned with, in `StepOutput`; None for no log probabilities.
     The answers of a `DecodingEngine` have none."""
+
+    draft: bool = True
+    """False decodes this request without drafting, next to others that draft."""
+
+    trace: bool = False
+    """Return every round's tree in `StepOutput.rounds`."""
+
+
+@dataclass(frozen=True)
+class TracedRound:
+    """What one round proposed for a request, and what became of it."""
+
+    tokens: list[int]
+    """Of each node; node 0 is the last token before the round. Empty for the prefill, which has no tree."""
+
+    parents: list[int]
+    """Index of each node's parent; the root is its own."""
+
+    accepted: list[int]
+    """Nodes whose tokens are part of the answer, in its order."""
+
+    emitted: list[int]
+    """Tokens of this round: those of the accepted nodes, then the bonus token unless the answer ended before it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +81,9 @@ class StepOutput:
 
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of each token, where the request asks for them."""
+
+    rounds: list[TracedRound] = field(default_factory=list)
+    """Of this step, where the request asks for them."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +177,7 @@ class RequestState:
         self.histogram[accepted] += 1
 
     def progress(self, taken: list[int], accepted: list[int], drafted: list[int],
-                 logprobs: list[TokenLogprobs]) -> StepOutput:
+                 logprobs: list[TokenLogprobs], rounds: list[TracedRound]) -> StepOutput:
         """The output of a step that appended `taken`."""
         generation = None
         if self.error is None and self.finish_reason is not None:
@@ -160,4 +187,17 @@ class RequestState:
                 finish_reason=self.finish_reason, rounds=self.rounds, accepted_histogram=list(self.histogram),
                 first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted_at)
         return StepOutput(self.request.id, taken, accepted, self.finish_reason, generation, drafted, self.error,
-                          logprobs)
+                          logprobs, rounds)
+
+
+def traced_round(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int],
+                 emitted: list[int]) -> TracedRound:
+    """One row's round, without the nodes that hold no proposal.
+
+    path     accepted nodes in order, root included
+    emitted  tokens that the answer took: of a path beyond the end of the answer only the first
+    """
+    filled = [node for node, token in enumerate(tokens) if token != NO_TOKEN]
+    place = {node: index for index, node in enumerate(filled)}
+    return TracedRound(tokens=[tokens[node] for node in filled], parents=[place[parents[node]] for node in filled],
+                       accepted=[place[node] for node in path[1:len(emitted) + 1]], emitted=emitted)

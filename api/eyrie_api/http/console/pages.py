@@ -49,7 +49,8 @@ STATIC_PATH, SIGN_OUT = "/console/static/", "/console/sign-out"
 SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript", "htmx.min.js": "text/javascript",
           "uplot.min.js": "text/javascript", "uplot.min.css": "text/css", "vega.min.js": "text/javascript",
-          "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript"}
+          "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
+          "compare.js": "text/javascript", "compare.css": "text/css"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -1,16 +1,23 @@
-"""Routes of endpoints: state, history, and four changes: promote, rollback, on, off.
+"""Routes of endpoints: state, history, four changes (promote, rollback, on, off), and compared answers.
 
-A change is written to the database; the reconciler of endpoints carries it out.
+A change is written to the database; the reconciler of endpoints carries it out. A comparison changes nothing, but takes
+the engine's time: it needs the role that changes need, which a viewer has not.
 """
 
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Query
+from anyio import to_thread
+from fastapi import APIRouter, Body, Query, Response
+from starlette.responses import StreamingResponse
 
 from eyrie_api.database.endpoint_history import MAX_PAGE
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
+from eyrie_api.errors import Conflict
+from eyrie_api.http.compared_answers import compare
 from eyrie_api.http.control import Control, Here
+from eyrie_api.v1alpha1.comparison import CompareRequest
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
@@ -83,6 +90,25 @@ def on(name: Name, control: Here) -> Endpoint:
     """Serve again what was active."""
     control.endpoints.set_desired(name, "on")
     return _after(control, name)
+
+
+@router.post(ENDPOINTS + "/{name}/compare", name="endpoint.compare",
+             responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}})
+async def compare_answers(name: Name, request: CompareRequest, control: Here) -> Response:
+    """Answer a prompt with and without the drafter, one after the other: server-sent events `progress` (new rounds with
+    their draft trees, tokens/s, tau), `unavailable`, `failed` and, last, `end` (whether both answers are equal)."""
+    endpoint, engine = await to_thread.run_sync(_comparable, control, name)
+    if endpoint.desired == "off" or endpoint.url is None:
+        state = "is off" if endpoint.desired == "off" else "does not serve yet"
+        raise Conflict(f"endpoint {name!r} {state}", f"eyrie endpoints on {name}" if endpoint.desired == "off" else
+                       "eyrie endpoints shows its conditions")
+    return StreamingResponse(compare(endpoint.url, endpoint.model, engine, request), media_type="text/event-stream",
+                             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+
+def _comparable(control: Control, name: str) -> tuple[Endpoint, EngineKind]:
+    engine = control.endpoints.serving(name, "endpoints:write").serve.engine.kind
+    return control.endpoints.get(name), engine
 
 
 def _after(control: Control, name: str) -> Endpoint:

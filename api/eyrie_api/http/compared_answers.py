@@ -1,0 +1,159 @@
+"""A prompt answered by an endpoint with and without its drafter, as server-sent events (`v1alpha1.comparison`).
+
+The runs follow one another: decoded together, a round of the engine would serve both, and the undrafted answer would
+wait for the drafter too. Each is an ordinary greedy chat request to the endpoint's own URL, which the control plane has
+written and no user can choose. Closing the response closes the request, which ends the generation.
+
+The embedded engine returns token ids, origins and draft trees, and leaves the drafter out where a request says so
+(`eyrie` in docs/serving.md). SGLang returns text and running token counts: a chunk is shown as one run of accepted
+tokens, and an undrafted answer would need a second server.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from eyrie_api.errors import EyrieError, InvalidInput, Transient
+from eyrie_api.v1alpha1.comparison import (
+    ComparedProgress,
+    ComparedRound,
+    ComparedToken,
+    CompareRequest,
+    ComparisonEnd,
+    DraftNode,
+    RunName,
+    RunProblem,
+)
+from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.model import Frozen
+
+_RUNS: tuple[RunName, ...] = ("drafted", "undrafted")
+# Longer than a gateway holds a request while an engine is replaced.
+_TIMEOUT = httpx.Timeout(150.0, connect=5.0)
+_TRY_AGAIN = "eyrie endpoints shows whether it serves; try again in a moment"
+
+
+@dataclass
+class RunSoFar:
+    """One run and its figures, from the chunks of its stream."""
+
+    run: RunName
+    traced: bool
+    """Whether the engine returns its rounds; otherwise a chunk is one, by its running token count."""
+
+    revision: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """Empty of an engine without traces."""
+
+    num_tokens: int = 0
+    is_complete: bool = False
+    _num_rounds: int = -1  # the prefill is none
+    _num_first: int = 0
+    _first_at_s: float = 0.0
+
+    def take(self, chunk: dict[str, Any], now_s: float) -> ComparedProgress | None:
+        """Add a chunk of the stream; None when it has no tokens. Raises InvalidInput for the engine's error."""
+        if "error" in chunk:
+            raise refusal(chunk)
+        rounds = []
+        for choice in chunk.get("choices") or ():
+            self.is_complete = self.is_complete or choice.get("finish_reason") is not None
+            for traced in (choice.get("eyrie") or {}).get("rounds", ()):
+                self.token_ids += [token["token_id"] for token in traced["tokens"]]
+                rounds.append(_round(traced))
+        num_new = (chunk.get("usage") or {}).get("completion_tokens", 0) - self.num_tokens
+        if not self.traced and num_new > 0:
+            text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices") or ())
+            rounds.append(ComparedRound(text=text, num_tokens=num_new))
+        if not rounds:
+            return None
+        self.num_tokens += sum(one.num_tokens for one in rounds)
+        if self._num_rounds < 0:
+            self._num_first, self._first_at_s = rounds[0].num_tokens, now_s
+        self._num_rounds += len(rounds)
+        later, seconds = self.num_tokens - self._num_first, now_s - self._first_at_s
+        return ComparedProgress(
+            run=self.run, revision=self.revision, rounds=tuple(rounds), num_tokens=self.num_tokens,
+            num_rounds=self._num_rounds, tau=later / self._num_rounds if self._num_rounds else None,
+            tokens_per_s=later / seconds if seconds > 0 else None)
+
+
+def _round(traced: dict[str, Any]) -> ComparedRound:
+    tokens = tuple(ComparedToken(token=one["token"], drafted=one["drafted"]) for one in traced["tokens"])
+    nodes = tuple(DraftNode(token=one["token"], parent=one["parent"], accepted=one["accepted"])
+                  for one in traced["nodes"])
+    return ComparedRound(text="".join(one.token for one in tokens), num_tokens=len(tokens), tokens=tokens, nodes=nodes)
+
+
+def refusal(body: dict[str, Any]) -> InvalidInput:
+    """The error of an OpenAI-shaped error object."""
+    error = body.get("error")
+    found: dict[str, Any] = error if isinstance(error, dict) else {"message": str(error or "no reason was given")}
+    return InvalidInput(f"the engine refused: {found.get('message')}", found.get("hint") or _TRY_AGAIN)
+
+
+async def compare(url: str, model: str, engine: EngineKind, request: CompareRequest) -> AsyncIterator[str]:
+    """The events of both runs.
+
+    url  the endpoint's base URL, up to and including `/v1`
+    """
+    complete: dict[RunName, list[int]] = {}
+    async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT) as client:
+        for run in _RUNS:
+            if run == "undrafted" and engine != "embedded":
+                yield _message("unavailable", RunProblem(
+                    run=run, message="SGLang cannot leave its drafter out of single requests, and no undrafted server "
+                    "of this endpoint runs", hint="the proof of the job compares both (section Proof of its page)"))
+                continue
+            so_far = RunSoFar(run, traced=engine == "embedded")
+            try:
+                async with contextlib.aclosing(_chunks(client, so_far, url, _body(model, run, engine, request))) as got:
+                    async for chunk in got:
+                        progress = so_far.take(chunk, time.monotonic())
+                        if progress is not None:
+                            yield _message("progress", progress)
+                if not so_far.is_complete:
+                    raise Transient("the answer ended before its end", _TRY_AGAIN)
+            except EyrieError as error:
+                yield _message("failed", RunProblem(run=run, message=error.message, hint=error.hint))
+            except (httpx.HTTPError, ValueError) as error:  # ValueError: an event that is no JSON
+                yield _message("failed", RunProblem(run=run, message=f"no answer ({type(error).__name__})",
+                                                    hint=_TRY_AGAIN))
+            else:
+                complete[run] = so_far.token_ids
+    equal = complete["drafted"] == complete["undrafted"] if len(complete) == len(_RUNS) else None
+    yield _message("end", ComparisonEnd(equal=equal))
+
+
+def _body(model: str, run: RunName, engine: EngineKind, request: CompareRequest) -> dict[str, Any]:
+    body = {"model": model, "messages": [{"role": "user", "content": request.prompt}], "temperature": 0,
+            "max_tokens": request.max_tokens, "stream": True}
+    if engine == "embedded":
+        return body | {"eyrie": {"drafter": run == "drafted", "rounds": True}}
+    return body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, url: str,
+                  body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    async with client.stream("POST", url.rstrip("/") + "/chat/completions", json=body) as answer:
+        revision = answer.headers.get("x-eyrie-revision", "")
+        so_far.revision = int(revision) if revision.isdecimal() else None
+        if answer.status_code != 200:
+            raise refusal(json.loads(await answer.aread()))
+        rest = b""
+        async for part in answer.aiter_bytes():
+            # Not by `aiter_lines`, which also splits at U+2028 within a text.
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                data = line.removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    yield json.loads(data)
+
+
+def _message(event: str, value: Frozen) -> str:
+    return f"event: {event}\ndata: {value.model_dump_json()}\n\n"

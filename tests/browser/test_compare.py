@@ -1,0 +1,106 @@
+"""Compared answers as a person sees them: a real Chromium, the quickstart's target behind a real gateway."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_workers.engines.process import EngineCommand, start_engine
+from tests.browser.conftest import SHOTS, TOKEN, key_in
+from tests.workers.engines.request_fields import behind_gateway
+
+OpenPage = Callable[..., Any]
+_PATIENCE_MS = 60_000
+TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def endpoint_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    engine = start_engine(EngineCommand(target="quickstart", model="quickstart", threads=1, max_concurrency=2,
+                                        setting=Setting(method="ngram", tree=TREE)), tmp_path_factory.mktemp("engine"))
+    try:
+        with behind_gateway(engine.wait_ready(120), "quickstart", tmp_path_factory.mktemp("gateway")) as served:
+            yield f"{str(served.client.base_url).rstrip('/')}/v1"
+    finally:
+        engine.stop()
+
+
+def signed_in(page: Any, url: str, key: str) -> Any:
+    page.goto(url)
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("link", name="Sign out").wait_for()
+    return page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_answers_appear_side_by_side_equal_and_with_the_tree_of_a_round(
+        scheme: str, guarded: tuple[str, Database], endpoint_url: str, open_page: OpenPage, faults: list[str]) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    url, database = guarded
+    Endpoints(database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
+    Endpoints(database).activate("default", 1, endpoint_url)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for width, height in ((375, 812), (1440, 900)):
+        page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
+        page.goto(f"{url}/console/endpoints/default")
+        page.get_by_role("link", name="Compare answers").click()
+        page.get_by_label("Prompt").fill("Explain electricity in three sentences.")
+        page.get_by_label("Tokens of an answer").fill("96")
+        page.get_by_role("button", name="Run").click()
+        page.locator("#said", has_text="Both answers are equal").wait_for(timeout=_PATIENCE_MS)
+        drafted, undrafted = page.locator("[data-run=drafted]"), page.locator("[data-run=undrafted]")
+        assert drafted.locator(".answer").inner_text() == undrafted.locator(".answer").inner_text() != ""
+        assert drafted.locator(".token.drafted").count() > 0
+        assert undrafted.locator(".token.drafted").count() == 0
+        assert float(drafted.locator("[data-figure=tau]").inner_text()) > 1.0
+        assert float(undrafted.locator("[data-figure=tau]").inner_text()) == 1.0
+        assert page.locator("#tree li li").count() > 0, "the round with most accepted drafts is chosen at the end"
+        first = drafted.locator(".round").first
+        first.focus()
+        page.keyboard.press("ArrowRight")
+        assert "Round 1: accepted" in drafted.locator(".round-said").inner_text()
+        page.keyboard.press("Enter")
+        page.locator("#tree", has_text="Round 1:").wait_for()
+        with_drafts = drafted.locator(".round", has=page.locator(".drafted")).first
+        with_drafts.hover()
+        assert "rejected" in drafted.locator(".round-said").inner_text()
+        with_drafts.click()
+        page.locator("#tree li li", has_text="accepted").first.wait_for()
+        drafted.locator("summary").click()
+        assert drafted.locator("tbody tr").count() == drafted.locator(".round").count()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
+        assert found.violations_count == 0, f"{width}, {scheme}: {found.generate_report()}"
+        drafted.locator("summary").click()
+        page.screenshot(path=SHOTS / f"compare-{width}-{scheme}.png", full_page=True)
+    assert [one for one in faults if "401" not in one] == [], "the sign-in page is a 401, which Chromium logs"
+
+
+def test_a_viewer_and_an_endpoint_that_fails_are_told_why(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    viewer, operator = key_in(database, "team", "viewer"), key_in(database, "team", "operator")
+    Endpoints(database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart", "team")
+    Endpoints(database).activate("default", 1, "http://127.0.0.1:1/v1")
+    page = signed_in(open_page(), url, viewer)
+    page.goto(f"{url}/console/endpoints/default/compare")
+    page.get_by_text("your role reads only").wait_for()
+    assert page.get_by_role("button").count() == 0
+    page = signed_in(open_page(), url, operator)
+    page.goto(f"{url}/console/endpoints/default/compare")
+    page.get_by_role("button", name="Run").click()
+    page.locator("[data-run=drafted] .failure", has_text="hint:").wait_for()
+    page.locator("#said", has_text="Only complete answers").wait_for()
+    Endpoints(database).set_desired("default", "off")
+    page.get_by_role("button", name="Run").click()
+    page.locator("#said", has_text="is off; hint: eyrie endpoints on default").wait_for()
+    page.reload()
+    page.get_by_text("The endpoint is off").wait_for()
