@@ -31,8 +31,9 @@ IN_MEMORY = Path("/dev/shm")
 @pytest.fixture(autouse=True)
 def _sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     let_stages_start_it(monkeypatch)
+    before = set(IN_MEMORY.glob("eyrie-states-*"))  # of captures that were killed and never run again
     yield
-    assert list(IN_MEMORY.glob("eyrie-states-*")) == []
+    assert set(IN_MEMORY.glob("eyrie-states-*")) <= before
 
 
 def test_states_of_every_layer_are_those_of_the_reference_and_a_killed_server_is_replaced(tmp_path: Path) -> None:
