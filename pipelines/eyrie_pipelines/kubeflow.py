@@ -22,6 +22,7 @@ The pipeline is compiled for each run with every task placed (`placement`), and 
 then.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -221,15 +222,19 @@ class KubeflowRunner:
         """Download what was appended to a file; one that is shorter than the local copy was replaced."""
         assert self._store is not None
         stored = self._store.stat(self._key(path))
-        local_bytes = path.stat().st_size if path.is_file() else 0
-        if stored is None or stored.size_bytes == local_bytes:
+        if stored is None:
             return
-        if stored.size_bytes < local_bytes:
-            path.unlink()
-            local_bytes = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(self._store.read(self._key(path), start=local_bytes, length=stored.size_bytes - local_bytes))
+        if path.is_file() and stored.size_bytes < path.stat().st_size:
+            path.unlink(missing_ok=True)
+        # Race: a driver whose lease has expired may read the same part. Both write it to the place that it has in the
+        # stored file; appended, each event would be there twice.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+            local_bytes = os.fstat(file.fileno()).st_size
+            if local_bytes < stored.size_bytes:
+                file.seek(local_bytes)
+                file.write(self._store.read(self._key(path), start=local_bytes,
+                                            length=stored.size_bytes - local_bytes))
 
     def _dir(self, job_id: str) -> Path:
         return self._home / "jobs" / job_id

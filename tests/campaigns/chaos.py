@@ -238,16 +238,19 @@ class Chaos:
         decided = self.listed("/v1alpha1/endpoints/default/history", kind="decided", limit=500)
         written, damage = {}, []
         for stage, key in ((one["stage"], one["key"]) for one in job["status"]["stages"]):
-            root = stage_dir(self._node_dir(job_id), stage, key)
-            with contextlib.suppress(FileNotFoundError):
-                written[stage, key] = (root / "events.jsonl").read_text().splitlines()
-            try:
-                verify_files(read_manifest(root), root)
-                if (store := self.deployment.store()) is not None:
-                    with scratch("stored") as copy:
-                        download_dir(store, stage_dir(Path("jobs") / job_id, stage, key).as_posix(), copy)
-            except EyrieError as error:
-                damage.append(f"{stage} {key}: {error}")
+            with scratch("stored") as copy:
+                try:
+                    root = stage_dir(self._node_dir(job_id), stage, key)
+                    if (store := self.deployment.store()) is not None:  # a node keeps only what its last run has read
+                        name = stage_dir(Path("jobs") / job_id, stage, key).as_posix()
+                        download_dir(store, name, copy)
+                        (copy / "events.jsonl").write_bytes(store.read(f"{name}/events.jsonl"))
+                        root = copy
+                    with contextlib.suppress(FileNotFoundError):
+                        written[stage, key] = (root / "events.jsonl").read_text().splitlines()
+                    verify_files(read_manifest(root), root)
+                except EyrieError as error:
+                    damage.append(f"{stage} {key}: {error}")
 
         def left() -> list[int]:
             return local.live_processes(self._node_dir(job_id))

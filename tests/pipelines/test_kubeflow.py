@@ -1,9 +1,12 @@
 """Runs of Kubeflow, seen through the real client: what is asked once, what may be asked again, what an answer means."""
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -262,6 +265,24 @@ def test_what_stages_say_is_brought_here_piece_by_piece(harness: Harness, server
     harness.runner.refresh("job-1", SPEC)
     assert harness.read("stages/regenerate/events.jsonl") == "anew\n"
     assert harness.read("stages/regenerate/failure.json") is None
+
+
+def test_two_drivers_that_fetch_the_same_events_at_the_same_time_have_each_once(
+        harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.start()
+    harness.put("stages/regenerate/events.jsonl", "one\n")
+    both_read, read = threading.Barrier(2, timeout=60), LocalStore.read
+
+    def read_together(self: LocalStore, key: str, **part: Any) -> bytes:
+        found = read(self, key, **part)
+        if key.endswith("events.jsonl"):
+            both_read.wait()
+        return found
+
+    monkeypatch.setattr(LocalStore, "read", read_together)  # the real store, at an unlucky moment
+    with ThreadPoolExecutor(2) as drivers:
+        list(drivers.map(lambda runner: runner.refresh("job-1", SPEC), (harness.runner, harness.another())))
+    assert harness.read("stages/regenerate/events.jsonl") == "one\n"
 
 
 def test_what_the_driver_decided_outlives_its_disk(harness: Harness, tmp_path: Path) -> None:
