@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan, tree_shapes
 from eyrie_api.decisions.sweep import expand
@@ -128,6 +129,17 @@ def test_of_candidates_that_race_one_another_the_steps_after_a_rung_are_not_char
     every = plan_of(job_spec(sweep={"families": families}), SMALL, None)
     assert every.stages[2].tokens == 6 * one.stages[2].tokens, "families are not halved against one another"
     assert [note.partition(":")[0] for note in every.notes] == families
+
+
+def test_answers_of_the_data_take_no_time_to_generate_and_are_captured_like_others() -> None:
+    job = job_spec().model_dump(mode="json")
+    generated, given = (plan_of(JobSpec.model_validate({**job, "data": {**job["data"], "answered": answered}}), SMALL,
+                                None) for answered in (False, True))
+    assert (given.stages[0].hours, given.stages[0].tokens) == (0.0, generated.stages[0].tokens)
+    assert generated.stages[0].hours > 0.0
+    assert given.stages[1:] == generated.stages[1:]
+    with pytest.raises(ValidationError, match=r"data\.answered is true.*regenerate\.engine is 'embedded'"):
+        JobSpec.model_validate({**job, "data": {**job["data"], "answered": True}, "regenerate": {"engine": "embedded"}})
 
 
 def test_a_streamed_job_needs_no_disk_for_states_and_pays_the_target_in_every_epoch() -> None:

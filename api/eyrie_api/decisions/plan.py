@@ -334,8 +334,10 @@ def _store_hours(num_bytes: float, rates: Rates) -> float:
 
 def _regenerate(work: _Work, rates: Rates) -> StagePlan:
     prompts, answers = round(work.rows * work.prompt), round(work.rows * work.answer)
-    hours = _hours(prompts * work.flops_per_token, rates.prefill) + _hours(answers * work.flops_per_token, rates.decode)
     tokens = prompts + answers
+    if work.spec.data.answered:
+        return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=0.0)
+    hours = _hours(prompts * work.flops_per_token, rates.prefill) + _hours(answers * work.flops_per_token, rates.decode)
     return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=hours,
                      bound_by="memory bandwidth" if rates.decode < rates.prefill else "compute")
 

@@ -79,6 +79,11 @@ class DataSpec(Frozen):
     sources: tuple[DataSource, ...] = Field(min_length=1, max_length=64)
     """Where conversations come from; their weights are their shares of what is drawn, answered and captured."""
 
+    answered: bool = False
+    """The answers of the data are used as they are, and nothing is generated: for data that the target has answered
+    already, such as recorded traffic. A drafter learns the text it is trained on, so answers of another model lower
+    tau. Answers end at `regenerate.max_new_tokens`; a row without one is quarantined."""
+
     mix: SourceMix | None = None
     """Shares of the captured rows that are trained on, by source: `{chats: 3, tools: 1}`. As many rows as the sources
     have in these shares; without it, all rows. As an axis of a sweep (`data.mix`), every candidate trains on the same

@@ -78,6 +78,13 @@ class JobSpec(Frozen):
         return EndpointServeSpec(**dict(self.serve), engine=self.engine)
 
     @model_validator(mode="after")
+    def _answers_are_given_or_generated(self) -> "JobSpec":
+        if self.data.answered and self.regenerate.engine is not None:
+            raise ValueError(f"data.answered is true, which generates nothing, and regenerate.engine is "
+                             f"{self.regenerate.engine!r}: omit one of them")
+        return self
+
+    @model_validator(mode="after")
     def _depth_was_trained(self) -> "JobSpec":
         deepest = max(self.benchmark.tree.num_steps, *self.tune.num_steps)
         if deepest > self.train.ttt_length + 4:

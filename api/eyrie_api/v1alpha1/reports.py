@@ -71,7 +71,8 @@ class RegenerateReport(Frozen):
     """What became of the conversations."""
 
     engine: str = ""
-    """Where the answers were generated: `embedded`, `sglang`, `openai` or `openai-batch`."""
+    """Where the answers were generated: `embedded`, `sglang`, `openai` or `openai-batch`; `none` for answers of the
+    data (`data.answered`)."""
 
     rows_read: int
     rows_answered: int
@@ -89,7 +90,7 @@ class RegenerateReport(Frozen):
     """With `turns: all`: conversations that ended before their last turn, by reason."""
 
     rows_retokenised: int = 0
-    """Answered in text alone: their ids are the tokenizer's, not the target's."""
+    """Answered in text alone, by an endpoint or in the data: their ids are the tokenizer's, not the target's."""
 
     rows_ids_differ: int = 0
     """Of these, rows whose ids are certainly not those the target produced: another number of them, or another text."""

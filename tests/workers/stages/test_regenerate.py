@@ -26,7 +26,7 @@ from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
-from eyrie_workers.targets.loading import load_target, target_digest
+from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.servers.processes import kept
 from tests.servers.redis import Redis
@@ -299,6 +299,52 @@ def test_every_turn_is_answered_in_the_context_of_the_new_answers(tmp_path: Path
     assert result.rows_retokenised == 0
     assert result.answer_lengths is not None
     assert result.answer_lengths.most == max(len(row.answer_ids) for row in found)
+
+
+def test_answers_of_the_data_are_taken_as_they_are_and_nothing_is_generated(tmp_path: Path, target: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    chats = [(("user", "one"), ("assistant", "a given answer")), (("user", "two"),),
+             (("user", "three"), ("assistant", "word " * 40)),
+             (("user", "four"), ("assistant", "inner"), ("user", "five"), ("assistant", "outer"))]
+    path.write_text("".join(json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) + "\n"
+                            for chat in chats))
+    write_spec(tmp_path / "last", target, path, data={"answered": True, "held_out_fraction": 0.0})
+    assert run(tmp_path / "last") == 0
+    tokenizer = ChatTokenizer(target)
+    found = rows(tmp_path / "last")
+    assert [(row.line, row.text, row.finish_reason) for row in found] == [
+        (1, "a given answer", "stop"), (3, "word " * 40, "length"), (4, "outer", "stop")]
+    assert found[0].prompt_ids == tuple(tokenizer.render([{"role": "user", "content": "one"}]))
+    assert tokenizer.decode(found[0].answer_ids[:-1]) == "a given answer"
+    assert found[0].answer_ids[-1] in tokenizer.eos_ids
+    assert len(found[1].answer_ids) == 12
+    result = report(tmp_path / "last")
+    assert (result.engine, result.rows_retokenised) == ("none", 3)
+    assert [(row["line"], row["reason"]) for row in lines(tmp_path / "last" / "quarantine.jsonl")] == [
+        (2, "its last turn is not an answer, and data.answered is true")]
+
+    write_spec(tmp_path / "all", target, path, turns="all", data={"answered": True, "held_out_fraction": 0.0})
+    assert run(tmp_path / "all") == 0
+    assert [(row.line, row.turn, row.text) for row in rows(tmp_path / "all")][2:] == [(4, 0, "inner"), (4, 1, "outer")]
+
+
+def test_a_given_answer_that_calls_tools_has_the_ids_that_the_template_writes(tmp_path: Path) -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    turns = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "tool_call_id": "call-1", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps({"messages": turns, "tools": [tool]}) + "\n")
+    quickstart = resolve(TargetSpec(model="quickstart"))
+    write_spec(tmp_path / "out", quickstart, path, turns="all", max_new_tokens=100,
+               data={"answered": True, "held_out_fraction": 0.0})
+    assert run(tmp_path / "out") == 0
+    calling, saying = rows(tmp_path / "out")
+    tokenizer = ChatTokenizer(quickstart)
+    assert tokenizer.decode(saying.answer_ids[:-1]) == "It is 2."
+    assert '"add"' in tokenizer.decode(calling.answer_ids)
+    assert saying.prompt_ids[:len(calling.prompt_ids) + len(calling.answer_ids)] == (
+        calling.prompt_ids + calling.answer_ids)
 
 
 def test_cut_answers_are_kept_apart_where_the_spec_says_so(tmp_path: Path, target: Path) -> None:

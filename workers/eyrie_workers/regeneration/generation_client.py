@@ -32,6 +32,9 @@ class GenerationRequest:
     max_new_tokens: int | None = None
     """In place of the job's limit (`GenerationParams`)."""
 
+    given: dict[str, Any] | None = None
+    """The assistant turn of the data at this place, where the job takes it as the answer (`data.answered`)."""
+
 
 @dataclass(frozen=True)
 class GeneratedAnswer:

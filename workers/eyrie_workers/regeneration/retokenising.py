@@ -1,4 +1,4 @@
-"""Token ids of an answer from its text, for endpoints that return no ids.
+"""Token ids of an answer from its text, for endpoints that return no ids and for answers of the data.
 
 Inexact: a target may generate a text with other tokens than its tokenizer would choose, and a drafter trained on the
 tokenizer's choice is wrong wherever they differ. Plain text is encoded as it is, followed by the id that ends a turn.
@@ -54,8 +54,8 @@ class AnswerRetokenizer:
         except InvalidInput as error:
             raise ValueError(error.message) from error
         if not whole.startswith(before):
-            raise ValueError("the endpoint returned no token ids, and the chat template does not render this answer "
-                             "as a continuation of its prompt: use an endpoint that honours return_token_ids")
+            raise ValueError("the answer has no token ids, and the chat template does not render this answer as a "
+                             "continuation of its prompt: use an endpoint that honours return_token_ids")
         return whole[len(before):]
 
     def _encode(self, text: str) -> list[int]:

@@ -76,6 +76,9 @@ class SelectedRow(Frozen):
     max_new_tokens: int | None = None
     """Of the source; None: the spec's."""
 
+    answer: dict[str, Any] | None = None
+    """With `data.answered`: the last assistant turn, which `messages` are without."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -233,6 +236,9 @@ class _Divider:
             return None
         self._seen.add(key)
         messages, tools, source = list(row.prompt), list(row.tools), self._sources[row.source]
+        answer = row.messages[len(row.prompt)] if len(row.messages) > len(row.prompt) else None
+        if answer is None and self._rules.data.answered:
+            return self._reject(row, "its last turn is not an answer, and data.answered is true")
         try:
             prompt_ids = self._tokenizer.render(first_turn(messages, self._rules.turns), tools or None,
                                                 variables=source.chat_template_kwargs)
@@ -262,7 +268,8 @@ class _Divider:
                                       "line": row.line, "category": row.category, "messages": messages,
                                       "tools": tools, "prompt_ids": prompt_ids,
                                       "chat_template_kwargs": source.chat_template_kwargs,
-                                      "max_new_tokens": source.max_new_tokens})
+                                      "max_new_tokens": source.max_new_tokens,
+                                      **({"answer": answer} if self._rules.data.answered else {})})
 
     def _reject(self, row: Conversation, reason: str, kind: QuarantineKind = "malformed") -> None:
         self._write(REJECTED, QuarantinedRow(source=row.source, line=row.line, reason=reason, kind=kind).model_dump())

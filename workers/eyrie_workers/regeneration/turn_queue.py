@@ -105,9 +105,11 @@ class TurnQueue(Iterator[GenerationRequest]):
                 return ReplayState(answered, Ended(TEMPLATE))
             if len(prompt_ids) > self._max_prompt_tokens:
                 return ReplayState(answered, Ended(TOO_LONG))
+        given = row.messages[assistant_index] if assistant_index < len(row.messages) else row.answer
         prompt = GenerationRequest(row_id=row_id, messages=messages, tools=row.tools, prompt_ids=prompt_ids,
                                    seed=row_seed(self._spec.seed, row_id), place=turn * self._num_rows + place,
-                                   chat_template_kwargs=row.chat_template_kwargs, max_new_tokens=row.max_new_tokens)
+                                   chat_template_kwargs=row.chat_template_kwargs, max_new_tokens=row.max_new_tokens,
+                                   given=None if row.answer is None else given)
         return ReplayState(answered, PendingTurn(row, turn, prompt))
 
     def _enqueue(self, state: ReplayState) -> None:

@@ -45,6 +45,7 @@ from eyrie_workers.regeneration.generation_client import (
     GenerationFailure,
     GenerationParams,
 )
+from eyrie_workers.regeneration.given_answers import GivenAnswers
 from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.regeneration.own_servers import own_servers
 from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
@@ -130,7 +131,9 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
 
 def _check_meta(directory: Path, spec: RegenerateStage, digest: str) -> None:
     """Write the metadata of the answers, or raise Conflict when the directory holds others."""
-    inputs = (spec.data.model_dump_json(), spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
+    # Left out where it is false: a stage that a version without the field has begun goes on.
+    data = spec.data.model_dump_json(exclude=None if spec.data.answered else {"answered"})
+    inputs = (data, spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
                spec.regenerate.max_new_tokens, spec.regenerate.seed, _engine_name(spec), spec.target.dtype,
                spec.regenerate.turns)
     meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(inputs).encode()))
@@ -238,6 +241,12 @@ def _answered(spec: RegenerateStage, pending: PendingTurn, answer: GeneratedAnsw
 def _client(spec: RegenerateStage, stage: Stage, path: Path,
             tokenizer: ChatTokenizer) -> Iterator[tuple[GenerationClient, Callable[[], None]]]:
     """The client of the engine that answers, and the `pause` to call between answers."""
+    if spec.data.answered:
+        stage.event("AnswersGiven", "the answers of the data are used, none is generated; they are cut at "
+                    f"{spec.regenerate.max_new_tokens} tokens (regenerate.max_new_tokens)")
+        yield GivenAnswers(AnswerRetokenizer(tokenizer), spec.regenerate.max_new_tokens,
+                           read_config(path).max_position_embeddings), stage.pause_point
+        return
     if _engine_name(spec) != "sglang":
         yield _engine(spec, stage, path, tokenizer), stage.pause_point
         return
@@ -249,7 +258,9 @@ def _client(spec: RegenerateStage, stage: Stage, path: Path,
 
 
 def _engine_name(spec: RegenerateStage) -> str:
-    """Where the answers are generated: the job's engine, unless the section names another."""
+    """Where the answers are generated: the job's engine, unless the section names another; `none` for given ones."""
+    if spec.data.answered:
+        return "none"
     return spec.regenerate.engine or spec.engine.kind
 
 
