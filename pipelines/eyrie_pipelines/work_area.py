@@ -177,10 +177,14 @@ class WorkArea:
         assert self._store is not None
         if isinstance(spec, CaptureStage):
             download_dir(self._store, self._key(Path(spec.rows_dir)), Path(spec.rows_dir))
+            for head in spec.init_from:
+                self._download_drafter(Path(head.path))
         elif isinstance(spec, TrainStage):
             if Path(spec.store_dir) not in self._downloaded:  # large, and the same for all candidates: verify it once
                 self._download_states(Path(spec.store_dir))
             self._downloaded.add(Path(spec.store_dir))
+            if spec.drafter.init_from is not None:
+                self._download_drafter(Path(spec.drafter.init_from))
         elif isinstance(spec, BenchmarkStage | TuneStage | ProveStage):
             if not isinstance(spec, BenchmarkStage) or spec.rival is None:  # else the stage's own output
                 self._download_drafter(Path(spec.drafter_dir))

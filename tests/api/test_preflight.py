@@ -1,17 +1,20 @@
 """What is refused before anything runs, and what is let through."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import (
     DiskTooSmall,
     EyrieError,
     GpuTooSmall,
     InvalidInput,
     NoChatTemplate,
+    NotFound,
     NoUsableData,
     TargetNotFound,
     UnsupportedTarget,
@@ -19,8 +22,13 @@ from eyrie_api.errors import (
 )
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import check, plan
+from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.submission.target_facts import target_facts
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.reports import LeaderboardEntry
 from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.status import Job, JobStatus
 from eyrie_api.v1alpha1.targets import JobTarget, resolve_dtype
 from tests.api.samples import job_spec, target_directory
 
@@ -352,6 +360,41 @@ def test_a_rival_or_a_head_to_train_from_of_another_target_is_refused_with_both_
     refused(settings, InvalidInput, r"reads layers \[77\]", **asked)
     refused(settings, InvalidInput, "rivals.*not a directory", target={"model": str(target)},
             rivals=[str(tmp_path / "none")])
+
+
+def test_training_continues_from_a_jobs_best_checkpoint_or_the_field_is_refused_with_the_reason(
+        settings: Settings, target: Path) -> None:
+    entry = LeaderboardEntry(
+        job_id="job-a", checkpoint="c0-step-90", candidate="c0", family="eagle3", target="org/model",
+        tree=DraftTreeShape(num_steps=7, top_k=1, num_draft_tokens=8), tau=4.0, tokens_per_s=99.0, speedup=2.5,
+        speedup_greedy=None, speedup_sampled=None, lossless=True, tuned=True, suites={}, rank=1)
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    jobs = {name: Job(id=name, created_at=now, updated_at=now, spec=job_spec(), status=JobStatus(best=best))
+            for name, best in (("job-a", entry), ("job-rival", entry.model_copy(update={"rival": True})),
+                               ("job-new", None))}
+
+    def job_of(name: str) -> Job:
+        if name not in jobs:
+            raise NotFound(f"no job {name}")
+        return jobs[name]
+
+    def resolved(**changes: Any) -> JobSpec:
+        return with_drafters_of_jobs(job_spec(target={"model": str(target)}, **changes), job_of, settings.home)
+
+    best = settings.home / "jobs/job-a/stages/train/c0/checkpoints/c0-step-90"
+    spec = resolved(drafter={"init_from": "job:job-a"})
+    assert spec.drafter.init_from == str(best)
+    swept = resolved(sweep={"axes": [{"field": "drafter.init_from", "values": [None, "org/head", "job:job-a"]}]})
+    assert swept.sweep.axes[0].values == (None, "org/head", str(best))
+    for name, says in (("job-b", "no such job"), ("job-new", "has measured no checkpoint"),
+                       ("job-rival", "has not trained its best, 'c0-step-90'")):
+        with pytest.raises(InvalidInput, match=f"drafter.init_from 'job:{name}'.*{says}"):
+            resolved(drafter={"init_from": f"job:{name}"})
+
+    with pytest.raises(InvalidInput, match=r"drafter\.init_from.*is not a directory"):
+        check(spec, settings)
+    stored = settings.model_copy(update={"artifacts": StoreOptions(url="s3://bucket/eyrie")})
+    assert check(spec, stored).spec.drafter.init_from == str(best), "its files are in the store: the stage brings them"
 
 
 def test_mtp_layers_of_a_target_that_sglang_does_not_draft_with_are_no_rival(settings: Settings, target: Path) -> None:

@@ -22,6 +22,7 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreUnavailable
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
@@ -125,6 +126,24 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
     pods.run(tasks.prove, best, tuned)
     assert rehearsal.starts()[7:] == ["prove"]
     assert pods.store.read("jobs/job-1/stages/prove/manifest.json") != proof
+
+
+def test_a_drafter_of_another_job_that_training_continues_from_is_brought_to_capture_and_to_training(
+        environment: Path) -> None:
+    store = LocalStore(environment / "store")
+    head = environment / "home/jobs/job-0/stages/train/base/checkpoints/base-step-20"
+    before = Pods(environment / "home", store)
+    states = before.run(tasks.capture, before.run(tasks.regenerate))
+    before.run(tasks.train, states, "base")
+    for one in list(store.list("jobs/job-1")):
+        store.write(one.key.replace("job-1", "job-0"), store.read(one.key))
+    pods = Pods(environment / "home", store, SPEC.model_copy(update={"drafter": DrafterSpec(init_from=str(head))}))
+    for one in list(store.list("jobs/job-1/stages")):
+        store.delete(one.key)
+    states = pods.run(tasks.capture, pods.run(tasks.regenerate))
+    assert (head / "config.json").is_file()
+    pods.run(tasks.train, states, "base")
+    assert (head / "config.json").is_file()
 
 
 def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_given_the_place(

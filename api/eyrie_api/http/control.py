@@ -30,6 +30,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission import spec_policy
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.submission.preflight import PreflightCache
+from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
 
@@ -96,6 +97,10 @@ class Control:
         principal = self.scope.principal
         if principal is not None and ALL_PROJECTS not in principal.roles:
             spec_policy.check(spec, self.settings, self._is_mine)
+
+    def with_drafters_of_jobs(self, spec: JobSpec) -> JobSpec:
+        """See `submission.published_drafters`, with the jobs of the caller's scope."""
+        return with_drafters_of_jobs(spec, self.jobs.get, self.settings.home)
 
     def _is_mine(self, kind: str, name: str) -> bool:
         try:

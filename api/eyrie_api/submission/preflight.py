@@ -132,7 +132,8 @@ def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, b
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
     facts = _check_target(spec, candidates, device)
-    check_published_drafters(spec, candidates, facts)
+    check_published_drafters(spec, candidates, facts,
+                             None if settings.artifacts.url is None else settings.home.absolute() / "jobs")
     for suite in spec.benchmark.suites:
         _check_suite(suite, spec)
     if facts is None:

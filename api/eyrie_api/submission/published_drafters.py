@@ -1,27 +1,68 @@
-"""Checks of published drafters that a job names (`rivals`, `drafter.init_from`), from their config.json alone.
+"""Checks of drafters that a job names (`rivals`, `drafter.init_from`), from their config.json alone.
 
 Only what is readable here is checked; the stage that reads the drafter runs the whole validator. A Hub id that is not
 in the cache is left to that stage.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import JsonValue
 
 from eyrie_api.decisions.mtp_layers import require_mtp_architecture
 from eyrie_api.decisions.plan import TargetFacts
 from eyrie_api.decisions.sweep import Candidate
-from eyrie_api.errors import InvalidInput
+from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 from eyrie_api.submission.target_facts import HUB_ID, local_path, read_config, target_dir
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], facts: TargetFacts | None) -> None:
-    """Raises InvalidInput for a drafter that is missing or whose config.json is of another target, naming both values;
+_OF_JOB = "job:"
+
+
+def with_drafters_of_jobs(spec: JobSpec, job_of: Callable[[str], Job], home: Path) -> JobSpec:
+    """The job with the directory of a job's best checkpoint in place of `drafter.init_from: job:ID`.
+
+    job_of   a job that the submitter may read, by id; raises NotFound or Forbidden for others
+
+    Raises InvalidInput for a job that is not there, or has no checkpoint of its own to continue from.
+    """
+    def resolved(named: JsonValue) -> JsonValue:
+        if not isinstance(named, str) or not named.startswith(_OF_JOB):
+            return named
+        try:
+            job = job_of(named.removeprefix(_OF_JOB))
+        except (NotFound, Forbidden):
+            raise InvalidInput(f"drafter.init_from {named!r}: there is no such job, or not in your project",
+                               "list the jobs you may read") from None
+        best = job.status.best
+        if best is None or best.rival or best.tree is None:
+            what = "has measured no checkpoint" if best is None else f"has not trained its best, {best.checkpoint!r}"
+            raise InvalidInput(f"drafter.init_from {named!r}: the job {what}",
+                               "name a job that has trained and measured a drafter, or a drafter's directory")
+        trained = home.absolute() / "jobs" / job.id / "stages" / "train" / best.candidate
+        return str(trained / "checkpoints" / best.checkpoint)
+
+    axes = tuple(axis.model_copy(update={"values": tuple(map(resolved, axis.values))})
+                 if axis.field == "drafter.init_from" else axis for axis in spec.sweep.axes)
+    return spec.model_copy(update={
+        "drafter": spec.drafter.model_copy(update={"init_from": resolved(spec.drafter.init_from)}),
+        "sweep": spec.sweep.model_copy(update={"axes": axes})})
+
+
+def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], facts: TargetFacts | None,
+                             stored: Path | None = None) -> None:
+    """Check them against the target.
+
+    stored   directory whose files an artifact store has: a drafter below it that is not here is left to the stage
+
+    Raises InvalidInput for a drafter that is missing or whose config.json is of another target, naming both values;
     UnsupportedTarget for MTP layers that SGLang does not draft with."""
     target = target_dir(spec.target)
     if target is not None and any(rival.method == "nextn" for rival in spec.rivals):
@@ -32,6 +73,8 @@ def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], fac
                                "continue from a checkpoint", "leave it out, or train one of "
                                + ", ".join(name for name, row in FAMILIES.items() if row.continues))
     for field, path, revision in _named(spec, candidates):
+        if stored is not None and Path(path).is_relative_to(stored) and not Path(path).exists():
+            continue
         directory = _directory(field, path, revision)
         if directory is not None and facts is not None:
             _check_sizes(field, read_config(directory), facts)

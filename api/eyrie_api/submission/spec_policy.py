@@ -93,6 +93,14 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield f"data.sources[{number}].path", source.path
     for number, suite in enumerate(spec.benchmark.suites):
         yield f"benchmark.suites[{number}].path", suite.path
+    for number, rival in enumerate(spec.rivals):
+        if rival.path is not None:
+            yield f"rivals[{number}].path", rival.path
+    if spec.drafter.init_from is not None:
+        yield "drafter.init_from", spec.drafter.init_from
+    for axis in spec.sweep.axes:
+        if axis.field == "drafter.init_from":
+            yield from (("sweep.axes: drafter.init_from", str(value)) for value in axis.values)
     if spec.promotion.drift.traffic_file is not None:
         yield "promotion.drift.traffic_file", str(spec.promotion.drift.traffic_file)
 

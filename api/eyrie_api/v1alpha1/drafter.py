@@ -25,7 +25,8 @@ class DrafterSpec(Frozen):
     """What kind of drafter; `sweep.families` trains several."""
 
     init_from: str | None = Field(None, min_length=1, max_length=4096)
-    """Directory or Hub id of a drafter of this family whose weights training continues from. Its sizes, layers and
+    """Directory or Hub id of a drafter of this family whose weights training continues from, or `job:ID` for the best
+    checkpoint of a job of the same project, stored as that checkpoint's directory. The drafter's sizes, layers and
     draft vocabulary are kept; fields of this section that are set must agree with it."""
 
     init_revision: str | None = Field(None, min_length=1, max_length=256)

@@ -37,6 +37,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy
 from eyrie_api.submission.demand import demand_of, replicas_of
 from eyrie_api.submission.placement import read_profile
+from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
@@ -460,6 +461,7 @@ class Controller:
             # The same checks as for a REST caller with access to this project only, in namespaces without a project
             # too: who may create objects there is not an administrator of the installation.
             spec_policy.check(spec, self._settings, self._belongs_to(project))
+            spec = with_drafters_of_jobs(spec, Jobs(self._database, scope=_viewer_of(project)).get, self._settings.home)
             accepted = preflight.check(spec, self._settings).spec
             self._job_of[action.key] = self._jobs.submit(
                 accepted, claimed, project, demand_of(accepted, self._profile)).id
@@ -483,7 +485,7 @@ class Controller:
     def _belongs_to(self, project: str) -> spec_policy.IsMine:
         """Whether objects of this project may reference a path under EYRIE_HOME: what the project's viewers may
         read."""
-        scope = Scope(Principal(subject="kubernetes", roles={project: "viewer"}), project)
+        scope = _viewer_of(project)
         jobs, endpoints = Jobs(self._database, scope=scope), Endpoints(self._database, scope=scope)
 
         def is_mine(kind: str, name: str) -> bool:
@@ -506,6 +508,10 @@ class Controller:
         known = self._objects.get(key)
         if known is None or known["metadata"]["uid"] != raw["metadata"]["uid"] or _version(raw) >= _version(known):
             self._objects[key] = raw
+
+
+def _viewer_of(project: str) -> Scope:
+    return Scope(Principal(subject="kubernetes", roles={project: "viewer"}), project)
 
 
 def _version(raw: Mapping[str, Any]) -> int:

@@ -41,6 +41,13 @@ def test_files_of_another_project_and_of_the_system_are_out_of_reach(tmp_path: P
             reaches(home, data=source(path))
         with pytest.raises(InvalidInput, match=r"target\.model"):
             reaches(home, target={"model": str(path)})
+        with pytest.raises(InvalidInput, match=r"rivals\[0\]\.path"):
+            reaches(home, rivals=[str(path)])
+        with pytest.raises(InvalidInput, match=r"drafter\.init_from"):
+            reaches(home, drafter={"init_from": str(path)})
+        with pytest.raises(InvalidInput, match=r"sweep\.axes: drafter\.init_from"):
+            reaches(home, sweep={"axes": [{"field": "drafter.init_from", "values": ["org/head", str(path)]}]})
+    reaches(home, drafter={"init_from": str(home / "jobs" / "job-mine" / "stages")}, rivals=["org/head"])
     reaches(home, data=source(home / "jobs" / "job-mine" / "x.jsonl"))
     reaches(home, data=source(home / "endpoints" / "mine" / "traffic.jsonl"))
     reaches(home, data=source(outside / "chats.jsonl"), target={"model": "org/name"})

@@ -75,7 +75,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
         check_key(key)
         once = Once(key, route_within(project, JOBS), digest_model(spec))
     try:
-        checked = control.preflight.check(spec)
+        checked = control.preflight.check(control.with_drafters_of_jobs(spec))
     except EyrieError:
         replay = None if once is None else control.idempotency.find(once)
         if replay is None:
@@ -158,4 +158,4 @@ def make_plan(spec: Spec, control: Here) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
     control.scope.home("jobs:read")
     control.check_spec_policy(spec)
-    return preflight.plan(spec, control.settings)
+    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings)
