@@ -77,6 +77,7 @@ def test_what_must_be_given_is_among_the_usual_fields() -> None:
     ("/tune/top_k", "1, 2, 4", "separated by commas; whole number; 1 to 64"),
     ("/sweep/families", "", "separated by commas; of eagle3, eagle1, medusa, hydra, standalone, dflash; "
                             "0 to 16 of them"),
+    ("/sweep/rungs", "0.25, 0.5", "separated by commas; number; above 0; below 1; 0 to 8 of them; [] for none"),
     ("/labels", "", "JSON"),
     ("/name", "", "")])
 def test_a_field_shows_its_default_its_unit_and_its_bounds(pointer: str, default: str, rule: str) -> None:

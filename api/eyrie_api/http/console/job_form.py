@@ -184,6 +184,8 @@ def _rules(pointer: str, schema: Schema, value: Schema, item: Schema) -> Iterato
         yield f"default {json.dumps(schema[_ALONE])} where the document has another {pointer.split('/')[-2]} value"
     if "maxItems" in value:
         yield f"{value.get('minItems', 0)} to {value['maxItems']} of them"
+    if value.get("type") == "array" and "minItems" not in value and schema.get("default"):
+        yield "[] for none"
 
 
 def _bounds(scalar: Schema) -> Iterator[str]:

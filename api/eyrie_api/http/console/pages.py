@@ -107,10 +107,10 @@ def new_job(control: Here, request: Request) -> Response:
 
 @router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
 def again(job_id: str, control: Here, request: Request) -> Response:
-    """The same with the document of a job."""
+    """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
     spec = control.jobs.get(job_id).spec
     return _page("new_job.html", control, request, source=spec.name or job_id, form=job_form(),
-                 document=json.dumps(spec.model_dump(mode="json", exclude_unset=True), indent=2))
+                 document=json.dumps(spec.model_dump(mode="json", exclude_defaults=True), indent=2))
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)

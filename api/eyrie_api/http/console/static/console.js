@@ -299,7 +299,9 @@ function newJob(form) {
       if (mine !== latest) return;
       if (answer.ok) done(body); else refused(body);
     } catch {
-      if (mine === latest) say("The server does not answer.", [], false);
+      if (mine !== latest) return;
+      unplaced([]);
+      say("The server does not answer.", [], false);
     }
   }
 

@@ -5,7 +5,7 @@
 (() => {
   const form = document.getElementById("new-job"), text = form.elements.text;
   const views = { fields: document.getElementById("fields"), json: document.getElementById("json") };
-  let job = {};
+  let job = {}, isSent = false;
 
   // Integers beyond 2^53 keep their digits.
   function exact(key, value, context) {
@@ -36,8 +36,10 @@
 
   const isPlain = (item) => !isObject(item) && item !== null && /^[^[\s,]([^\n,]*[^\s,])?$/.test(String(item));
 
+  const isText = (kind) => kind === "text" || kind === "lines";
+
   function shown(kind, value) {
-    if (value === undefined) return "";
+    if (value === undefined || (value === null && isText(kind))) return "";
     if (kind === "choice") return JSON.stringify(value);
     if (typeof value === "string") return value;
     if (kind === "list" && Array.isArray(value) && value.length && value.every(isPlain)) return value.join(", ");
@@ -56,7 +58,7 @@
   function typed(input) {
     const given = input.value, { kind, numeric } = input.dataset;
     if (given.trim() === "") return undefined;
-    if (kind === "text" || kind === "lines") return given;
+    if (isText(kind)) return given;
     if (kind !== "list" || given.trimStart().startsWith("[") || given.trim() === "null") return parsed(given);
     const items = given.split(",").map((item) => item.trim()).filter(Boolean);
     return numeric === undefined ? items : items.map(parsed);
@@ -133,7 +135,11 @@
   form.addEventListener("checked", (event) => {
     clear();
     if (!views.fields.hidden) event.detail.errors = event.detail.errors.filter((one) => !isPlaced(one));
+    if (isSent) (views.fields.querySelector("[aria-invalid]") ?? form.elements.view[0]).focus();
+    isSent = false;
   });
+  form.addEventListener("submit", () => { isSent = true; });
+  text.addEventListener("input", () => { isSent = false; });
   for (const radio of form.elements.view) radio.addEventListener("change", () => view(radio.value));
   views.fields.addEventListener("input", (event) => {
     const input = event.target, value = typed(input);
