@@ -25,7 +25,7 @@ _UNITS = {"_s": "seconds", "_days": "days", "_bytes": "bytes"}
 _LONG = 4096
 """Texts that may be longer than this get several lines."""
 _ALONE = "x-default-beside-others"
-_EMPTY = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 Schema = Mapping[str, Any]
 Kind = Literal["text", "lines", "number", "choice", "list", "json", "items"]
@@ -120,7 +120,7 @@ def _fields(pointer: str, given: Schema, definitions: Schema, required: bool, in
     yield FormField(
         pointer, kind, schema["description"], "; ".join(_rules(pointer, schema, value, item)),
         "" if default in _EMPTY else _typed(kind, default), required, num_lines=3 if kind in ("lines", "json") else 1,
-        options=tuple(map(json.dumps, _options(value))) if kind == "choice" else (),
+        options=tuple(map(json.dumps, value.get("enum", (True, False)))) if kind == "choice" else (),
         numeric=item.get("type") in ("integer", "number"),
         fields=tuple(_fields(f"{pointer}/{ITEM}", item, definitions, True, in_item=True)) if kind == "items" else ())
 
@@ -152,10 +152,6 @@ def _kind(value: Schema, item: Schema, in_item: bool) -> Kind:
     if kind == "array" and "properties" in item and not in_item:
         return "items"
     return "json"
-
-
-def _options(value: Schema) -> list[Any]:
-    return value.get("enum", [True, False])
 
 
 def _typed(kind: Kind, default: Any) -> str:
