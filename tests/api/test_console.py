@@ -134,7 +134,7 @@ def test_an_endpoint_shows_its_revisions_and_history(client: httpx.Client, datab
 
 def test_pages_load_nothing_from_elsewhere_and_run_nothing_inline(client: httpx.Client, database: Database) -> None:
     job = Jobs(database).submit(job_spec(labels={"note": HOSTILE}))
-    for path in ("/", f"/console/jobs/{job.id}"):
+    for path in ("/", f"/console/jobs/{job.id}", "/console/new"):
         page = client.get(path)
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy

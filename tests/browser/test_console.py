@@ -159,6 +159,7 @@ def test_a_new_job_is_checked_while_it_is_written_and_started(
     page = open_page()
     page.goto(address(plane))
     page.get_by_role("link", name="New job").click()
+    page.get_by_label("JSON", exact=True).check()
     text, verdict = page.get_by_label("Document (JSON)"), page.locator("#verdict")
     verdict.filter(has_text="Valid. About").wait_for()
     for document, said in (('{"target": ', "Not JSON"), ("{}", "target"),

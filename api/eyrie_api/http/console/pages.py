@@ -35,6 +35,7 @@ from eyrie_api.database.results import ResultFilter
 from eyrie_api.errors import NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
+from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.control import Control, Here
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
@@ -50,7 +51,8 @@ SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript", "htmx.min.js": "text/javascript",
           "uplot.min.js": "text/javascript", "uplot.min.css": "text/css", "vega.min.js": "text/javascript",
           "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
-          "compare.js": "text/javascript", "compare.css": "text/css"}
+          "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
+          "form.css": "text/css"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -68,7 +70,7 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 _ENVIRONMENT = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                            trim_blocks=True, lstrip_blocks=True)
-_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure}
+_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code}
 
 
 @router.get("/", response_class=HTMLResponse)
@@ -98,16 +100,17 @@ def job(job_id: str, control: Here, request: Request) -> Response:
 
 @router.get("/console/new", response_class=HTMLResponse)
 def new_job(control: Here, request: Request) -> Response:
-    """A document to begin with, and what the server says of it while it is written."""
-    return _page("new_job.html", control, request, source=None, document=json.dumps(_FIRST_JOB, indent=2))
+    """A document to begin with, as a form and as JSON, and what the server says of it while it is written."""
+    return _page("new_job.html", control, request, source=None, form=job_form(),
+                 document=json.dumps(_FIRST_JOB, indent=2))
 
 
 @router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
 def again(job_id: str, control: Here, request: Request) -> Response:
-    """The same with the document of a job."""
+    """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
     spec = control.jobs.get(job_id).spec
-    return _page("new_job.html", control, request, source=spec.name or job_id,
-                 document=json.dumps(spec.model_dump(mode="json", exclude_unset=True), indent=2))
+    return _page("new_job.html", control, request, source=spec.name or job_id, form=job_form(),
+                 document=json.dumps(spec.model_dump(mode="json", exclude_defaults=True), indent=2))
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)

@@ -261,13 +261,21 @@ function newJob(form) {
     verdict.replaceChildren(head, ...(lines.length ? [list] : []));
   }
 
+  // The form (form.js) shows errors beside their fields and takes them out of the list.
+  function unplaced(errors) {
+    const checked = new CustomEvent("checked", { detail: { errors } });
+    form.dispatchEvent(checked);
+    return checked.detail.errors;
+  }
+
   function refused(problem) {
-    const faults = problem.errors.map((one) => Object.entries(one).map(([name, value]) =>
+    const faults = unplaced(problem.errors).map((one) => Object.entries(one).map(([name, value]) =>
       `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", "));
     say(`${problem.detail}${problem.hint ? `; hint: ${problem.hint}` : ""}`, faults, false);
   }
 
   function planned(plan) {
+    unplaced([]);
     const hours = plan.total_hours < 1 ? `${Math.ceil(plan.total_hours * 60)} minutes` : `${plan.total_hours.toFixed(1)} hours`;
     const stages = plan.stages.map((one) => `${one.stage}: ${one.tokens.toLocaleString()} tokens, ${one.hours.toFixed(2)} h`);
     say(`Valid. About ${hours}, ${(plan.total_bytes_on_disk / 1e9).toFixed(2)} GB on disk. ${plan.bottleneck}`,
@@ -291,7 +299,9 @@ function newJob(form) {
       if (mine !== latest) return;
       if (answer.ok) done(body); else refused(body);
     } catch {
-      if (mine === latest) say("The server does not answer.", [], false);
+      if (mine !== latest) return;
+      unplaced([]);
+      say("The server does not answer.", [], false);
     }
   }
 
