@@ -219,10 +219,16 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
     whole, broken = submitted(plane, name="whole"), submitted(plane, name="broken")
     assert wait_until(lambda: all(plane.http.get(f"/v1alpha1/jobs/{one}").json()["status"]["finished_at"]
                                   for one in (whole, broken)), 120.0)
+    for path, body in (("keys", {"name": "nightly runs", "role": "operator"}),
+                       ("webhooks", {"url": "http://203.0.113.7/a/rather/long/address/of/a/receiver"}),
+                       ("projects/default/members", {"kind": "group", "value": "researchers", "role": "operator",
+                                                     "issuer": "https://issuer.example/realms/team"})):
+        assert plane.http.post(f"/v1alpha1/{path}", json=body).status_code == 201
     SHOTS.mkdir(parents=True, exist_ok=True)
     pages = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
              "failed-job": address(plane, f"/console/jobs/{broken}"), "new-job": address(plane, "/console/new"),
-             "sign-in": guarded[0]}
+             "admin": address(plane, "/console/admin"), "audit": address(plane, "/console/admin/audit"),
+             "project": address(plane, "/console/admin/projects/default"), "sign-in": guarded[0]}
     for width, height in ((375, 812), (820, 1180), (1440, 900)):
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         for name, url in pages.items():

@@ -1,4 +1,4 @@
-"""Pages of the console: home, a job, an endpoint, and the document of a new job.
+"""Pages of the console: home, a job, an endpoint, and the document of a new job. Others are modules beside this one.
 
 They call the functions that the REST routes call and show nothing else. A page is whole without script; with it the
 live part follows a stream (`console.live`), curves are drawn (uPlot), and so are figures (Vega-Lite with the expression
@@ -186,7 +186,7 @@ def end_sign_in(request: Request, code: str = "", state: str = "", error: str = 
         answer = sign_in_page(sign_in.issuer.url, problem=f"{refused.message}; {refused.hint}")
     else:
         # A page, not a redirect: the way here began at another site, and along it browsers send no strict cookie.
-        page = _ENVIRONMENT.get_template("signed_in.html").render(who=None, change="", to=to)
+        page = _ENVIRONMENT.get_template("signed_in.html").render(who=None, change="", administers=False, to=to)
         answer = HTMLResponse(page, headers=_HEADERS)
         answer.headers.append("set-cookie", set_cookie(cookie, request.headers, request.url.scheme).decode())
     answer.delete_cookie(PENDING_COOKIE, path=SIGN_IN_END, httponly=True, samesite="lax")
@@ -235,8 +235,8 @@ def is_asked_for(method: str, headers: Mapping[str, str], path: str) -> bool:
 def sign_in_page(issuer: str | None, to: str = "/", problem: str = "") -> HTMLResponse:
     """The page that asks for an API key, and leads to the issuer where people sign in there."""
     page = _ENVIRONMENT.get_template("sign_in.html").render(
-        who=None, change="", problem=problem, issuer=issuer and (urlsplit(issuer).hostname or issuer),
-        start=f"{SIGN_IN_START}?{urlencode({'to': to})}")
+        who=None, change="", administers=False, problem=problem,
+        issuer=issuer and (urlsplit(issuer).hostname or issuer), start=f"{SIGN_IN_START}?{urlencode({'to': to})}")
     return HTMLResponse(page, status_code=401, headers=_HEADERS)
 
 
@@ -244,7 +244,8 @@ def _page(template: str, control: Control, request: Request, **values: Any) -> H
     principal = control.scope.principal
     who = None if principal is None or principal == LOCAL else principal.subject
     change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
-    return HTMLResponse(rendered(template, {"who": who, "change": change, **values}), headers=_HEADERS)
+    given = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
+    return HTMLResponse(rendered(template, given | values), headers=_HEADERS)
 
 
 def _may(control: Control, action: Action, project: str | None) -> bool:
