@@ -67,7 +67,7 @@ def test_a_running_job_shows_its_stages_with_progress_rate_and_time_left(
     for words in ("nightly Running", "regenerate Succeeded", "capture Running", "25 % of 1200 rows, 12.5/s, 1m12s left",
                   "shard 3", f"eyrie cancel {job.id}"):
         assert words in shown, words
-    assert 'hx-trigger="every 2s"' in page.text, "until it ends"
+    assert f'data-stream="/console/jobs/{job.id}/live"' in page.text, "until it ends"
     assert "nightly" in text_of(client.get("/"))
 
 
@@ -81,7 +81,7 @@ def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Cl
     assert "Needs a person Job broken failed in capture 40 GB are needed; hint: free some" in text_of(client.get("/"))
     page = client.get(f"/console/jobs/{job.id}")
     assert "DiskTooSmall : 40 GB are needed free some" in text_of(page)
-    assert "every 2s" not in page.text, "an ended job is not asked for again"
+    assert "data-stream" not in page.text, "an ended job is not followed"
 
 
 def test_a_tuned_and_proven_job_shows_its_operating_map_and_its_proof(

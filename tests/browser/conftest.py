@@ -70,7 +70,8 @@ def open_page(chromium: Any, faults: list[str]) -> Iterator[Callable[..., Any]]:
     def make(**options: Any) -> Any:
         contexts.append(chromium.new_context(**options))
         page = contexts[-1].new_page()
-        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on("console", lambda message: faults.append(f"{message.text} {message.location['url']}")
+                if message.type == "error" else None)
         page.on("pageerror", lambda error: faults.append(str(error)))
         return page
 
@@ -90,7 +91,7 @@ def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
 def plane(tmp_path: Path, rehearsal: Rehearsal) -> Iterator[Plane]:
     """The control plane of one machine, without a token."""
     (tmp_path / "home").mkdir()
-    made = Plane(tmp_path / "home")
+    made = Plane(tmp_path / "home", webhooks_allow_private=True)
     assert made.start() is None, made.log.read_text()[-2000:]
     yield made
     made.close()

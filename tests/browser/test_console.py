@@ -81,6 +81,7 @@ def test_cancel_retry_and_delete_by_button_and_a_question_first(
     has_phase(page, "Cancelled")
     page.get_by_role("button", name="Retry").click()
     has_phase(page, "Succeeded")
+    page.wait_for_load_state("networkidle")  # the figures of the ended job are loaded, which go with it
     page.get_by_role("button", name="Delete").click()
     page.wait_for_url(address(plane), timeout=_PATIENCE_MS)
     assert plane.http.get(f"/v1alpha1/jobs/{job}").status_code == 404
@@ -220,10 +221,18 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
     whole, broken = submitted(plane, name="whole"), submitted(plane, name="broken")
     assert wait_until(lambda: all(plane.http.get(f"/v1alpha1/jobs/{one}").json()["status"]["finished_at"]
                                   for one in (whole, broken)), 120.0)
+    for path, body in (("keys", {"name": "nightly runs", "role": "operator"}),
+                       ("webhooks", {"url": "http://127.0.0.1:9/a/rather/long/address/of/a/receiver"}),
+                       ("projects/default/members", {"kind": "group", "value": "researchers", "role": "operator",
+                                                     "issuer": "https://issuer.example/realms/team"})):
+        assert plane.http.post(f"/v1alpha1/{path}", json=body).status_code == 201
+    (hook,) = plane.http.get("/v1alpha1/webhooks").json()["items"]
+    assert plane.http.post(f"/v1alpha1/webhooks/{hook['id']}/ping", json={}).status_code == 202
     SHOTS.mkdir(parents=True, exist_ok=True)
     pages = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
              "failed-job": address(plane, f"/console/jobs/{broken}"), "new-job": address(plane, "/console/new"),
-             "sign-in": guarded[0]}
+             "admin": address(plane, "/console/admin"), "audit": address(plane, "/console/admin/audit"),
+             "project": address(plane, "/console/admin/projects/default"), "sign-in": guarded[0]}
     for width, height in ((375, 812), (820, 1180), (1440, 900)):
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         for name, url in pages.items():

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from eyrie_api.access.browser_sign_in import USER_SESSION, BrowserSignIn
 from eyrie_api.access.keys import PREFIX, id_of, principal_of, verify_key
 from eyrie_api.access.oidc import Claims, Issuer
-from eyrie_api.access.roles import ALL_PROJECTS, READS, WORKS, Principal
+from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, WORKS, Principal
 from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.access.sessions import (
     INSTALLATION_TOKEN,
@@ -119,9 +119,21 @@ class Authenticator:
         verify_change_token(change, credential, self._digest_of(credential) or "", now_s)
         return self._holder(credential, WORKS)
 
+    def rights_of(self, principal: Principal) -> Principal:
+        """All that the credential of a session may do, in place of what the session may; for pages that only read."""
+        if principal == LOCAL:
+            return principal
+        if principal.subject.startswith(_USER):
+            return principal.model_copy(update={"scopes": None})
+        return self._holder(_credential_of(principal), frozenset(ACTIONS))
+
     def _holder(self, credential: str, most: frozenset[Action]) -> Principal:
-        record = None if credential == INSTALLATION_TOKEN else self._keys.find(credential)
-        held = INSTALLATION if record is None else principal_of(record)
+        held = INSTALLATION
+        if credential != INSTALLATION_TOKEN:
+            record = self._keys.find(credential)
+            if record is None:
+                raise Unauthorized("no such API key", "sign in again")
+            held = principal_of(record)
         return held.model_copy(update={"scopes": most if held.scopes is None else most & held.scopes})
 
     def change_token_for(self, principal: Principal) -> str:

@@ -1,8 +1,8 @@
-"""Pages of the console: home, a job, an endpoint, and the document of a new job.
+"""Pages of the console: home, a job, an endpoint, and the document of a new job. Others are modules beside this one.
 
-They call the functions that the REST routes call and show nothing else. A page is whole without script; with it (htmx)
-it asks for itself again every few seconds and replaces its live part, curves are drawn (uPlot), and so are figures
-(Vega-Lite with the expression interpreter, loaded by a page that has figures). The libraries are the unchanged files of
+They call the functions that the REST routes call and show nothing else. A page is whole without script; with it the
+live part follows a stream (`console.live`), curves are drawn (uPlot), and so are figures (Vega-Lite with the expression
+interpreter, loaded by a page that has figures). The libraries are the unchanged files of
 their npm packages (`static/LICENSES.md`). Each action is a button that calls the public REST
 route, next to the `eyrie` and the `curl` line that does the same.
 
@@ -48,7 +48,7 @@ router = APIRouter(tags=["console"], include_in_schema=False)
 HERE = Path(__file__).parent
 STATIC_PATH, SIGN_OUT = "/console/static/", "/console/sign-out"
 SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
-STATIC = {"console.css": "text/css", "console.js": "text/javascript", "htmx.min.js": "text/javascript",
+STATIC = {"console.css": "text/css", "console.js": "text/javascript",
           "uplot.min.js": "text/javascript", "uplot.min.css": "text/css", "vega.min.js": "text/javascript",
           "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
           "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
@@ -61,7 +61,7 @@ _JOBS, _EVENTS, _HISTORY = 50, 100, 60
 _FIRST_JOB = {"name": "first", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
               "serve": {"endpoint": "default"}}
 """The shipped target and data: it needs nothing else."""
-_ENDED = ("Succeeded", "Failed", "Cancelled")
+ENDED = ("Succeeded", "Failed", "Cancelled")
 
 
 def _figure(value: float | None, digits: int = 2) -> str:
@@ -76,32 +76,41 @@ _ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, 
 @router.get("/", response_class=HTMLResponse)
 def home(control: Here, request: Request) -> Response:
     """Endpoints, jobs, and what needs a person."""
+    return render_page("home.html", control, request, **home_values(control))
+
+
+def home_values(control: Control) -> dict[str, Any]:
+    """What its template shows."""
     endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=_JOBS)
-    return _page("home.html", control, request, endpoints=endpoints, jobs=listed.items,
-                 more=listed.next_cursor is not None,
-                 attention=[*_disk(control.settings.home), *attention(listed.items, endpoints)],
-                 now=datetime.now(UTC))
+    return {"endpoints": endpoints, "jobs": listed.items, "more": listed.next_cursor is not None,
+            "attention": [*_disk(control.settings.home), *attention(listed.items, endpoints)],
+            "now": datetime.now(UTC)}
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
 def job(job_id: str, control: Here, request: Request) -> Response:
     """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events and document."""
+    return render_page("job.html", control, request, **job_values(control, job_id, server_of(request)))
+
+
+def job_values(control: Control, job_id: str, server: str) -> dict[str, Any]:
+    """What its templates show. Raises NotFound."""
     found = control.jobs.get(job_id)
     entries = control.results.leaderboard(ResultFilter(job_id=job_id))
     # The reports are files: they are read once there is one to show.
     is_tuned = any((one.stage, one.state) == ("tune", "Succeeded") for one in found.status.stages)
     measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
     project = control.jobs.project_of(job_id)
-    return _page("job.html", control, request, job=found, pipeline=pipeline(found), leaderboard=entries,
-                 measured=measured, events=control.jobs.events(job_id, limit=_EVENTS), now=datetime.now(UTC),
-                 ended=_ENDED, may_work=_may(control, "jobs:write", project),
-                 may_serve=_may(control, "endpoints:write", project), server=str(request.base_url).rstrip("/"))
+    return {"job": found, "pipeline": pipeline(found), "leaderboard": entries, "measured": measured,
+            "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,
+            "may_work": may(control, "jobs:write", project), "may_serve": may(control, "endpoints:write", project),
+            "server": server}
 
 
 @router.get("/console/new", response_class=HTMLResponse)
 def new_job(control: Here, request: Request) -> Response:
     """A document to begin with, as a form and as JSON, and what the server says of it while it is written."""
-    return _page("new_job.html", control, request, source=None, form=job_form(),
+    return render_page("new_job.html", control, request, source=None, form=job_form(),
                  document=json.dumps(_FIRST_JOB, indent=2))
 
 
@@ -109,17 +118,31 @@ def new_job(control: Here, request: Request) -> Response:
 def again(job_id: str, control: Here, request: Request) -> Response:
     """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
     spec = control.jobs.get(job_id).spec
-    return _page("new_job.html", control, request, source=spec.name or job_id, form=job_form(),
+    return render_page("new_job.html", control, request, source=spec.name or job_id, form=job_form(),
                  document=json.dumps(spec.model_dump(mode="json", exclude_defaults=True), indent=2))
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
 def endpoint(name: str, control: Here, request: Request) -> Response:
     """One endpoint: what serves, its revisions, its history."""
-    return _page("endpoint.html", control, request, endpoint=control.endpoints.get(name), now=datetime.now(UTC),
-                 may_serve=_may(control, "endpoints:write", control.endpoints.project_of(name)),
-                 history=_recent(control.histories.read(name, limit=_HISTORY)),
-                 server=str(request.base_url).rstrip("/"))
+    return render_page("endpoint.html", control, request, **endpoint_values(control, name, server_of(request)))
+
+
+def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
+    """What its templates show. Raises NotFound."""
+    return {"endpoint": control.endpoints.get(name), "server": server,
+            "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
+            "history": _recent(control.histories.read(name, limit=_HISTORY))}
+
+
+def server_of(request: Request) -> str:
+    """This server's address, as the caller named it."""
+    return str(request.base_url).rstrip("/")
+
+
+def rendered(template: str, values: Mapping[str, Any]) -> str:
+    """A template by itself."""
+    return _ENVIRONMENT.get_template(template).render(**values)
 
 
 @router.get("/console/static/{file}", response_class=FileResponse)
@@ -166,7 +189,7 @@ def end_sign_in(request: Request, code: str = "", state: str = "", error: str = 
         answer = sign_in_page(sign_in.issuer.url, problem=f"{refused.message}; {refused.hint}")
     else:
         # A page, not a redirect: the way here began at another site, and along it browsers send no strict cookie.
-        page = _ENVIRONMENT.get_template("signed_in.html").render(who=None, change="", to=to)
+        page = _ENVIRONMENT.get_template("signed_in.html").render(who=None, change="", administers=False, to=to)
         answer = HTMLResponse(page, headers=_HEADERS)
         answer.headers.append("set-cookie", set_cookie(cookie, request.headers, request.url.scheme).decode())
     answer.delete_cookie(PENDING_COOKIE, path=SIGN_IN_END, httponly=True, samesite="lax")
@@ -215,20 +238,20 @@ def is_asked_for(method: str, headers: Mapping[str, str], path: str) -> bool:
 def sign_in_page(issuer: str | None, to: str = "/", problem: str = "") -> HTMLResponse:
     """The page that asks for an API key, and leads to the issuer where people sign in there."""
     page = _ENVIRONMENT.get_template("sign_in.html").render(
-        who=None, change="", problem=problem, issuer=issuer and (urlsplit(issuer).hostname or issuer),
-        start=f"{SIGN_IN_START}?{urlencode({'to': to})}")
+        who=None, change="", administers=False, problem=problem,
+        issuer=issuer and (urlsplit(issuer).hostname or issuer), start=f"{SIGN_IN_START}?{urlencode({'to': to})}")
     return HTMLResponse(page, status_code=401, headers=_HEADERS)
 
 
-def _page(template: str, control: Control, request: Request, **values: Any) -> HTMLResponse:
+def render_page(template: str, control: Control, request: Request, **values: Any) -> HTMLResponse:
     principal = control.scope.principal
     who = None if principal is None or principal == LOCAL else principal.subject
     change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
-    page = _ENVIRONMENT.get_template(template).render(who=who, change=change, **values)
-    return HTMLResponse(page, headers=_HEADERS)
+    given = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
+    return HTMLResponse(rendered(template, given | values), headers=_HEADERS)
 
 
-def _may(control: Control, action: Action, project: str | None) -> bool:
+def may(control: Control, action: Action, project: str | None) -> bool:
     """Whether the caller's role allows the action, for the buttons of a page. What a request may do is decided again
     when it arrives, by the credential it comes with."""
     principal = control.scope.principal

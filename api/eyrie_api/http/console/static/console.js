@@ -1,5 +1,5 @@
-// Times in the reader's zone, a word when the server does not answer, the curves of a training, figures,
-// signing in, actions, and the document of a new job.
+// Times in the reader's zone, the stream of the live part, the curves of a training, figures, signing in, actions,
+// and the document of a new job.
 "use strict";
 
 function localTimes(root) {
@@ -71,7 +71,6 @@ async function curves() {
     const answer = await fetch(place.dataset.metrics, { headers: { accept: "application/json" } });
     if (answer.ok) draw(place, (await answer.json()).items);
   } catch { /* the live part says that the server does not answer */ }
-  if (place.dataset.live === "yes") setTimeout(curves, 5000);
 }
 
 // Figures: Vega-Lite specifications of the API. The libraries are loaded by the first page that has one.
@@ -187,7 +186,6 @@ async function showFigures() {
       listed = text;
     }
   } catch { /* the live part says that the server does not answer */ }
-  if (place.dataset.live === "yes") setTimeout(showFigures, 10000);
 }
 
 DARK.addEventListener("change", redraw);
@@ -200,12 +198,67 @@ addEventListener("resize", () => {
   }, 200);
 });
 
-let answered = new Date();
-function stale(event) {
-  const note = document.getElementById("stale");
-  note.textContent = event.detail.xhr?.status === 401 ? "Signed out: load the page again"
-    : `No answer since ${answered.toLocaleTimeString()}; trying again`;
-  note.hidden = false;
+// The live part of a page: a stream has it whole, whenever it has changed.
+const REDRAWN_MS = 5000, RETRY_MS = 2000;
+const stale = document.getElementById("stale");
+let stream = null, answered = null, drawn = Date.now();
+
+function warn(text) {
+  stale.textContent = text;
+  stale.hidden = text === "";
+}
+
+// What has not changed stays in the document, with its selection, scrolling and open details.
+function put(html) {
+  const body = new DOMParser().parseFromString(html, "text/html").body;
+  localTimes(body);
+  for (const part of body.children) {
+    const shown = document.getElementById(part.id), details = part.querySelectorAll("details");
+    shown.querySelectorAll("details").forEach((one, place) => { if (details[place]) details[place].open = one.open; });
+    const before = [...shown.children], after = [...part.children];
+    if (before.length !== after.length) shown.replaceChildren(...after);
+    else before.forEach((one, place) => { if (!one.isEqualNode(after[place])) one.replaceWith(after[place]); });
+  }
+}
+
+function drawAgain(now) {
+  if (!now && Date.now() - drawn < REDRAWN_MS) return;
+  drawn = Date.now();
+  curves();
+  showFigures();
+}
+
+function stop() {
+  stream?.close();
+  stream = null;
+}
+
+function follow(path) {
+  if (stream !== null || document.hidden) return;
+  stream = new EventSource(path);
+  stream.addEventListener("open", () => { answered = null; warn(""); });
+  stream.addEventListener("live", (event) => { put(JSON.parse(event.data)); drawAgain(false); });
+  stream.addEventListener("end", () => { stop(); drawAgain(true); });
+  stream.addEventListener("deleted", () => { stop(); warn("Deleted"); });
+  stream.addEventListener("error", () => {
+    answered ??= new Date();
+    warn(`No answer since ${answered.toLocaleTimeString()}; trying again`);
+    if (stream.readyState !== EventSource.CLOSED) return;  // else the browser connects again
+    stop();
+    setTimeout(check, RETRY_MS, path);
+  });
+}
+
+// A refusal ends an EventSource and has no status: one more request shows it.
+async function check(path) {
+  const request = new AbortController();
+  try {
+    const { status } = await fetch(path, { signal: request.signal });
+    request.abort();
+    if (status === 401 || status === 403) return warn("Signed out: load the page again");
+    if (status === 404) return warn("Deleted");
+  } catch { /* nobody answered: followed again until somebody does */ }
+  follow(path);
 }
 
 function signIn(form) {
@@ -325,16 +378,15 @@ document.addEventListener("click", (event) => {
   const button = event.target.closest("button[data-path]");
   if (button !== null) act(button);
 });
-document.addEventListener("htmx:sendError", stale);
-document.addEventListener("htmx:responseError", stale);
-document.addEventListener("htmx:afterSwap", (event) => {
-  answered = new Date();
-  document.getElementById("stale").hidden = true;
-  localTimes(document);
-});
 localTimes(document);
 curves();
 showFigures();
+const live = document.querySelector("[data-stream]");
+if (live !== null) {
+  follow(live.dataset.stream);
+  // A browser opens six connections to a server: hidden pages must not use them up.
+  document.addEventListener("visibilitychange", () => document.hidden ? stop() : follow(live.dataset.stream));
+}
 const form = document.getElementById("sign-in"), made = document.getElementById("new-job");
 if (form !== null) signIn(form);
 if (made !== null) newJob(made);

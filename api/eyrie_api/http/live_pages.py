@@ -1,0 +1,178 @@
+"""Fan-out of console pages to their streams: each page is rendered once per process for all who may see the same.
+
+A page that asked for itself every few seconds would be rendered for each reader, changed or not. Here one task per
+process renders, in one thread of its own, and every stream of a page passes the same text on.
+
+    version   of all jobs with open pages, by two statements per poll: status, last event, stages with progress
+    render    the pages whose version has changed, and those that are `_REFRESH_S` old: what they show of time, of the
+              disk and of files has no version
+    deliver   only text that differs from the last one; a slow reader skips to the newest
+
+Readers with equal rights share a page. A stream holds neither a thread nor a database connection; access that was
+revoked ends it in the middleware, as every stream. While the database is unavailable nothing is rendered.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from anyio import CapacityLimiter, to_thread
+from sqlalchemy import func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from eyrie_api.database.engine import Database
+from eyrie_api.database.tables import EventRow, JobRow, StageRow
+from eyrie_api.errors import NotFound
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+"""A person reads no faster, and progress is written more often."""
+
+_REFRESH_S = {True: 30.0, False: 5.0}
+"""Age at which a page is rendered again: with a version, without one."""
+
+_MAX_BATCH = 500
+"""Jobs in one statement."""
+
+_RETRY_MS = 1000
+
+
+@dataclass(frozen=True)
+class PageKey:
+    """What makes two pages the same text."""
+
+    path: str
+    rights: str
+    """Of the reader: roles, scopes and project."""
+
+    server: str
+    """As the reader's browser names it, for the `curl` lines."""
+
+    job_id: str | None = None
+    """The job whose version is that of the page; None for a page without one."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The live part of a page. `ended`: it changes no more."""
+
+    html: str
+    ended: bool = False
+
+
+Render = Callable[[], Rendered]
+"""Runs in a thread. Raises NotFound once the page's object is deleted."""
+
+
+@dataclass(eq=False)
+class _OpenPage:
+    """A page with readers."""
+
+    render: Render
+    readers: int = 0
+    version: object = None
+    rendered_at: float = float("-inf")
+    message: str = ""
+    """The newest one; empty before the first rendering."""
+
+    is_last: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Replaced whenever it is set."""
+
+
+class LivePages:
+    """The open pages of one process and the task that renders them. Belongs to one event loop."""
+
+    def __init__(self, database: Database, heartbeat_s: float) -> None:
+        self._database, self._heartbeat_s = database, heartbeat_s
+        self._pages: dict[PageKey, _OpenPage] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._limiter = CapacityLimiter(1)  # requests are answered by other threads, and not delayed
+
+    async def stream(self, key: PageKey, render: Render) -> AsyncIterator[str]:
+        """Messages of an event stream: the page as it is, then whenever it has changed."""
+        yield f"retry: {_RETRY_MS}\n\n"
+        page = self._pages.setdefault(key, _OpenPage(render))
+        page.readers += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._poll())
+        try:
+            sent = ""
+            while True:
+                changed = page.changed
+                if page.message != sent:
+                    sent = page.message
+                    yield sent
+                    if page.is_last and sent == page.message:
+                        return
+                    continue  # the page may have changed while the message was sent
+                try:
+                    await asyncio.wait_for(changed.wait(), self._heartbeat_s)
+                except TimeoutError:
+                    yield ": heartbeat\n\n"
+        finally:
+            page.readers -= 1
+            if not page.readers and self._pages.get(key) is page:
+                del self._pages[key]
+
+    async def _poll(self) -> None:
+        """Poll for as long as there are readers."""
+        while self._pages:
+            try:
+                job_ids = {key.job_id for key in self._pages if key.job_id is not None}
+                versions = await to_thread.run_sync(self._versions, job_ids, limiter=self._limiter)
+                for key, page in list(self._pages.items()):
+                    version = versions.get(key.job_id) if key.job_id is not None else None
+                    age = time.monotonic() - page.rendered_at
+                    if version != page.version or age >= _REFRESH_S[key.job_id is not None]:
+                        self._deliver(key, page, await to_thread.run_sync(_message, page.render, limiter=self._limiter))
+                        page.version, page.rendered_at = version, time.monotonic()
+            except SQLAlchemyError as error:
+                log.warning("the database is unavailable (%s): pages wait", type(error).__name__)
+            await asyncio.sleep(_POLL_S)
+
+    def _deliver(self, key: PageKey, page: _OpenPage, message: tuple[str, bool]) -> None:
+        if message[0] in ("", page.message):
+            return
+        page.message, page.is_last = message
+        if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
+            del self._pages[key]
+        page.changed.set()
+        page.changed = asyncio.Event()
+
+    # The functions below run in a thread.
+
+    def _versions(self, job_ids: Iterable[str]) -> Mapping[str, object]:
+        """Job -> a value that differs once its page shows something else. A deleted job is left out."""
+        found: dict[str, list[object]] = {}
+        ids = sorted(job_ids)
+        last = select(func.max(EventRow.id)).where(EventRow.job_id == JobRow.id).scalar_subquery()
+        for part in (ids[at:at + _MAX_BATCH] for at in range(0, len(ids), _MAX_BATCH)):
+            with self._database.reading() as session:
+                for row in session.execute(select(JobRow.id, JobRow.updated_at, JobRow.cancel_requested, last)
+                                           .where(JobRow.id.in_(part))):
+                    found[row[0]] = [tuple(row)]
+                stages = select(StageRow.job_id, StageRow.stage, StageRow.key, StageRow.state, StageRow.attempt,
+                                StageRow.progress, StageRow.message).where(StageRow.job_id.in_(part))
+                for row in session.execute(stages.order_by(StageRow.job_id, StageRow.stage, StageRow.key)):
+                    found[row[0]].append(tuple(row))
+        return found
+
+
+def _message(render: Render) -> tuple[str, bool]:
+    """A rendered page as a message of an event stream, and whether it is the last one."""
+    try:
+        rendered = render()
+    except NotFound:
+        return "event: deleted\ndata: {}\n\n", True
+    except SQLAlchemyError:
+        raise
+    except Exception:  # whatever one page has, the others go on
+        log.exception("a live page is not rendered")
+        return "", False
+    end = "event: end\ndata: {}\n\n" if rendered.ended else ""
+    return f"event: live\ndata: {json.dumps(rendered.html)}\n\n{end}", rendered.ended

@@ -1,0 +1,158 @@
+"""The streams of the console's pages, over real HTTP: what changes arrives, once for all readers, until access ends."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from eyrie_api.database.api_keys import ApiKeys, KeyRequest
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
+from eyrie_api.http.console import live, pages
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.status import Progress, StageStatus
+from eyrie_api.v1alpha1.targets import TargetSpec
+from tests.api.conftest import Running, serving
+from tests.api.samples import ended, job_spec
+
+TOKEN = "installation-token-of-this-test"
+Message = tuple[str, str]
+
+
+def messages(answer: httpx.Response) -> Iterator[Message]:
+    """(event, its data) of an event stream."""
+    assert answer.status_code == 200, answer.read()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    event = ""
+    for line in answer.iter_lines():
+        if line.startswith("event: "):
+            event = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield event, str(json.loads(line.removeprefix("data: ")))
+
+
+def shows(received: Iterator[Message], *words: str) -> str:
+    """The first live part with all of the words."""
+    return next(html for event, html in received if event == "live" and all(one in html for one in words))
+
+
+def advance(server: Running, job_id: str, stage: StageName, done: int) -> None:
+    server.control.jobs.set_stage(job_id, StageStatus(
+        stage=stage, state="Running", progress=Progress(done=done, total=100, unit="rows")))
+
+
+def test_progress_events_and_the_end_of_a_job_arrive_on_one_stream(server: Running) -> None:
+    job = server.client.create_job(job_spec(name="nightly"))
+    with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
+        received = messages(answer)
+        shows(received, 'id="live"', "nightly", "eyrie cancel")
+        for done in (25, 50):
+            advance(server, job.id, "capture", done)
+            shows(received, f"{done} % of 100 rows")
+        server.control.jobs.record_event(job.id, "Slower", "the disk is busy")
+        shows(received, "the disk is busy")
+        server.control.jobs.save_status(job.id, ended("Succeeded"))
+        shows(received, "Succeeded", "eyrie delete")
+        assert list(received) == [("end", "{}")]
+
+
+def test_the_stream_of_an_ended_job_has_it_once_and_of_a_deleted_one_says_so(server: Running) -> None:
+    job = server.client.create_job(job_spec())
+    path = f"{server.url}/console/jobs/{job.id}/live"
+    with httpx.stream("GET", path, timeout=60) as answer:
+        received = messages(answer)
+        next(received)
+        server.control.jobs.save_status(job.id, ended("Failed"))
+        with httpx.stream("GET", path, timeout=60) as later:
+            assert [event for event, _ in messages(later)] == ["live", "end"]
+    assert httpx.get(f"{server.url}/console/jobs/never/live").status_code == 404
+
+
+def test_home_and_an_endpoint_arrive_as_they_change(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.http.live_pages._REFRESH_S", {True: 30.0, False: 0.1})
+    endpoints = Endpoints(server.control.database)
+    endpoints.create("assistant", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
+    with (httpx.stream("GET", f"{server.url}/console/live", timeout=60) as home,
+          httpx.stream("GET", f"{server.url}/console/endpoints/assistant/live", timeout=60) as one):
+        at_home, at_one = messages(home), messages(one)
+        shows(at_home, "No job yet")
+        shows(at_one, "Endpoint assistant")
+        server.client.create_job(job_spec(name="nightly"))
+        shows(at_home, "nightly", "assistant")
+        endpoints.propose("assistant", job_id=None, checkpoint="base-step-7", drafter_dir="/d", reason="better",
+                          tau=2.5, tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+        shows(at_one, "base-step-7", "Roll back")
+
+
+def test_a_silent_stream_sends_heartbeats_and_nothing_else(server: Running) -> None:
+    job = server.client.create_job(job_spec())
+    with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(line for line in lines if line.startswith("data: "))
+        assert [next(lines) for _ in range(4)] == [": heartbeat"] * 4
+
+
+def test_a_page_is_rendered_once_for_all_who_may_see_the_same(
+        server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, rendered, original = server.client.create_job(job_spec()), list[str](), pages.rendered
+
+    def counted(template: str, values: Any) -> str:
+        rendered.append(template)
+        return original(template, values)
+
+    monkeypatch.setattr(live.pages, "rendered", counted)
+    seen: list[list[str]] = [[] for _ in range(12)]
+
+    def read(into: list[str]) -> None:
+        with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
+            into += [html for event, html in messages(answer) if event == "live"]
+
+    readers = [threading.Thread(target=read, args=(into,), daemon=True) for into in seen]
+    for reader in readers:
+        reader.start()
+    while len(rendered) < 2:
+        readers[0].join(0.05)
+    for done in range(5):
+        advance(server, job.id, "capture", done)
+    server.control.jobs.save_status(job.id, ended("Succeeded"))
+    for reader in readers:
+        reader.join(60)
+        assert not reader.is_alive()
+    assert all("Succeeded" in one[-1] for one in seen)
+    assert rendered.count("job_live.html") < len(readers), "one rendering for each change, not for each reader"
+    assert not server.control.database.engine.pool.checkedout(), "no stream holds a connection"  # type: ignore[attr-defined]
+
+
+def test_a_revoked_key_ends_the_stream_and_opens_no_other(
+        settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.http.authentication.CACHED_S", 0.0)
+    monkeypatch.setattr("eyrie_api.http.middleware._REAUTHENTICATE_S", 0.1)
+    with serving(settings.model_copy(update={"token": TOKEN}), database) as server:
+        job = server.client.create_job(job_spec())
+        key, secret = ApiKeys(database).create(KeyRequest(name="k", role="viewer", everywhere=True))
+        with httpx.Client(base_url=server.url, timeout=60) as browser:
+            browser.post("/console/sign-in", headers={"authorization": f"Bearer {secret}"}).raise_for_status()
+            with browser.stream("GET", f"/console/jobs/{job.id}/live") as answer:
+                received = messages(answer)
+                assert "<button" not in next(received)[1], "a viewer's page"
+                ApiKeys(database).revoke(key.id)
+                assert list(received) == []
+            assert browser.get(f"/console/jobs/{job.id}/live").status_code == 401
+
+
+def test_after_a_restart_of_the_server_a_new_stream_has_the_page_as_it_is(
+        settings: Settings, database: Database) -> None:
+    with serving(settings, database) as server:
+        job = server.client.create_job(job_spec())
+        with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
+            shows(messages(answer), "Pending")
+    with serving(settings, database) as server:
+        advance(server, job.id, "capture", 75)
+        with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
+            shows(messages(answer), "75 % of 100 rows")
