@@ -9,6 +9,7 @@ import errno
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from eyrie_api.errors import DiskFull
@@ -55,3 +56,25 @@ def await_room(directory: Path, needed: int = ROOM, sleep: Callable[[float], Non
     """Wait until `needed` bytes are free."""
     while free_bytes(directory) < needed:
         sleep(_POLL_S)
+
+
+def wait_for_room(directory: Path, needed: int = ROOM) -> None:
+    """Wait until so many bytes are free, and say so, unless the log is on the full disk too."""
+    if free_bytes(directory) >= needed:
+        return
+    with suppress(OSError):
+        print(f"{disk_full(directory)}; waiting for {needed / 1e6:.0f} MB", flush=True)
+    await_room(directory, needed)
+
+
+def with_room(directory: Path, action: Callable[[], object]) -> None:
+    """Call `action`, again whenever the disk of `directory` was full and has more space since. What it does is safe to
+    repeat."""
+    while True:
+        try:
+            action()
+            return
+        except Exception as error:
+            if not is_full(error):
+                raise
+        wait_for_room(directory, max(ROOM, 2 * free_bytes(directory)))

@@ -19,13 +19,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.errors import DiskFull
-from eyrie_api.full_disk import ROOM, await_room, disk_full, free_bytes
+from eyrie_api.full_disk import ROOM, free_bytes, wait_for_room
 from eyrie_api.processes import log_lines
 from eyrie_api.v1alpha1.stages import StageSpec
 from eyrie_pipelines.run_failure import FAILURE_FILE, StageFailed, read_stage_failure
@@ -51,7 +50,7 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
     after SIGTERM or SIGINT.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _wait_for_room(directory, ROOM)
+    wait_for_room(directory)
     write_model(directory / "spec.json", spec)
     node = is_node()
     several = processes > 1
@@ -144,16 +143,7 @@ def _run_with_room(arguments: list[str], directory: Path, defaults: Mapping[str,
         code, interrupted = _run_once(arguments, directory, defaults)
         if code != DiskFull.exit_code or interrupted:
             return code, interrupted
-        _wait_for_room(directory, max(ROOM, 2 * free_bytes(directory)))
-
-
-def _wait_for_room(directory: Path, needed: int) -> None:
-    """Wait until so many bytes are free, and say so, unless the log is on the full disk too."""
-    if free_bytes(directory) >= needed:
-        return
-    with suppress(OSError):
-        print(f"{disk_full(directory)}; waiting for {needed / 1e6:.0f} MB", flush=True)
-    await_room(directory, needed)
+        wait_for_room(directory, max(ROOM, 2 * free_bytes(directory)))
 
 
 def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]) -> tuple[int, bool]:

@@ -25,6 +25,7 @@ from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Transient
+from eyrie_api.full_disk import with_room
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
@@ -77,14 +78,16 @@ class WorkArea:
 
     def begin(self) -> None:
         """Download what every task reads: the job, and the failure of its run if there is one."""
-        if self._store is not None:
-            self._store.download(self._key(self._job_dir / JOB_FILE), self._job_dir / JOB_FILE)
-            self._download_if_stored(self._job_dir / RUN_FAILURE)
+        store = self._store
+        if store is not None:
+            job = self._job_dir / JOB_FILE
+            with_room(self._job_dir, lambda: store.download(self._key(job), job))
+            with_room(self._job_dir, lambda: self._download_if_stored(self._job_dir / RUN_FAILURE))
 
     def download_manifest(self, directory: Path) -> None:
         """Download the manifest of a stage without its files. A missing one is no error here: its reader raises."""
         if self._store is not None:
-            self._download_if_stored(directory / MANIFEST)
+            with_room(self._job_dir, lambda: self._download_if_stored(directory / MANIFEST))
 
     def upload(self, path: Path) -> None:
         """Upload one small file, retrying while the store is unavailable."""
@@ -117,10 +120,11 @@ class WorkArea:
             # A manifest of another spec: the stage program runs and refuses it, as on one machine.
             yield read_manifest(directory).spec_digest != digest_model(spec)
             return
-        download_dir(self._store, self._key(directory), directory, unfinished=True)
+        store = self._store
+        with_room(self._job_dir, lambda: download_dir(store, self._key(directory), directory, unfinished=True))
         sync = DirectorySync(self._store, directory, self._key(directory), SYNC_SHARE * concurrent)
         sync.begin()
-        self._download_inputs(spec)
+        with_room(self._job_dir, lambda: self._download_inputs(spec))
         if not self._uploads:
             yield True
             return

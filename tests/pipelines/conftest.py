@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from eyrie_api.full_disk import free_bytes
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
@@ -66,3 +69,26 @@ def spec_of(**sections: object) -> JobSpec:
 def sweeping_spec(together: Literal["auto", "always", "never"] = "auto", **sections: object) -> JobSpec:
     axis = SweepAxis(field="train.learning_rate", values=(0.001, 0.002, 0.003))
     return spec_of(sweep=SweepSpec(axes=(axis,), together=together), **sections)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of the test's own, of 256 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(path)], capture_output=True,
+                          check=False) if os.geteuid() == 0 and shutil.which("mount") else None
+    if done is None or done.returncode != 0:
+        pytest.skip("a small file system can be mounted by root alone")
+    yield path
+    for directory in path.glob("*/run"):
+        local.stop(directory.parent, grace_s=0.5)
+    subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte free."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free_bytes(disk))
+    return filler

@@ -2,11 +2,8 @@
 
 import json
 import os
-import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,30 +14,7 @@ from eyrie_api.full_disk import ROOM, await_room, free_bytes, is_full, is_short
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.stage_program import Stage
-from tests.pipelines.conftest import Rehearsal, spec_of
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of the test's own, of 256 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(path)], capture_output=True,
-                          check=False) if os.geteuid() == 0 and shutil.which("mount") else None
-    if done is None or done.returncode != 0:
-        pytest.skip("a small file system can be mounted by root alone")
-    yield path
-    for directory in path.glob("*/run"):
-        local.stop(directory.parent, grace_s=0.5)
-    subprocess.run(["umount", "-l", str(path)], check=False)
-
-
-def fill(disk: Path) -> Path:
-    """Leave no byte free."""
-    filler = disk / "filler"
-    with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free_bytes(disk))
-    return filler
+from tests.pipelines.conftest import Rehearsal, fill, spec_of
 
 
 def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal) -> None:

@@ -33,7 +33,7 @@ from eyrie_pipelines.run_failure import StageFailed
 from eyrie_pipelines.stage_process import INTERRUPTED_EXIT_CODE
 from eyrie_pipelines.steps import JobFile, regenerate_spec
 from eyrie_workers.catalog import CATALOG, STATE_DIR
-from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
+from tests.pipelines.conftest import Rehearsal, fill, spec_of, sweeping_spec
 from tests.servers.s3 import S3Server
 
 LIMIT_S = 120.0
@@ -144,6 +144,17 @@ def test_a_drafter_of_another_job_that_training_continues_from_is_brought_to_cap
     assert (head / "config.json").is_file()
     pods.run(tasks.train, states, "base")
     assert (head / "config.json").is_file()
+
+
+def test_a_pod_whose_disk_is_full_brings_its_inputs_when_there_is_space(environment: Path, disk: Path) -> None:
+    pods = Pods(disk / "home", LocalStore(environment / "store"))
+    rows = pods.run(tasks.regenerate)
+    filler = fill(disk)
+    space = threading.Timer(3.0, filler.unlink)
+    space.start()
+    assert pods.run(tasks.capture, rows) == "stages/capture"
+    assert space.finished.is_set(), "it waited"
+    assert "stages/capture/manifest.json" in pods.stored()
 
 
 def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_given_the_place(

@@ -32,8 +32,9 @@ def admin(control: Here, request: Request) -> Response:
     hooks = None
     if _may_in_some(control, "webhooks:write"):
         hooks = [(hook, next(iter(control.webhooks.deliveries(hook.id)), None)) for hook in control.webhooks.list()]
-    return pages.render_page("admin.html", control, request, projects=control.projects.list(), keys=keys, webhooks=hooks,
-                       may_audit=_may_in_some(control, "audit:read"), now=utc_now(), server=pages.server_of(request))
+    return pages.render_page("admin.html", control, request, projects=control.projects.list(), keys=keys,
+                             webhooks=hooks, may_audit=_may_in_some(control, "audit:read"), now=utc_now(),
+                             server=pages.server_of(request))
 
 
 @router.get("/console/admin/projects/{project}", response_class=HTMLResponse)
@@ -43,7 +44,7 @@ def project(project: Name, control: Here, request: Request) -> Response:
     found, principal = control.projects.get(project), control.scope.principal
     may_list = principal is None or principal.allows("members:write", project)
     return pages.render_page("admin_project.html", control, request, project=found, server=pages.server_of(request),
-                       members=control.projects.members(project) if may_list else None)
+                             members=control.projects.members(project) if may_list else None)
 
 
 @router.get("/console/admin/audit", response_class=HTMLResponse)
@@ -52,7 +53,7 @@ def audit(control: Here, request: Request, before: Annotated[int | None, Query(g
     control = _with_rights(control, request)
     found = control.audit.read(before=before, limit=_ENTRIES) if _may_in_some(control, "audit:read") else None
     return pages.render_page("admin_audit.html", control, request, audit=found, before=before,
-                       server=pages.server_of(request))
+                             server=pages.server_of(request))
 
 
 def _with_rights(control: Control, request: Request) -> Control:

@@ -20,6 +20,6 @@ def compare(name: str, control: Here, request: Request) -> Response:
     endpoint = control.endpoints.get(name)
     active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
     return pages.render_page("compare.html", control, request, endpoint=endpoint, active=active,
-                      engine=control.endpoints.serving(name).serve.engine.kind,
-                      default_tokens=CompareRequest.model_fields["max_tokens"].default,
+                             engine=control.endpoints.serving(name).serve.engine.kind,
+                             default_tokens=CompareRequest.model_fields["max_tokens"].default,
                              may_compare=pages.may(control, "endpoints:write", control.endpoints.project_of(name)))
