@@ -106,7 +106,7 @@ def test_retry_goes_on_from_the_failed_stage_and_keeps_the_finished_ones(jobs: J
     assert capture.state == "Succeeded"
     assert (train.state, train.reason, train.message, train.progress) == ("Pending", None, None, None)
     assert len(Outbox(database).pending()) == before + 1
-    assert jobs.unfinished() == (job.id,)
+    assert jobs.unfinished(10.0) == (job.id,)
 
 
 def test_retry_is_refused_while_running_and_after_success(jobs: Jobs) -> None:
@@ -181,14 +181,24 @@ def test_a_lease_passes_on_only_when_it_has_run_out(jobs: Jobs, clock: ManualClo
     job_id = jobs.submit(job_spec()).id
     assert jobs.take_lease(job_id, "first", 10.0)
     assert not jobs.take_lease(job_id, "second", 10.0)
-    assert jobs.unfinished() == ()
+    assert jobs.unfinished(10.0) == ()
     clock.pass_(9)
     assert jobs.renew_lease(job_id, "first", 10.0)
     clock.pass_(11)
-    assert jobs.unfinished() == (job_id,)
+    assert jobs.unfinished(10.0) == (job_id,)
     assert jobs.take_lease(job_id, "second", 10.0)
     assert not jobs.renew_lease(job_id, "first", 10.0)
     assert not jobs.release_lease(job_id, "first")
+
+
+def test_a_lease_of_a_clock_that_was_far_ahead_keeps_nobody_waiting(jobs: Jobs, clock: ManualClock) -> None:
+    job_id = jobs.submit(job_spec()).id
+    clock.pass_(3600)
+    assert jobs.take_lease(job_id, "ahead", 10.0)
+    clock.pass_(-3600)
+    assert jobs.unfinished(10.0) == (job_id,)
+    assert jobs.take_lease(job_id, "second", 10.0)
+    assert not jobs.renew_lease(job_id, "ahead", 10.0)
 
 
 def test_a_stale_lease_may_write_neither_status_nor_the_events_that_belong_to_it(
@@ -210,7 +220,7 @@ def test_an_ended_job_can_no_longer_be_leased(jobs: Jobs) -> None:
     job_id = jobs.submit(job_spec()).id
     jobs.save_status(job_id, ended("Failed"))
     assert not jobs.take_lease(job_id, "late", 10.0)
-    assert jobs.unfinished() == jobs.live() == ()
+    assert jobs.unfinished(10.0) == jobs.live() == ()
 
 
 @hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -146,7 +146,7 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
         # 1,000 jobs are 500 messages a second.
         if queue_length(app, chore_queue(settings)) >= _MAX_QUEUED:
             return
-        for job_id in jobs.unfinished():
+        for job_id in jobs.unfinished(settings.lease_ttl_s):
             app.send_task("eyrie.advance_job", args=[job_id])
         if reconcile_endpoint is not None:
             for endpoint in endpoints.list().items:

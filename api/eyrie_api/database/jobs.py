@@ -23,7 +23,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import JsonValue
-from sqlalchemy import Select, and_, bindparam, exists, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, exists, func, not_, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -90,6 +90,10 @@ _FAST_PATH = and_(
     not_(exists().where(ProjectRow.name == bindparam("project"),
                         or_(*(getattr(ProjectRow, quota).is_not(None) for quota in _QUOTAS)))))
 """The condition of `submit_once`'s single statement: the project owns the endpoint's name and has no quota."""
+
+
+_CLOCKS_DIFFER = 3
+"""Multiple of a lease's length by which its end may lie ahead, where the clocks of machines differ."""
 
 
 class LeaseLost(Conflict):
@@ -347,7 +351,7 @@ class Jobs:
     def take_lease(self, job_id: str, owner: str, ttl_s: float) -> bool:
         """Become the job's driver for `ttl_s` seconds, unless another holds the lease; its holder renews it."""
         now = self._clock()
-        free = or_(JobRow.lease_until.is_(None), JobRow.lease_until < now, JobRow.lease_owner == owner)
+        free = or_(_free(now, ttl_s), JobRow.lease_owner == owner)
         return self._set_lease(job_id, and_(free, JobRow.ended.is_(False)), owner, now + timedelta(seconds=ttl_s))
 
     def renew_lease(self, job_id: str, owner: str, ttl_s: float) -> bool:
@@ -365,11 +369,10 @@ class Jobs:
         with self.database.writing() as session:
             return rowcount(session, statement.execution_options(synchronize_session=False)) > 0
 
-    def unfinished(self) -> tuple[str, ...]:
-        """Jobs that have not ended and have no live lease, oldest first: what the reconciler advances."""
-        query = select(JobRow.id).where(
-            JobRow.ended.is_(False), or_(JobRow.lease_until.is_(None), JobRow.lease_until < self._clock()),
-        ).order_by(JobRow.created_at)
+    def unfinished(self, ttl_s: float) -> tuple[str, ...]:
+        """Jobs that have not ended and have no live lease of `ttl_s`, oldest first: what the reconciler advances."""
+        query = select(JobRow.id).where(JobRow.ended.is_(False), _free(self._clock(), ttl_s)).order_by(
+            JobRow.created_at)
         with self.database.reading() as session:
             return tuple(session.scalars(query))
 
@@ -501,6 +504,13 @@ class Jobs:
 
     def _render(self, session: Session, row: JobRow) -> Job:
         return render_job(row, session.scalars(select(StageRow).where(StageRow.job_id == row.id)))
+
+
+def _free(now: datetime, ttl_s: float) -> ColumnElement[bool]:
+    """Whether a job has no live lease. One that ends far later than any lease lasts is of a clock that was ahead: its
+    driver, if it lives, finds it taken at the next renewal."""
+    return or_(JobRow.lease_until.is_(None), JobRow.lease_until < now,
+               JobRow.lease_until > now + timedelta(seconds=_CLOCKS_DIFFER * ttl_s))
 
 
 def _missing(job_id: str) -> NotFound:
