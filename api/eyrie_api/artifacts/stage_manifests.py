@@ -5,11 +5,13 @@ coordination with the process that runs the job.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, read_manifest
+from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
@@ -38,9 +40,11 @@ def read_manifests(job_dir: Path) -> tuple[StageManifest, ...]:
     found = []
     for stage in STAGES:
         home = job_dir / "stages" / stage
-        for path in sorted((*home.glob(MANIFEST), *home.glob(f"*/{MANIFEST}"))):
-            key = "" if path.parent == home else path.parent.name
-            found.append(StageManifest(stage, key, path.parent, read_manifest(path)))
+        # Race: the files of a job that is being deleted vanish between a listing and a read.
+        with suppress(FileNotFoundError, ArtifactMissing):
+            for path in sorted((*home.glob(MANIFEST), *home.glob(f"*/{MANIFEST}"))):
+                key = "" if path.parent == home else path.parent.name
+                found.append(StageManifest(stage, key, path.parent, read_manifest(path)))
     return tuple(found)
 
 
