@@ -14,11 +14,13 @@ from eyrie_api.artifacts.storage_usage import (
     files_in_store,
     group_files,
     plan_removal,
+    read_by,
     remove_from_home,
     remove_from_store,
     served_by,
 )
-from eyrie_api.v1alpha1.status import Endpoint, Phase, Revision
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus, Phase, Revision
 from tests.api.samples import NOW
 
 FILES = (
@@ -89,6 +91,33 @@ def test_what_an_endpoint_serves_or_may_go_back_to_stays() -> None:
             revision(1, "old", "retired"), revision(2, "now", "active"), revision(3, "next", "canary"),
             revision(4, "bad", "rejected"), revision(5, "worse", "rolled-back")))
     assert served_by([endpoint]) == {("j1", "old"), ("j1", "now"), ("j1", "next")}
+
+
+CHECKPOINTS = "/srv/eyrie/jobs/j1/stages/train/c0/checkpoints"
+OTHER_JOB = JobSpec.model_validate({
+    "target": {"model": "quickstart"}, "data": {"sources": [{"path": "chats.jsonl"}]},
+    "drafter": {"init_from": f"{CHECKPOINTS}/c0-step-5"},
+    "sweep": {"axes": [{"field": "drafter.init_from", "values": [f"{CHECKPOINTS}/c0-step-6", "org/published-head"]}]},
+    "rivals": [{"method": "drafter", "path": f"{CHECKPOINTS}/c0-step-7"}]})
+
+
+def other_job(phase: Phase) -> Job:
+    return Job.model_construct(id="j2", spec=OTHER_JOB, status=JobStatus(phase=phase))
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running", "Cancelling", "Failed"])
+def test_a_checkpoint_that_another_job_reads_now_or_when_retried_stays(tmp_path: Path, phase: Phase) -> None:
+    read = read_by([other_job(phase)])
+    assert read == {("j1", "c0-step-5"), ("j1", "c0-step-6"), ("j1", "c0-step-7")}
+    items = group_files(files_in_home(make_home(tmp_path, "j1")))
+    usage = plan_removal(items, {"j1": JobFacts("Succeeded", "c0-step-9")}, set(), read)
+    assert ("j1", "checkpoint", "c0-step-5") not in goes(usage)
+    assert "another job continues from it, or measures it as a rival" in {each.reason for each in usage.decisions}
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Cancelled"])
+def test_a_job_that_has_ended_reads_no_checkpoint_of_another(phase: Phase) -> None:
+    assert read_by([other_job(phase)]) == set()
 
 
 @given(phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled"]),

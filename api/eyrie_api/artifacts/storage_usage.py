@@ -2,7 +2,8 @@
 
     captured states       needed until the job's drafters are trained and measured; the largest files of a job
     training states       the state a killed run resumes from; needed until the job has ended
-    checkpoints           kept: the job's best, and every one that an endpoint serves, may serve or may roll back to
+    checkpoints           kept: the job's best, every one that an endpoint serves, may serve or may roll back to, and
+                          every one that another job continues from or measures as a rival
     everything else       reports, manifests, rows, events: small, and the basis of the leaderboard. Never removed
 
 Nothing is removed of a job that has not ended or is unknown. A failed job may be retried and then resumes from its
@@ -13,12 +14,13 @@ Files are named by their path below EYRIE_HOME or an artifact store alike: jobs/
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.status import Endpoint, Job, Phase
 
@@ -30,6 +32,10 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("checkpoint", re.compile(r"stages/train/(?P<candidate>[^/]+)/checkpoints/(?P<name>[^/]+)/.")),
 )
 _ENDED: tuple[Phase, ...] = ("Succeeded", "Failed", "Cancelled")
+_MAY_READ = frozenset({"Pending", "Running", "Cancelling", "Failed"})
+"""Phases of a job that reads its inputs, now or when it is retried."""
+
+_CHECKPOINT = re.compile(r"/jobs/(?P<job>[^/]+)/stages/train/[^/]+/checkpoints/(?P<name>[^/]+)")
 _SERVES = ("proposed", "canary", "active", "retired")
 """States of a revision whose drafter may be served: a rollback activates a retired one."""
 
@@ -84,6 +90,19 @@ def served_by(endpoints: Iterable[Endpoint]) -> set[tuple[str, str]]:
             and (revision.state in _SERVES or revision.number == endpoint.active_revision)}
 
 
+def read_by(jobs: Iterable[Job]) -> set[tuple[str, str]]:
+    """(job, checkpoint) of all that jobs which may still read their inputs name: `drafter.init_from`, `rivals`."""
+    return {(found["job"], found["name"]) for job in jobs if job.status.phase in _MAY_READ
+            for path in _drafters_named(job.spec) for found in (_CHECKPOINT.search(path),) if found is not None}
+
+
+def _drafters_named(spec: JobSpec) -> Iterator[str]:
+    yield from (rival.path for rival in spec.rivals if rival.path is not None)
+    yield from (str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values)
+    if spec.drafter.init_from is not None:
+        yield spec.drafter.init_from
+
+
 def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
     """Files and their sizes grouped into items, in order of job, kind and name. Files outside `jobs/` are ignored."""
     gathered: dict[tuple[str, Kind, str], list[tuple[str, int]]] = defaultdict(list)
@@ -96,12 +115,12 @@ def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
             for (job_id, kind, name), found in sorted(gathered.items())]
 
 
-def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]], *,
-          failed_too: bool = False) -> StorageUsage:
-    """Which items may be removed, with the reason of each decision."""
+def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]],
+                 read: Set[tuple[str, str]] = frozenset(), *, failed_too: bool = False) -> StorageUsage:
+    """Which items may be removed, with the reason of each decision. `served` and `read`: (job, checkpoint)."""
     decisions = tuple(
         RemovalDecision(item=item, removable=reason is None, reason=reason or _REMOVABLE[item.kind])
-        for item in items for reason in (_reason_to_keep(item, jobs.get(item.job_id), served, failed_too),))
+        for item in items for reason in (_reason_to_keep(item, jobs.get(item.job_id), served, read, failed_too),))
     return StorageUsage(
         decisions=decisions, total_bytes=sum(decision.item.size_bytes for decision in decisions),
         removable_bytes=sum(decision.item.size_bytes for decision in decisions if decision.removable))
@@ -116,7 +135,7 @@ _REMOVABLE: dict[Kind, str] = {
 
 
 def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[str, str]],
-                    failed_too: bool) -> str | None:
+                    read: Set[tuple[str, str]], failed_too: bool) -> str | None:
     if item.kind == "record":
         return "records are small and are kept"
     if job is None:
@@ -125,6 +144,8 @@ def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[st
         return f"the job is {job.phase}"
     if item.kind == "checkpoint" and (item.job_id, item.name) in served:
         return "an endpoint serves it, or may roll back to it"
+    if item.kind == "checkpoint" and (item.job_id, item.name) in read:
+        return "another job continues from it, or measures it as a rival"
     if job.phase == "Failed" and not failed_too:
         return "the job failed and may be retried"
     if item.kind == "checkpoint" and item.name == job.best:

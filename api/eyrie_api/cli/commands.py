@@ -395,9 +395,10 @@ def storage(
         raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
     place = open_store(store) if store is not None else None
     with connect(server) as client:
-        jobs, served = storage_usage.facts_of(all_jobs(client)), storage_usage.served_by(client.endpoints().items)
+        jobs, served = tuple(all_jobs(client)), storage_usage.served_by(client.endpoints().items)
     files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
-    found = storage_usage.plan_removal(storage_usage.group_files(files), jobs, served, failed_too=failed)
+    found = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
+                                       storage_usage.read_by(jobs), failed_too=failed)
     freed = None
     if clean:
         freed = (storage_usage.remove_from_home(root, found) if place is None
