@@ -42,7 +42,7 @@ def make_home(home: Path, *jobs: str) -> Path:
 
 def judged(home: Path, jobs: dict[str, JobFacts], served: set[tuple[str, str]] | None = None, *,
            failed_too: bool = False) -> StorageUsage:
-    return plan_removal(group_files(files_in_home(home)), jobs, served or set(), failed_too=failed_too)
+    return plan_removal(group_files(files_in_home(home)), jobs, served or set(), set(), failed_too=failed_too)
 
 
 def goes(usage: StorageUsage) -> set[tuple[str, str, str]]:
@@ -126,7 +126,8 @@ def test_a_job_that_has_ended_reads_no_checkpoint_of_another(phase: Phase) -> No
 def test_whatever_ends_a_job_records_and_served_checkpoints_never_go(phase: Phase, best: str | None, failed: bool,
                                                                      served: set[str]) -> None:
     found = group_files((f"jobs/j1/{name}", 10) for name in FILES)
-    gone = goes(plan_removal(found, {"j1": JobFacts(phase, best)}, {("j1", one) for one in served}, failed_too=failed))
+    gone = goes(plan_removal(found, {"j1": JobFacts(phase, best)}, {("j1", one) for one in served}, set(),
+                              failed_too=failed))
     assert not any(kind == "record" for _, kind, _ in gone)
     assert not any(name in served or name == best for _, kind, name in gone if kind == "checkpoint")
 
@@ -137,7 +138,7 @@ def test_an_artifact_store_is_cleaned_by_the_same_rules(tmp_path: Path) -> None:
         if "/." not in name:
             store.write(f"jobs/j1/{name}", b"x" * 10)
     jobs = {"j1": JobFacts("Cancelled", None)}
-    storage = plan_removal(group_files(files_in_store(store)), jobs, {("j1", "c0-step-5")})
+    storage = plan_removal(group_files(files_in_store(store)), jobs, {("j1", "c0-step-5")}, set())
     assert goes(storage) == {("j1", "captured-states", ""), ("j1", "checkpoint", "c0-step-9")}
     assert remove_from_store(store, storage) == 40
     assert "jobs/j1/stages/train/c0/checkpoints/c0-step-5/model.safetensors" in {one.key for one in store.list()}

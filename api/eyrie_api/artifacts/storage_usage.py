@@ -14,7 +14,7 @@ Files are named by their path below EYRIE_HOME or an artifact store alike: jobs/
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,8 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 )
 _ENDED: tuple[Phase, ...] = ("Succeeded", "Failed", "Cancelled")
 _MAY_READ = frozenset({"Pending", "Running", "Cancelling", "Failed"})
-"""Phases of a job that reads its inputs, now or when it is retried."""
+"""Phases of a job that reads its inputs, now or when it is retried. A cancelled one counts as given up, as for its own
+files: retried after a removal, it fails with the missing drafter's name."""
 
 _CHECKPOINT = re.compile(r"/jobs/(?P<job>[^/]+)/stages/train/[^/]+/checkpoints/(?P<name>[^/]+)")
 _SERVES = ("proposed", "canary", "active", "retired")
@@ -116,7 +117,7 @@ def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
 
 
 def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]],
-                 read: Set[tuple[str, str]] = frozenset(), *, failed_too: bool = False) -> StorageUsage:
+                 read: set[tuple[str, str]], *, failed_too: bool = False) -> StorageUsage:
     """Which items may be removed, with the reason of each decision. `served` and `read`: (job, checkpoint)."""
     decisions = tuple(
         RemovalDecision(item=item, removable=reason is None, reason=reason or _REMOVABLE[item.kind])
@@ -135,7 +136,7 @@ _REMOVABLE: dict[Kind, str] = {
 
 
 def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[str, str]],
-                    read: Set[tuple[str, str]], failed_too: bool) -> str | None:
+                    read: set[tuple[str, str]], failed_too: bool) -> str | None:
     if item.kind == "record":
         return "records are small and are kept"
     if job is None:
