@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.records import STAGE_RECORD, MetricRecord
+from eyrie_api.v1alpha1.records import MetricRecord
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_pipelines.processes import identify
+from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.drafters.checkpoint.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
@@ -93,8 +94,8 @@ def start(out: Path) -> subprocess.Popen[bytes]:
 
 
 def metrics(out: Path) -> list[MetricRecord]:
-    records = [STAGE_RECORD.validate_json(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    return [record for record in records if isinstance(record, MetricRecord)]
+    """Of what is written so far: the last line of a running or killed stage may be half a line."""
+    return [record for record in stage_records(out / "events.jsonl") if isinstance(record, MetricRecord)]
 
 
 def report_of(out: Path) -> TrainReport:
@@ -116,7 +117,7 @@ def wait_for_steps(out: Path, process: subprocess.Popen[bytes], steps: int) -> N
     """Until the program has logged so many optimiser steps."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if (out / "events.jsonl").exists() and sum(m.name == "loss" for m in metrics(out)) >= steps:
+        if sum(m.name == "loss" for m in metrics(out)) >= steps:
             return
         time.sleep(0.01)
 
