@@ -10,7 +10,7 @@ from eyrie_workers.comparison.page import html
 from eyrie_workers.comparison.report import CompareReport
 from eyrie_workers.comparison.tables import facts, speed
 from tests.workers.comparison.ledger import Made, report_of
-from tests.workers.comparison.parsed_page import parsed_page
+from tests.workers.parsed_page import parsed_page
 
 VARIANTS = {"EAGLE-1": Made(1.5), "EAGLE-3": Made(2.4, 3, 0.4), "n-gram": Made(1.1, 0, 0.01)}
 MARKUP = '"><script>alert(1)</script><img src=x onerror=alert(2)> $x$ & {{ 7 * 7 }}'

@@ -24,8 +24,8 @@ from eyrie_workers.comparison.tables import speed
 from eyrie_workers.comparison.training import StageFailed, cpu_seconds
 from eyrie_workers.drafters.export import to_speculators
 from tests.tiny import chats_file, tiny_target
-from tests.workers.comparison.parsed_page import parsed_page
 from tests.workers.measurement.tiny_bench import random_drafter, suite_file
+from tests.workers.parsed_page import parsed_page
 
 
 class Killed(BaseException):
