@@ -100,7 +100,7 @@ def html(report: ExperimentReport, figure: Callable[[], Figure]) -> str:
     return render(ReportPage(
         title(report.name), report.found[:1], [("Measured", where(report)), ("Method", report.measured),
                                                ("Repeat", report.command)],
-        [Section("Claim", [report.claim, *report.found[1:]]),
+        [Section("Claim", [report.claim]), *([Section("Found", report.found[1:])] if report.found[1:] else []),
          Section("Figure", figures=[PageFigure(picture(figure), Table(report.columns, report.table))]),
          Section("What this cannot show", items=[*report.limits, *notes(report)])]))
 

@@ -9,8 +9,9 @@ COLUMNS = ("users", "profile", "variant", "tokens/s\nall", "tokens/s\na device",
 
 def html(report: HardwareReport) -> str:
     """The whole report as a page."""
-    load, prices = report.load, [[one.name, f"{one.price_per_hour:g}", str(one.num_devices)] for one in report.profiles]
-    e = load.environment
+    load, spec, e = report.load, report.load.spec, report.load.environment
+    prices = [[one.name, f"{one.price_per_hour:g}", str(one.num_devices)] for one in report.profiles]
+    suites = dict.fromkeys(name for one in load.levels for name in one.by_category)
     sections = [
         Section("Speed and money", table=speeds(report)),
         Section("Acceptance and answers", table=answers(report)),
@@ -20,9 +21,9 @@ def html(report: HardwareReport) -> str:
         sections.append(Section("Limits", items=load.notes))
     facts = [
         ("Target", load.model),
-        ("Load", f"{load.spec.requests} requests for each variant and number of users, in {load.spec.repeats} blocks, "
-                 f"{load.spec.max_new_tokens} tokens at most, temperature {load.spec.temperature:g}"),
-        ("Data sets", ", ".join(dict.fromkeys(name for one in load.levels for name in one.by_category)) or "not named"),
+        ("Load", f"{spec.repeats} blocks of {spec.requests} requests (at least two per user) for each variant and number "
+                 f"of users, {spec.max_new_tokens} tokens at most, temperature {spec.temperature:g}"),
+        ("Data sets", ", ".join(suites) or "not named"),
         ("Load generator", f"{e.hardware}, {e.cpu_count} processors"),
         ("Measured", f"{e.date[:10]}, code {e.code_version}")]
     return render(ReportPage(f"Hardware compared for {load.model}",
@@ -32,7 +33,8 @@ def html(report: HardwareReport) -> str:
 def speeds(report: HardwareReport) -> Table:
     """Every variant on every profile, by number of users."""
     return Table(COLUMNS, [_cells(row) for row in sorted(report.rows, key=lambda row: row.users)],
-                 f"Money to that of {report.profiles[0].name} without a drafter, at the same number of users.", header=1)
+                 f"The baseline is {report.profiles[0].name} without a drafter at the same number of users; money is "
+                 "in the currency of the profiles.", header=1)
 
 
 def _cells(row: HardwareRow) -> list[str]:
