@@ -21,8 +21,8 @@ def html(report: HardwareReport) -> str:
         sections.append(Section("Limits", items=load.notes))
     facts = [
         ("Target", load.model),
-        ("Load", f"{spec.repeats} blocks of {spec.requests} requests (at least two per user) for each variant and number "
-                 f"of users, {spec.max_new_tokens} tokens at most, temperature {spec.temperature:g}"),
+        ("Load", f"{spec.repeats} blocks of {spec.requests} requests (at least two per user) for each variant and "
+                 f"number of users, {spec.max_new_tokens} tokens at most, temperature {spec.temperature:g}"),
         ("Data sets", ", ".join(suites) or "not named"),
         ("Load generator", f"{e.hardware}, {e.cpu_count} processors"),
         ("Measured", f"{e.date[:10]}, code {e.code_version}")]
