@@ -5,9 +5,13 @@ of colour blindness; colour is never the only distinction. Sequences (heat maps,
 monotonic in brightness and designed for the same purpose (Nunez, Anderton, Renslow, PLOS ONE 2018).
 """
 
+import io
 import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -23,6 +27,9 @@ SETTINGS = {
     "grid.color": "#DDDDDD", "grid.linewidth": 0.8, "axes.axisbelow": True, "legend.frameon": False,
     "lines.linewidth": 2.0, "savefig.dpi": 110, "svg.hashsalt": "eyrie",
 }
+# Over SETTINGS, for a picture on a dark page; the colours of series are readable on both.
+DARK = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#e6edf3") | {
+    "axes.edgecolor": "#9da7b3", "grid.color": "#30363d"}
 _TITLE_CHARACTERS_PER_INCH = 8.2  # bold, 14 points
 
 
@@ -39,10 +46,17 @@ def new_figure(width: float = 9.0, height: float = 5.0, num_columns: int = 1, *,
 def title(figure: Figure, finding: str, detail: str = "") -> None:
     """Set the finding as the title, wrapped to the figure's width, and below the axes how it was measured."""
     width = int(figure.get_figwidth() * _TITLE_CHARACTERS_PER_INCH)
-    figure.suptitle("\n".join(textwrap.wrap(finding, width)), x=0.01, ha="left", fontsize=14, fontweight="bold")
+    texts = [figure.suptitle(_wrapped(finding, width), x=0.01, ha="left", fontsize=14, fontweight="bold")]
     if detail:
-        figure.supxlabel("\n".join(textwrap.wrap(detail, int(width * 1.6))), x=0.01, ha="left", fontsize=9,
-                         color="#555555")
+        # Fainter than the text by alpha, so that it is so on a dark page too.
+        texts.append(figure.supxlabel(_wrapped(detail, int(width * 1.6)), x=0.01, ha="left", fontsize=9, alpha=0.75))
+    for text in texts:
+        text.set_parse_math(False)  # the path of a target may contain two dollar signs
+
+
+def _wrapped(text: str, width: int) -> str:
+    # Lines end at spaces alone, so that `picture` can join them again.
+    return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False))
 
 
 def save(figure: Figure, directory: Path, name: str) -> list[Path]:
@@ -52,3 +66,33 @@ def save(figure: Figure, directory: Path, name: str) -> list[Path]:
     figure.savefig(paths[0])
     figure.savefig(paths[1], metadata={"Date": None})
     return paths
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure for a page, whose text has the title."""
+
+    finding: str
+    detail: str
+    light: str
+    """SVG without a background, in colours for a light page."""
+
+    dark: str
+    """The same for a dark page."""
+
+
+def picture(draw: Callable[[], Figure]) -> Picture:
+    """Draw a figure for a page. Finding and detail are those that `title` set; the picture is without them.
+
+    Letters are text: as outlines they are ten times as large.
+    """
+    drawn = []
+    for theme in ({}, DARK):
+        with matplotlib.rc_context(SETTINGS | {"svg.fonttype": "none"} | theme):
+            figure, svg = draw(), io.StringIO()
+            finding, detail = figure.get_suptitle(), figure.get_supxlabel()
+            figure.suptitle("")
+            figure.supxlabel("")
+            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+            drawn.append(svg.getvalue())
+    return Picture(finding.replace("\n", " "), detail.replace("\n", " "), *drawn)

@@ -18,6 +18,7 @@ differences in speed acceptance explains. Its interval comes from resampling pro
 import sys
 from collections.abc import Sequence
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -102,7 +103,8 @@ def figure(rungs: Sequence[Rung], fields: dict[float, FloatArray], lines: dict[f
         axes.plot(ends, [lines[temperature].at(float(x)) for x in ends], color=OTHER_GREY,
                   label=f"r2 {lines[temperature].r2:.3f}")
         undrafted = of.sum(0)[0, 0] / of.sum(0)[0, 1]
-        axes.axhline(undrafted, color="#000000", linestyle=":", linewidth=1.2, label="no drafter")
+        axes.axhline(undrafted, color=matplotlib.rcParams["text.color"], linestyle=":", linewidth=1.2,
+                     label="no drafter")
         axes.set_title(f"temperature {temperature:g}", fontsize=12, fontweight="normal")
         axes.set(xlabel="tokens per target pass (tau)")
         axes.legend(loc="upper left", fontsize=9)

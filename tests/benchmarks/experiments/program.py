@@ -28,7 +28,8 @@ def command_line(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--short", action="store_true",
                         help="fewer conversations, seeds and prompts: a test of the command")
-    parser.add_argument("--out", type=Path, default=Path(".eyrie/experiments"), help="for <name>.md, .svg and .json")
+    parser.add_argument("--out", type=Path, default=Path(".eyrie/experiments"),
+                        help="for <name>.md, .html, .svg and .json")
     parser.add_argument("--work", type=Path, help="shared and resumed; default: .eyrie/experiments/work[-short]")
     parser.add_argument("--target", default="quickstart")
     parser.add_argument("--threads", type=int, help="processors to use; default: all")

@@ -1,4 +1,4 @@
-"""The report of an experiment: `<name>.json`, `<name>.svg` and `<name>.md`. Pure except for `write`.
+"""The report of an experiment: `<name>.json`, `<name>.svg`, `<name>.md` and `<name>.html`. Pure except for `write`.
 
 A page has the findings, the figures, the method, the limits and the command that repeats the experiment. It warns of
 other work that ran on the machine, because timings are then unreliable.
@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from eyrie_api.artifacts import write_atomically, write_model
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import Environment
-from eyrie_workers.figure_style import SETTINGS
+from eyrie_workers.figure_style import SETTINGS, picture
 from eyrie_workers.machine.environment import cpu_count, environment
 from eyrie_workers.machine.machine_lock import ProcessorTime, interference
+from eyrie_workers.report_page.page import PageFigure, ReportPage, Section, Table, render
 
 
 class ExperimentReport(Frozen):
@@ -82,26 +83,41 @@ def build_report(name: str, claim: str, result: ExperimentResult, *, short: bool
 
 
 def write(report: ExperimentReport, figure: Callable[[], Figure], out: Path) -> list[Path]:
-    """Write the three files."""
+    """Write the four files."""
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{report.name}.{ending}" for ending in ("svg", "json", "md")]
+    paths = [out / f"{report.name}.{ending}" for ending in ("svg", "json", "md", "html")]
     # Letters as text: a tenth of the size of letters as outlines, and they can be searched.
     with matplotlib.rc_context(SETTINGS | {"svg.fonttype": "none"}):
         figure().savefig(paths[0], metadata={"Date": None})
     write_model(paths[1], report)
     write_atomically(paths[2], page(report))
+    write_atomically(paths[3], html(report, figure))
     return paths
+
+
+def html(report: ExperimentReport, figure: Callable[[], Figure]) -> str:
+    """The report as one HTML file."""
+    return render(ReportPage(
+        title(report.name), report.found[:1], [("Measured", where(report)), ("Method", report.measured),
+                                               ("Repeat", report.command)],
+        [Section("Claim", [report.claim]), *([Section("Found", report.found[1:])] if report.found[1:] else []),
+         Section("Figure", figures=[PageFigure(picture(figure), Table(report.columns, report.table))]),
+         Section("What this cannot show", items=[*report.limits, *notes(report)])]))
+
+
+def where(report: ExperimentReport) -> str:
+    """Date, machine and versions."""
+    e = report.environment
+    return (f"{e.date[:10]}, {e.hardware}, {e.threads} of {e.cpu_count} processors used, torch {e.torch}, {e.dtype}, "
+            f"code {e.code_version}; {report.seconds:.0f} s beyond what was prepared before.")
 
 
 def page(report: ExperimentReport) -> str:
     """The report as Markdown."""
-    e = report.environment
-    where = (f"{e.date[:10]}, {e.hardware}, {e.threads} of {e.cpu_count} processors used, torch {e.torch}, {e.dtype}, "
-             f"code {e.code_version}; {report.seconds:.0f} s beyond what was prepared before.")
     lines = [f"# {title(report.name)}", "", f"*Claim:* {report.claim}", "", f"**Found.** {report.found[0]}", "",
              *(sentence + "\n" for sentence in report.found[1:]),
              f"![{report.name}]({report.name}.svg)", "", *markdown_table(report.columns, report.table), "",
-             f"**How.** {report.measured}", "", f"Measured {where}", *notes(report), "",
+             f"**How.** {report.measured}", "", f"Measured {where(report)}", *notes(report), "",
              "**What this cannot show.** " + " ".join(report.limits), "", f"Repeat: `{report.command}`", ""]
     return "\n".join(lines)
 

@@ -15,14 +15,17 @@ from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_workers.comparison.answer import decision
 from eyrie_workers.comparison.measuring import LEDGER
 from eyrie_workers.comparison.plan import Budget, CompareSpec, blocks_of
 from eyrie_workers.comparison.report import CompareReport
 from eyrie_workers.comparison.run import compare
+from eyrie_workers.comparison.tables import speed
 from eyrie_workers.comparison.training import StageFailed, cpu_seconds
 from eyrie_workers.drafters.export import to_speculators
 from tests.tiny import chats_file, tiny_target
 from tests.workers.measurement.tiny_bench import random_drafter, suite_file
+from tests.workers.parsed_page import parsed_page
 
 
 class Killed(BaseException):
@@ -80,6 +83,13 @@ def test_two_families_are_trained_measured_and_reported_and_a_killed_run_goes_on
     assert CompareReport.model_validate_json((home / "report.json").read_bytes()) == report
     assert report.verdict in (home / "report.md").read_text()
     assert (home / "plots" / "speedup.svg").exists()
+    page = parsed_page((home / "report.html").read_text())
+    assert decision(report) in page.text
+    assert report.verdict in page.text
+    for one in report.variants:
+        row = next(row for row in page.rows if row[:2] == [str(one.rank), one.variant.title])
+        assert row[2:4] == [one.variant.shape, speed(one.overall)]
+    assert len(page.pictures) == 2 * 4, "each figure for a light and for a dark screen"
 
     # The measuring killed in the middle of a line: what was whole stays, and only the rest is measured.
     ledger = home / "measure" / LEDGER

@@ -13,7 +13,7 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.comparison.progress import ProgressPrinter
 from eyrie_workers.comparison.render import view
-from eyrie_workers.comparison.run import PAGE, PLOTS, REPORT, compare
+from eyrie_workers.comparison.run import MARKDOWN, PAGE, PLOTS, REPORT, compare
 from eyrie_workers.comparison.settings import build_parser, read
 from eyrie_workers.comparison.training import StageFailed, Stopped
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted
@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     except (Stopped, Interrupted, KeyboardInterrupt):
         screen.note("stopped; the same command resumes")
         return INTERRUPTED_EXIT_CODE
-    screen.show(report, view(report, [("report", str(given.out / PAGE)), ("figures", str(given.out / REPORT)),
-                                      ("plots", f"{given.out / PLOTS}/*.svg")]))
+    screen.show(report, view(report, [("report", str(given.out / PAGE)), ("as Markdown", str(given.out / MARKDOWN)),
+                                      ("figures", str(given.out / REPORT)), ("plots", f"{given.out / PLOTS}/*.svg")]))
     return 0
 
 

@@ -13,6 +13,15 @@ from eyrie_workers.comparison.report import CompareReport, VariantReport
 QUESTION = "Is EAGLE-3 the right drafter for this model?"
 
 
+def decision(report: CompareReport) -> str:
+    """The variant to serve, in a sentence."""
+    winner = report.named(report.winner)
+    assert winner is not None
+    if winner.variant.title == OFF:
+        return "Serve without a drafter: no lossless variant is surely faster."
+    return f"Serve with {_named(winner)}: {_speed(winner)} as fast as without a drafter, and lossless."
+
+
 def answer(report: CompareReport) -> str:
     """The conclusion as one paragraph."""
     return " ".join([*_sentences(report)])

@@ -4,7 +4,8 @@ A family has one colour and a kind of shape one marker in all figures, so EAGLE-
 recognisable as one checkpoint.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -27,7 +28,7 @@ from eyrie_workers.figure_style import (
 )
 from eyrie_workers.measurement.benchmark.plots import MIN_ROUNDS, well_founded
 
-_COLOURS = (WARM_ORANGE, BASELINE_BLUE, BEST_GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLOURS = (WARM_ORANGE, BASELINE_BLUE, BEST_GREEN, "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = {"chain": "o", "tree": "^", "static tree": "s", "off": "_"}
 _LINES = {"chain": "-", "tree": "--", "static tree": ":", "off": "-"}
 
@@ -35,16 +36,23 @@ _LINES = {"chain": "-", "tree": "--", "static tree": ":", "off": "-"}
 def draw(report: CompareReport, out: Path) -> list[Path]:
     """Write every figure as PNG and SVG; returns the paths."""
     with matplotlib.rc_context(SETTINGS):
-        figures = {"speedup": speedups(report), "acceptance": acceptance(report), "round-cost": round_cost(report)}
-        if len(report.concurrencies) > 1:
-            figures["concurrency"] = by_concurrency(report)
-        return [path for name, figure in figures.items() for path in save(figure, out, name)]
+        return [path for name, figure in figures_of(report).items() for path in save(figure(), out, name)]
+
+
+def figures_of(report: CompareReport) -> dict[str, Callable[[], Figure]]:
+    """Every figure by name, to be drawn under `figure_style.SETTINGS`."""
+    figures: dict[str, Callable[[CompareReport], Figure]] = {
+        "speedup": speedups, "acceptance": acceptance, "round-cost": round_cost}
+    if len(report.concurrencies) > 1:
+        figures["concurrency"] = by_concurrency
+    return {name: partial(figure, report) for name, figure in figures.items()}
 
 
 def colours(report: CompareReport) -> dict[str, str]:
     """A colour for every family, independent of rank."""
     families = sorted({one.variant.family for one in report.variants} - {OFF, "ngram"})
-    return {OFF: OTHER_GREY, "ngram": "#777777"} | dict(zip(families, _COLOURS * len(families), strict=False))
+    return {OFF: OTHER_GREY, "ngram": "#777777"} | dict(
+        zip(families, (*_COLOURS, matplotlib.rcParams["text.color"]) * len(families), strict=False))
 
 
 def speedups(report: CompareReport) -> Figure:
@@ -122,8 +130,8 @@ def round_cost(report: CompareReport) -> Figure:
     highest = max(1.12 * max(one.overall.tau for one in drafted), 2.0)
     for speed in _iso(highest):
         end = min(widest, highest / speed)
-        axes.plot([0.0, end], [0.0, speed * end], color="#CCCCCC", linewidth=1.0, zorder=1)
-        axes.annotate(f"{speed:g}x", (end, speed * end), fontsize=9, color="#777777", xytext=(2, 2),
+        axes.plot([0.0, end], [0.0, speed * end], color=OTHER_GREY, alpha=0.5, linewidth=1.0, zorder=1)
+        axes.annotate(f"{speed:g}x", (end, speed * end), fontsize=9, alpha=0.75, xytext=(2, 2),
                       textcoords="offset points")
     for one in drafted:
         f = one.overall

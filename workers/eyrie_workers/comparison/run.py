@@ -4,7 +4,7 @@
     DIR/regenerate  capture  calibrate/<family>  train/<family>     stages, with their manifests
     DIR/rivals/<name>                                 drafters that are measured and not trained
     DIR/measure/blocks.jsonl                          every block, answered by every variant
-    DIR/report.json  report.md  plots/                the results, rewritten by every run
+    DIR/report.json  report.html  report.md  plots/   the results, rewritten by every run
 """
 
 import fcntl
@@ -21,7 +21,9 @@ from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_workers.comparison.answer import answer
 from eyrie_workers.comparison.claims import PAIRS, evaluate_claims, three_versions
 from eyrie_workers.comparison.measuring import Entry, measure
+from eyrie_workers.comparison.page import html
 from eyrie_workers.comparison.plan import CompareSpec, variants_of
+from eyrie_workers.comparison.plots import draw
 from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.comparison.render import markdown
 from eyrie_workers.comparison.report import CompareReport, MeasuredBlocks, Trained, choose, pair_comparisons, rank
@@ -36,7 +38,8 @@ from eyrie_workers.stage_program import Stage, stop_on_signals
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import resolve
 
-SPEC, REPORT, PAGE, PLOTS, RIVALS = "spec.json", "report.json", "report.md", "plots", "rivals"
+SPEC, REPORT, PAGE, MARKDOWN, PLOTS, RIVALS = (
+    "spec.json", "report.json", "report.html", "report.md", "plots", "rivals")
 
 
 def compare(spec: CompareSpec, home: Path, on_begin: Callable[[str, Path], None]) -> CompareReport:
@@ -142,12 +145,11 @@ def notes_of(measure_dir: Path, training: Training) -> list[str]:
 
 
 def write_reports(report: CompareReport, home: Path) -> None:
-    """Write report.json, the plots and report.md."""
-    from eyrie_workers.comparison.plots import draw
-
+    """Write report.json, the plots, report.md and report.html."""
     write_model(home / REPORT, report)
     drawn = draw(report, home / PLOTS)
-    write_atomically(home / PAGE, markdown(report, [path.stem for path in drawn if path.suffix == ".svg"]))
+    write_atomically(home / MARKDOWN, markdown(report, [path.stem for path in drawn if path.suffix == ".svg"]))
+    write_atomically(home / PAGE, html(report))
 
 
 def _check_spec(spec: CompareSpec, home: Path) -> None:

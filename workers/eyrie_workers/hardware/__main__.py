@@ -6,7 +6,8 @@
       - {name: h200-x2, price_per_hour: 7.0, num_devices: 2, gpus: ["0", "1"]}
       - {name: b200, price_per_hour: 5.0, off_url: "http://b200-off/v1", drafted_url: "http://b200/v1"}
 
-Progress goes to stderr. The result goes to stdout, as tables or, with --json, as the report.
+Progress goes to stderr. The result goes to stdout, as tables or, with --json, as the report; DIR gets `report.json` and
+`report.html`.
 """
 
 import argparse
@@ -19,19 +20,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.artifacts import write_model
+from eyrie_api.artifacts import write_atomically, write_model
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.spec import read_document
 from eyrie_api.decisions.hardware_choice import compare_hardware
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.v1alpha1.hardware import HardwareChoice, HardwareProfile, HardwareProfiles, HardwareReport, HardwareRow
+from eyrie_api.v1alpha1.hardware import HardwareProfile, HardwareProfiles, HardwareReport
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.comparison.progress import ProgressPrinter
 from eyrie_workers.hardware.measuring import Proof, measure
+from eyrie_workers.hardware.page import COLUMNS, html, sentence, speeds
 from eyrie_workers.measurement.benchmark.session import measuring
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Stage
 
-REPORT = "report.json"
+REPORT, PAGE = "report.json", "report.html"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,31 +79,10 @@ def read_load(given: argparse.Namespace) -> LoadSpec:
 
 def view(report: HardwareReport) -> RenderableType:
     """The table of all variants, and the recommendation at each load."""
-    table = Table("USERS", "PROFILE", "VARIANT", "TOKENS/S\nall", "TOKENS/S\na device", "TOKENS/S\none user",
-                  "FIRST TOKEN\np50 / p99 ms", "MONEY\na million tokens", "TO THE BASELINE\n95 % interval")
-    for row in sorted(report.rows, key=lambda row: row.users):
-        table.add_row(*_columns(row))
+    table = Table(*(title.upper() for title in COLUMNS))
+    for row in speeds(report).rows:
+        table.add_row(*row)
     return Group(table, *(Text(sentence(choice, report)) for choice in report.choices))
-
-
-def _columns(row: HardwareRow) -> list[str]:
-    first = "-" if row.ttft_p50_s is None or row.ttft_p99_s is None else (
-        f"{row.ttft_p50_s * 1e3:.0f} / {row.ttft_p99_s * 1e3:.0f}")
-    return [f"{row.users:g}", row.profile, row.variant, f"{row.tokens_per_s:.0f}", f"{row.tokens_per_s_per_device:.0f}",
-            f"{row.tokens_per_s_per_user:.1f}", first, f"{row.money_per_million_tokens:.3g}",
-            f"{row.money_ratio:.2f} ({row.money_interval.low:.2f} to {row.money_interval.high:.2f})"]
-
-
-def sentence(choice: HardwareChoice, report: HardwareReport) -> str:
-    """The recommendation at one load."""
-    users = f"{choice.users:g} user{'s' if choice.users != 1 else ''} at once"
-    if choice.profile is None:
-        return (f"{users}: nothing answers one user with {report.min_tokens_per_s_per_user:g} tokens/s; "
-                "lower --min-user-speed or add a faster profile")
-    words = f"{users}: {choice.profile}, {choice.variant}, is the cheapest per token"
-    if choice.indistinguishable:
-        words += f"; not distinguishable from it: {', '.join(choice.indistinguishable)}"
-    return words
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             with measuring(stage):
                 report = compare_hardware(profiles, measure(profiles, proof, load, stage), given.min_user_speed)
         write_model(given.out / REPORT, report)
+        write_atomically(given.out / PAGE, html(report))
     except EyrieError as error:
         screen.error(error)
         return error.exit_code

@@ -1,0 +1,25 @@
+"""The page of a comparison of hardware."""
+
+from eyrie_api.decisions.hardware_choice import compare_hardware
+from eyrie_workers.hardware.page import html, sentence, speeds
+from tests.api.test_hardware_choice import B200, H200S, load_report
+from tests.workers.parsed_page import parsed_page
+
+
+def test_the_page_begins_with_the_recommendation_and_has_every_row_of_the_report() -> None:
+    report = compare_hardware((B200, H200S), load_report())
+    page = parsed_page(html(report))
+    assert sentence(report.choices[0], report) in page.text
+    assert len(speeds(report).rows) == 4
+    for row in speeds(report).rows:
+        assert row in page.rows
+    assert ["8", "h200-x2/drafted", "-", "16 of 16", "16 of 16"] in page.rows
+
+
+def test_markup_in_what_describes_a_server_is_shown_as_text() -> None:
+    markup = "<script>alert(1)</script>"
+    load = load_report().model_copy(update={"model": markup, "variants": {"b200/off": markup}, "notes": (markup,)})
+    page = parsed_page(html(compare_hardware((B200, H200S), load)))
+    assert "script" not in page.elements
+    assert ["b200/off", markup] in page.rows
+    assert f"Hardware compared for {markup}" in page.text
