@@ -40,6 +40,7 @@ import httpx
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.artifacts.directories import download_dir
 from eyrie_api.errors import EyrieError
+from eyrie_api.processes import last_lines
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
@@ -229,7 +230,8 @@ class Chaos:
     def _check(self, job_id: str) -> None:
         history = self._history(job_id)
         for rule, facts in broken_rules(history, self._expected):
-            self.campaign.add_finding(rule, job=job_id, kills=self.kills_of[job_id], **facts)
+            self.campaign.add_finding(rule, job=job_id, kills=self.kills_of[job_id], **facts,
+                                      log=last_lines(self._node_dir(job_id) / "run" / "pipeline.log", 12))
         if self._expected is None and history.job["status"]["phase"] == "Succeeded":
             self._expected = outcome(history)
 

@@ -7,11 +7,13 @@ lost. Boxes download and upload as in pods (`eyrie_pipelines.work_area`). Kubefl
     python -m tests.campaigns.pods NODE     a worker; EYRIE_* as for `eyrie worker`, EYRIE_ARTIFACTS_* name the store
 """
 
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
+from eyrie_api.artifacts import write_atomically
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.chores.tasks import make_celery
@@ -57,8 +59,21 @@ class PodRunner(KubeflowRunner):
         directory = self._node / "jobs" / job_id
         directory.mkdir(parents=True, exist_ok=True)
         local.stop(directory)
+        if self._got_further(directory):
+            local.pause(directory)
         shutil.rmtree(directory / "stages", ignore_errors=True)
         local.start(directory, job_id, spec, attempt, job.incumbent)
+
+    @staticmethod
+    def _got_further(directory: Path) -> bool:
+        """Whether the run that is gone did more than those before it. On a node that is emptied its leader cannot know,
+        and would count every death of the job as one without progress."""
+        kept, work = directory / "reached.json", local.work_done(directory)
+        before = tuple(json.loads(kept.read_text())) if kept.exists() else (0, 0.0)
+        if work <= before:
+            return False
+        write_atomically(kept, json.dumps(work))
+        return True
 
     def stop(self, job_id: str) -> None:
         """See `Runner`."""
