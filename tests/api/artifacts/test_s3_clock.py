@@ -32,7 +32,7 @@ def test_a_signature_of_another_time_is_retried_and_one_of_another_secret_is_not
     secret = rclone_s3.secret_key if seconds else "another-secret-of-the-tests"
     asked = subprocess.run(
         [sys.executable, "-c", ASK], capture_output=True, text=True, check=True, timeout=200,
-        env={**os.environ, **clock.environment, "EYRIE_ARTIFACTS_URL": "s3://work/eyrie",
+        env={**os.environ, **clock.environment, "EYRIE_ARTIFACTS_URL": "s3://drafters/eyrie",
              "AWS_SECRET_ACCESS_KEY": secret, "AWS_ACCESS_KEY_ID": rclone_s3.access_key,
              "EYRIE_ARTIFACTS_ENDPOINT_URL": rclone_s3.endpoint_url})
     assert asked.stdout.split()[0] == expected, asked.stdout
