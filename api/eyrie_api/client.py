@@ -69,6 +69,7 @@ from eyrie_api.v1alpha1.status import (
     StageFileList,
     Version,
 )
+from eyrie_api.v1alpha1.storage import StoragePage
 
 DEFAULT_SERVER = "http://127.0.0.1:8642"
 _TYPE_PREFIX = "urn:eyrie:problem:"
@@ -154,6 +155,10 @@ class Client:
         """One page of jobs, newest first."""
         return self._get(f"{_API}/jobs", JobList, phase=phase, name=name, target=target, limit=limit, cursor=cursor,
                          label=[f"{key}={value}" for key, value in (labels or {}).items()])
+
+    def storage(self, *, limit: int = 50, cursor: str | None = None) -> StoragePage:
+        """One page of the jobs that hold files, the largest first."""
+        return self._get(f"{_API}/storage", StoragePage, limit=limit, cursor=cursor)
 
     def cancel(self, job_id: str) -> Job:
         """Stop a job."""

@@ -28,11 +28,17 @@ def is_full(error: BaseException) -> bool:
     return any(words in str(error) for words in _WORDS)
 
 
-def free_bytes(path: Path) -> int:
-    """Free bytes on the file system of `path`, which need not exist yet."""
+def total_and_free_bytes(path: Path) -> tuple[int, int]:
+    """Size and free bytes of the file system of `path`, which need not exist yet."""
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    usage = shutil.disk_usage(path)
+    return usage.total, usage.free
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes on the file system of `path`, which need not exist yet."""
+    return total_and_free_bytes(path)[1]
 
 
 def is_short(path: Path) -> bool:

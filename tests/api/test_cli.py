@@ -369,3 +369,26 @@ def test_storage_tells_what_may_go_and_removes_it_only_when_asked(eyrie: Eyrie) 
     assert shard.exists()
     assert eyrie.json("storage", "--clean", *at)["removed_bytes"] == 1000
     assert not shard.exists()
+
+
+def test_storage_of_the_server_equals_that_of_the_machine_with_the_files(
+        eyrie: Eyrie, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, home = eyrie.submit(), eyrie.plane.settings.home
+    for place, size in (("capture/shard-00000.states", 1000), ("train/c0/checkpoints/c0-step-5/weights", 500)):
+        path = home / "jobs" / job / "stages" / place
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * size)
+    eyrie.plane.jobs.save_status(job, ended("Cancelled"))
+    here = eyrie.json("storage", "--home", str(home))
+    monkeypatch.setenv("EYRIE_HOME", str(tmp_path / "elsewhere"))
+    there = eyrie.json("storage")
+    for one in here["decisions"]:
+        one["item"]["files"] = []
+    by_kind = {one["item"]["kind"]: one for one in here["decisions"]}
+    assert {one["item"]["kind"]: one for one in there["decisions"]} == by_kind
+    assert (there["total_bytes"], there["removable_bytes"]) == (here["total_bytes"], here["removable_bytes"])
+    shown = eyrie("storage")
+    assert "1.5 KiB held" in shown.stdout
+    assert "measured by the server" in shown.stderr
+    for option in ("--clean", "--failed"):
+        assert eyrie("storage", option).exit_code == 65, "it is about files, and there are none here"

@@ -69,6 +69,11 @@ def test_an_api_server_without_the_files_shows_them_from_the_store(tmp_path: Pat
         assert client.get(f"{jobs}/logs?stage=benchmark&key=base-step-9").text == "measured\n"
         assert client.get(f"{jobs}/logs?stage=tune").text == "at work"
         assert client.get(f"{jobs}/logs?stage=prove").status_code == 404
+        storage = client.get("/v1alpha1/storage").json()
+        objects = {one.key: one.size_bytes for one in store.list("jobs")}
+        assert f"jobs/{job.id}/stages/benchmark/base-step-9/large.bin" in objects
+        assert [(one["job_id"], one["size_bytes"]) for one in storage["items"]] == [(job.id, sum(objects.values()))]
+        assert (storage["place"], storage["disk_total_bytes"]) == ("store", None)
         store.delete(f"jobs/{job.id}/stages/benchmark/base-step-9/cells.json")
         assert client.get(listed["cells.json"]["url"]).json()["type"].endswith("ArtifactMissing")
     database.close()

@@ -11,6 +11,7 @@ import pytest
 
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.quantities import size as size_in_words
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines.processes import wait_until
 from tests.api.figures.job_values import NAMES, finish_job
@@ -228,6 +229,8 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
         assert plane.http.post(f"/v1alpha1/{path}", json=body).status_code == 201
     (hook,) = plane.http.get("/v1alpha1/webhooks").json()["items"]
     assert plane.http.post(f"/v1alpha1/webhooks/{hook['id']}/ping", json={}).status_code == 202
+    captured = plane.home / "jobs" / whole / "stages" / "capture" / "shard-00099.states"
+    captured.write_bytes(bytes(3 << 20))
     SHOTS.mkdir(parents=True, exist_ok=True)
     pages = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
              "failed-job": address(plane, f"/console/jobs/{broken}"), "new-job": address(plane, "/console/new"),
@@ -243,6 +246,29 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
             found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
             assert found.violations_count == 0, f"{name} at {width}, {scheme}: {found.generate_report()}"
     assert [one for one in faults if "401" not in one] == [], "the sign-in page is a 401, which Chromium logs"
+
+
+def test_administration_shows_what_the_api_says_of_storage(plane: Plane, open_page: OpenPage) -> None:
+    jobs = [submitted(plane, name=name) for name in ("larger", "smaller")]
+    assert wait_until(lambda: all(plane.http.get(f"/v1alpha1/jobs/{one}").json()["status"]["finished_at"]
+                                  for one in jobs), 120.0)
+    for job, size in zip(jobs, (3 << 20, 1 << 20), strict=True):
+        shard = plane.home / "jobs" / job / "stages" / "capture" / "shard-00099.states"
+        shard.write_bytes(bytes(size))
+    page = open_page()
+    page.goto(address(plane, "/console/admin"))
+    found = plane.http.get("/v1alpha1/storage").json()
+    assert [job["job_id"] for job in found["items"]] == jobs
+    section = page.locator("section[aria-labelledby=storage]")
+    rows = section.locator("[aria-labelledby=storage-jobs] tbody tr")
+    assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["larger", "smaller"]
+    for row, job in zip(rows.all_inner_texts(), found["items"], strict=True):
+        assert size_in_words(job["size_bytes"]) in row
+        assert all(held["reason"] in row for held in job["files"])
+    assert size_in_words(found["disk_total_bytes"]) in section.inner_text()
+    assert section.get_by_role("button").count() == 0
+    section.get_by_role("link", name="larger").click()
+    page.locator("h1", has_text="larger").wait_for()
 
 
 def test_the_installations_token_signs_in(guarded: tuple[str, Database], open_page: OpenPage) -> None:

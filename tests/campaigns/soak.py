@@ -163,8 +163,8 @@ class Soak:
 
     def _read(self, http: httpx.Client, rng: random.Random) -> None:
         paths = ["/v1alpha1/jobs", "/v1alpha1/endpoints", f"/v1alpha1/endpoints/{ENDPOINT}",
-                 f"/v1alpha1/endpoints/{ENDPOINT}/history", "/v1alpha1/leaderboard", "/v1alpha1/audit", "/", "/metrics",
-                 "/readyz", f"/console/endpoints/{ENDPOINT}", "/console/new"]
+                 f"/v1alpha1/endpoints/{ENDPOINT}/history", "/v1alpha1/leaderboard", "/v1alpha1/audit",
+                 "/v1alpha1/storage", "/", "/metrics", "/readyz", f"/console/endpoints/{ENDPOINT}", "/console/new"]
         job_id = rng.choice(self.ended[-KEPT:] or [self.open])
         if job_id is not None:
             paths += [f"/v1alpha1/jobs/{job_id}{part}" for part in ("", "/metrics", "/artifacts")]

@@ -53,6 +53,14 @@ class Scope:
         readable = self.principal.readable(action)
         return true() if readable is None else project.in_(sorted(readable))
 
+    def permits(self, action: Action, project: str | None) -> bool:
+        """`sees`, for one project; what belongs to none requires a role in all projects, and no project named."""
+        if self.principal is None:
+            return True
+        if self.project is not None and project != self.project:
+            return False
+        return self.principal.allows(action, project or ALL_PROJECTS)
+
     def check(self, action: Action, project: str | None, absent: NotFound) -> None:
         """Authorize an action on a row of `project`; a row without a project requires a role in all projects.
 

@@ -12,27 +12,27 @@ files: they are removed only on request. Removed files can be produced again by 
 Files are named by their path below EYRIE_HOME or an artifact store alike: jobs/<id>/stages/<stage>/...
 """
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.status import Endpoint, Job, Phase
+from eyrie_api.v1alpha1.storage import StoredKind
 
-Kind = Literal["captured-states", "training-state", "checkpoint", "record"]
-
-_KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+_KINDS: tuple[tuple[StoredKind, re.Pattern[str]], ...] = (
     ("captured-states", re.compile(r"stages/capture/(?:shard-[^/]*|(?:index|sources)\.json)$")),
     ("training-state", re.compile(r"stages/train/[^/]+/\.?state/.")),
     ("checkpoint", re.compile(r"stages/train/(?P<candidate>[^/]+)/checkpoints/(?P<name>[^/]+)/.")),
 )
 _ENDED: tuple[Phase, ...] = ("Succeeded", "Failed", "Cancelled")
-_MAY_READ = frozenset({"Pending", "Running", "Cancelling", "Failed"})
+MAY_READ: frozenset[Phase] = frozenset({"Pending", "Running", "Cancelling", "Failed"})
 """Phases of a job that reads its inputs, now or when it is retried. A cancelled one counts as given up, as for its own
 files: retried after a removal, it fails with the missing drafter's name."""
 
@@ -54,13 +54,13 @@ class StoredItem(Frozen):
     """Files of one kind that a job holds."""
 
     job_id: str
-    kind: Kind
+    kind: StoredKind
     name: str
     """The checkpoint; the stage's key, or empty, for the rest."""
 
     size_bytes: int
     files: tuple[str, ...]
-    """Paths below the home or keys in the store."""
+    """Paths below the home or keys in the store; empty where a server has measured them."""
 
 
 class RemovalDecision(Frozen):
@@ -93,8 +93,13 @@ def served_by(endpoints: Iterable[Endpoint]) -> set[tuple[str, str]]:
 
 def read_by(jobs: Iterable[Job]) -> set[tuple[str, str]]:
     """(job, checkpoint) of all that jobs which may still read their inputs name: `drafter.init_from`, `rivals`."""
-    return {(found["job"], found["name"]) for job in jobs if job.status.phase in _MAY_READ
-            for path in _drafters_named(job.spec) for found in (_CHECKPOINT.search(path),) if found is not None}
+    return named_by(job.spec for job in jobs if job.status.phase in MAY_READ)
+
+
+def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
+    """(job, checkpoint) of every drafter that the specs name by its path."""
+    return {(found["job"], found["name"]) for spec in specs for path in _drafters_named(spec)
+            for found in (_CHECKPOINT.search(path),) if found is not None}
 
 
 def _drafters_named(spec: JobSpec) -> Iterator[str]:
@@ -106,7 +111,7 @@ def _drafters_named(spec: JobSpec) -> Iterator[str]:
 
 def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
     """Files and their sizes grouped into items, in order of job, kind and name. Files outside `jobs/` are ignored."""
-    gathered: dict[tuple[str, Kind, str], list[tuple[str, int]]] = defaultdict(list)
+    gathered: dict[tuple[str, StoredKind, str], list[tuple[str, int]]] = defaultdict(list)
     for place, size in files:
         parts = place.split("/", 2)
         if len(parts) == 3 and parts[0] == "jobs":
@@ -127,7 +132,7 @@ def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], serv
         removable_bytes=sum(decision.item.size_bytes for decision in decisions if decision.removable))
 
 
-_REMOVABLE: dict[Kind, str] = {
+_REMOVABLE: dict[StoredKind, str] = {
     "captured-states": "the job has ended, its drafters are trained",
     "training-state": "the job has ended, nothing resumes from it",
     "checkpoint": "another checkpoint of the job was better, and no endpoint may serve this one",
@@ -154,7 +159,7 @@ def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[st
     return None
 
 
-def _kind_of(place: str) -> tuple[Kind, str]:
+def _kind_of(place: str) -> tuple[StoredKind, str]:
     for kind, pattern in _KINDS:
         match = pattern.match(place)
         if match is not None:
@@ -163,10 +168,26 @@ def _kind_of(place: str) -> tuple[Kind, str]:
 
 
 def files_in_home(home: Path) -> Iterator[tuple[str, int]]:
-    """Every file below `jobs/` with its size, hidden ones too: training states are."""
-    for path in sorted((home / "jobs").rglob("*")):
-        if path.is_file() and not path.is_symlink():
-            yield path.relative_to(home).as_posix(), path.stat().st_size
+    """Every file below `jobs/` with its size, hidden ones too: training states are. In order of name, job by job.
+
+    What is deleted meanwhile is left out. Raises OSError for a directory that cannot be read.
+    """
+    yield from _files_below(home / "jobs", "jobs")
+
+
+def _files_below(directory: Path, place: str) -> Iterator[tuple[str, int]]:
+    try:
+        with os.scandir(directory) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in found:
+        here = f"{place}/{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_below(Path(entry.path), here)
+        elif entry.is_file(follow_symlinks=False):
+            with suppress(FileNotFoundError):
+                yield here, entry.stat(follow_symlinks=False).st_size
 
 
 def files_in_store(store: ArtifactStore) -> Iterator[tuple[str, int]]:

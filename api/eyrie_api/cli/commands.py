@@ -385,13 +385,25 @@ def storage(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """List the files jobs hold, and which may be removed: captured states, training states, unused checkpoints."""
+    """List the files jobs hold, and which may be removed: captured states, training states, unused checkpoints.
+
+    Without files here, and without options about them, the server says what it has measured.
+    """
     from eyrie_api.artifacts import storage_usage
     from eyrie_api.artifacts.open_store import open_store
-    from eyrie_api.cli.storage import all_jobs, storage_view
+    from eyrie_api.cli.storage import all_jobs, measured_by, storage_view
 
     root = home or Settings.from_env().home
     if store is None and not (root / "jobs").is_dir():
+        if home is None and not clean and not failed:
+            screen = Screen(as_json=as_json)
+            with connect(server) as client:
+                found, last = measured_by(client)
+            screen.note(f"measured by the server at {last.measured_at.astimezone():%Y-%m-%d %H:%M:%S}"
+                        + (f"; not everything is counted: {last.incomplete}" if last.incomplete else ""))
+            result = {"removed_bytes": None, **found.model_dump(mode="json"), "incomplete": last.incomplete}
+            screen.show(result, storage_view(found, None))
+            return
         raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
     place = open_store(store) if store is not None else None
     with connect(server) as client:
@@ -403,7 +415,7 @@ def storage(
     if clean:
         freed = (storage_usage.remove_from_home(root, found) if place is None
                  else storage_usage.remove_from_store(place, found))
-    result = {"removed_bytes": freed, **found.model_dump(mode="json")}
+    result = {"removed_bytes": freed, **found.model_dump(mode="json"), "incomplete": None}
     Screen(as_json=as_json).show(result, storage_view(found, freed))
 
 

@@ -6,10 +6,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.artifacts.storage_usage import StorageUsage
+from eyrie_api.artifacts.storage_usage import RemovalDecision, StorageUsage, StoredItem
 from eyrie_api.client import Client
 from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.storage import JobStorage, StoragePage
 
 _PAGE = 200
 
@@ -23,6 +24,24 @@ def all_jobs(client: Client) -> Iterator[Job]:
         cursor = page.next_cursor
         if cursor is None:
             return
+
+
+def measured_by(client: Client) -> tuple[StorageUsage, StoragePage]:
+    """What the server has measured, as it would be measured here but for the names of files; and the last page."""
+    jobs: dict[str, JobStorage] = {}
+    cursor: str | None = None
+    while True:
+        page = client.storage(limit=_PAGE, cursor=cursor)
+        jobs |= {job.job_id: job for job in page.items}
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    decisions = tuple(
+        RemovalDecision(item=StoredItem(job_id=job.job_id, kind=held.kind, name=held.name, size_bytes=held.size_bytes,
+                                        files=()), removable=held.removable, reason=held.reason)
+        for job in jobs.values() for held in job.files)
+    return StorageUsage(decisions=decisions, total_bytes=sum(job.size_bytes for job in jobs.values()),
+                        removable_bytes=sum(job.removable_bytes for job in jobs.values())), page
 
 
 def storage_view(usage: StorageUsage, freed: int | None) -> RenderableType:

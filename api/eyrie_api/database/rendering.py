@@ -1,7 +1,6 @@
 """Conversion between rows and the models of `v1alpha1`; job ids; page cursors. No session is opened here."""
 
 import base64
-import binascii
 import json
 import secrets
 from collections.abc import Iterable
@@ -94,18 +93,45 @@ def render_history(row: HistoryRow) -> HistoryEntry:
 
 def encode_cursor(created_at: datetime, job_id: str) -> str:
     """A page cursor: the position of the last job of a page, opaque to clients."""
-    return base64.urlsafe_b64encode(json.dumps([created_at.isoformat(), job_id]).encode()).decode().rstrip("=")
+    return _packed([created_at.isoformat(), job_id])
 
 
 def decode_cursor(cursor: str) -> tuple[datetime, str]:
     """The inverse of `encode_cursor`. Raises InvalidInput."""
     try:
-        raw = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4))
-        created_at, job_id = json.loads(raw)
+        created_at, job_id = _unpacked(cursor)
         when = datetime.fromisoformat(created_at)
         if when.tzinfo is None or not isinstance(job_id, str):
             raise ValueError
-    except (ValueError, TypeError, binascii.Error):
-        raise InvalidInput(f"cursor {cursor!r} was not made by this server",
-                           "pass next_cursor of the page before, or leave it out") from None
+    except (ValueError, TypeError):
+        raise _not_ours(cursor) from None
     return when, job_id
+
+
+def encode_size_cursor(size_bytes: int, job_id: str) -> str:
+    """`encode_cursor`, of a list by size."""
+    return _packed([size_bytes, job_id])
+
+
+def decode_size_cursor(cursor: str) -> tuple[int, str]:
+    """The inverse of `encode_size_cursor`. Raises InvalidInput."""
+    try:
+        size_bytes, job_id = _unpacked(cursor)
+        if type(size_bytes) is not int or not isinstance(job_id, str):
+            raise ValueError
+    except (ValueError, TypeError):
+        raise _not_ours(cursor) from None
+    return size_bytes, job_id
+
+
+def _packed(position: list[Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
+
+
+def _unpacked(cursor: str) -> Any:
+    return json.loads(base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)))
+
+
+def _not_ours(cursor: str) -> InvalidInput:
+    return InvalidInput(f"cursor {cursor!r} was not made by this server",
+                        "pass next_cursor of the page before, or leave it out")

@@ -26,6 +26,7 @@ from eyrie_api.database.results import Results
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
+from eyrie_api.http.job_storage import JobStorageMeter
 from eyrie_api.settings import Settings
 from eyrie_api.submission import spec_policy
 from eyrie_api.submission.placement import read_profile
@@ -46,6 +47,7 @@ class Control:
     settings: Settings
     database: Database
     files: JobFiles
+    storage: JobStorageMeter
     jobs: Jobs
     endpoints: Endpoints
     histories: Histories
@@ -75,11 +77,12 @@ class Control:
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         keys = SecretKeys(settings.required_secret_keys())
         profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
-        return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
-                   Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
-                   ApiKeys(database), Projects(database), Audit(database),
-                   Webhooks(database, keys=keys), keys, profile, PreflightCache(settings), SYSTEM, wake or _nothing,
-                   checks or {}, queues or {})
+        files = JobFiles.of(settings)
+        return cls(settings, database, files, JobStorageMeter(settings, files, database),
+                   Jobs(database, idempotency=idempotency), Endpoints(database), Histories(database),
+                   Results(database), Outbox(database), idempotency, ApiKeys(database), Projects(database),
+                   Audit(database), Webhooks(database, keys=keys), keys, profile, PreflightCache(settings), SYSTEM,
+                   wake or _nothing, checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
         """The same, restricted to `scope`."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST, digest_file, write_atomically
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.stage_manifests import StageManifest, read_manifests
+from eyrie_api.artifacts.storage_usage import files_in_home, files_in_store
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.settings import Settings
@@ -54,6 +55,21 @@ class JobFiles:
                 if stored.key.endswith(f"/{MANIFEST}"):
                     self._download(stored.key)
         return read_manifests(self._settings.job_dir(job_id))
+
+    @property
+    def are_in_store(self) -> bool:
+        """Whether the work area is a store."""
+        return self._store is not None
+
+    @property
+    def have_directory(self) -> bool:
+        """Whether this machine has a directory of jobs."""
+        return (self._settings.home / "jobs").is_dir()
+
+    def all_files(self) -> Iterator[tuple[str, int]]:
+        """Every file of every job with its size, in order of name. Raises StoreUnavailable, StoreAccessDenied,
+        OSError."""
+        return files_in_home(self._settings.home) if self._store is None else files_in_store(self._store)
 
     def _download(self, key: str) -> None:
         path = self._settings.home.absolute() / key

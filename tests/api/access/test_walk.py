@@ -83,6 +83,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", JOBS + "/{job_id}/figures/{figure}"): ("one", None),
     ("POST", "/v1alpha1/plans"): ("nobody's", job_body()),
     ("GET", "/v1alpha1/leaderboard"): ("many", None),
+    ("GET", "/v1alpha1/storage"): ("many", None),
     ("GET", ENDPOINTS): ("many", None),
     ("GET", ENDPOINTS + "/{name}"): ("one", None),
     ("GET", ENDPOINTS + "/{name}/history"): ("one", None),

@@ -1,4 +1,4 @@
-"""Pages of administration: projects with quotas and members, API keys, webhooks, and the audit log. They only read.
+"""Pages of administration: projects with quotas and members, keys, webhooks, storage, and the audit. They only read.
 
 Each section shows what the REST API answers to the same caller, and where its role does not allow that, says so. A
 change has no button, since a session administers nothing: its `eyrie` and its `curl` line are shown instead.
@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import HTMLResponse, Response
 
 from eyrie_api.clock import utc_now
+from eyrie_api.errors import EyrieError
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control, Here
 from eyrie_api.v1alpha1.access import Action
@@ -21,19 +22,26 @@ from eyrie_api.v1alpha1.model import Name
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
-_ENTRIES = 50
+_ENTRIES, _JOBS = 50, 50
 
 
 @router.get("/console/admin", response_class=HTMLResponse)
 def admin(control: Here, request: Request) -> Response:
-    """Projects with their quotas, API keys, webhooks."""
+    """Projects with their quotas, API keys, webhooks, and what the files of jobs occupy."""
     control = _with_rights(control, request)
     keys = control.keys.list() if _may_in_some(control, "keys:write") else None
     hooks = None
     if _may_in_some(control, "webhooks:write"):
         hooks = [(hook, next(iter(control.webhooks.deliveries(hook.id)), None)) for hook in control.webhooks.list()]
+    storage, unknown = None, None
+    if _may_in_some(control, "jobs:read"):
+        try:
+            storage = control.storage.page(control.scope, limit=_JOBS)
+        except EyrieError as error:  # the other sections do not depend on the files
+            unknown = error
     return pages.render_page("admin.html", control, request, projects=control.projects.list(), keys=keys,
-                             webhooks=hooks, may_audit=_may_in_some(control, "audit:read"), now=utc_now(),
+                             webhooks=hooks, storage=storage, storage_unknown=unknown,
+                             may_audit=_may_in_some(control, "audit:read"), now=utc_now(),
                              server=pages.server_of(request))
 
 
