@@ -44,7 +44,7 @@ def regenerated(held_out: int) -> RegenerateReport:
 def test_suite_prompts_are_named_to_regenerate_so_that_none_is_trained_on() -> None:
     suites = (SuiteSpec(name="a", path="quickstart:chat"), SuiteSpec(name="b", path="held-out"))
     job = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
-    assert steps.regenerate_spec(job).exclude_prompts == ("quickstart:chat",)
+    assert steps.regenerate_spec(job, ROOT).exclude_prompts == ("quickstart:chat",)
 
 
 def test_each_candidate_is_trained_with_its_own_values() -> None:

@@ -337,7 +337,7 @@ def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(pods: Pods) -> None:
-    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job, pods.job_dir)
     state = directory / STATE_DIR / "training.safetensors"
     with contextlib.suppress(SystemExit), work_area.WorkArea(pods.job_dir, pods.store, 3600).stage(spec, directory):
         state.parent.mkdir(parents=True)
@@ -354,7 +354,7 @@ def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(
 
 
 def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(pods: Pods) -> None:
-    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job, pods.job_dir)
     assert isinstance(pods.store, LocalStore)
     away = work_area.WorkArea(pods.job_dir, Leaving(pods.store, 0), 0.01)  # type: ignore[arg-type]
     assert interrupted(away, spec, directory, 1) == []
@@ -369,7 +369,7 @@ def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(
 def test_through_s3_a_stage_is_resumed_where_another_pod_left_it(tmp_path: Path, moto_s3: S3Server) -> None:
     store = bucket(moto_s3, tmp_path)
     pods = Pods(tmp_path / "home", store)
-    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job, pods.job_dir)
     area = work_area.WorkArea(pods.job_dir, store, 3600)
     assert interrupted(area, spec, directory, 2) == []
     pods.lose_the_node()
