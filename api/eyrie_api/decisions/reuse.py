@@ -16,17 +16,23 @@ MAX_JOBS = 4
 """The stage reads every answer of each, once."""
 
 
-def jobs_with_answers(job: Job, others: Iterable[Job]) -> tuple[str, ...]:
-    """Ids of the jobs that `job` may take answers from, at most `MAX_JOBS`, in the order given.
+def jobs_with_answers(spec: JobSpec, others: Iterable[Job]) -> tuple[Job, ...]:
+    """The jobs that a job may take answers from, at most `MAX_JOBS`, in the order given.
 
-    others   jobs of the same project, newest first; `job` may be among them
+    others   other jobs of the same project, newest first
     """
-    if job.spec.reuse == "never" or job.spec.data.answered:
+    if spec.reuse == "never" or spec.data.answered:
         return ()
-    fitting = (other.id for other in others if other.id != job.id and _has_regenerated(other)
-               and not other.spec.data.answered and _generation(other.spec) == _generation(job.spec)
-               and _sources(other.spec) & _sources(job.spec))
+    fitting = (other for other in others if _has_regenerated(other) and not other.spec.data.answered
+               and _generation(other.spec) == _generation(spec) and _sources(other.spec) & _sources(spec))
     return tuple(islice(fitting, MAX_JOBS))
+
+
+def asks_the_same(spec: JobSpec, earlier: JobSpec) -> bool:
+    """Whether every prompt of `earlier` is one of `spec`, as long as the sources have not changed: the data is equal,
+    or more of the same draw."""
+    return (_prompts(spec) == _prompts(earlier) and spec.data.max_conversations >= earlier.data.max_conversations
+            and (spec.regenerate.turns == "last" or spec.data.max_conversations == earlier.data.max_conversations))
 
 
 def _has_regenerated(job: Job) -> bool:
@@ -40,6 +46,11 @@ def _generation(spec: JobSpec) -> tuple[object, ...]:
     drawn = None if section.sampling.temperature == 0.0 else (section.seed, section.turns)
     return (spec.resolved_target, section.engine or spec.engine.kind, section.served_model, section.sampling,
             section.max_new_tokens, drawn)
+
+
+def _prompts(spec: JobSpec) -> tuple[object, ...]:
+    data = spec.data.model_copy(update={"mix": None, "max_conversations": 1})
+    return data, spec.regenerate.turns, {suite.path for suite in spec.benchmark.suites}
 
 
 def _sources(spec: JobSpec) -> set[str]:

@@ -278,7 +278,8 @@ class Driver:
     def _jobs_with_answers(self, job: Job) -> tuple[str, ...]:
         """Earlier jobs of the same project whose answers the job may take over."""
         wanted = JobFilter(project=self._jobs.project_of(job.id), target=job.spec.target.model)
-        return jobs_with_answers(job, self._jobs.list(wanted, limit=MAX_PAGE).items)
+        others = [one for one in self._jobs.list(wanted, limit=MAX_PAGE).items if one.id != job.id]
+        return tuple(one.id for one in jobs_with_answers(job.spec, others))
 
     def _active(self, endpoint: str, target: TargetSpec | None = None) -> Revision | None:
         """The revision an endpoint serves; None when there is none, or when it serves another target than `target`."""
