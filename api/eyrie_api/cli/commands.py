@@ -10,6 +10,7 @@ import subprocess
 import sys
 import webbrowser
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 from urllib.parse import urlsplit
@@ -399,12 +400,14 @@ def storage(
     files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
     found = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
                                        storage_usage.read_by(jobs), failed_too=failed)
+    readers = storage_usage.answers_read_by(
+        jobs, partial(storage_usage.read_in_home, root) if place is None else place.read)
     freed = None
     if clean:
         freed = (storage_usage.remove_from_home(root, found) if place is None
                  else storage_usage.remove_from_store(place, found))
-    result = {"removed_bytes": freed, **found.model_dump(mode="json")}
-    Screen(as_json=as_json).show(result, storage_view(found, freed))
+    result = {"removed_bytes": freed, **found.model_dump(mode="json"), "answers_read_by": readers}
+    Screen(as_json=as_json).show(result, storage_view(found, freed, readers))
 
 
 @endpoints_app.callback(invoke_without_command=True)
