@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.conversations.rows import AnsweredRow, RowSampling, read_rows
 from eyrie_workers.regeneration.earlier_answers import answer_key
+from eyrie_workers.regeneration.generation_client import GenerationRequest
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
 from tests.tiny import chats_file, tiny_target
@@ -140,13 +142,21 @@ def test_a_greedy_answer_does_not_depend_on_the_seed(tmp_path: Path, target: Pat
     assert generated(out) == rows(alone)
 
 
-def test_two_rows_of_one_prompt_keep_two_samples() -> None:
+def test_the_key_is_of_everything_that_an_answer_depends_on_and_of_a_seed_only_where_one_is_drawn() -> None:
     sampled = RowSampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=9)
     greedy = sampled.model_copy(update={"temperature": 0.0})
-    assert answer_key("target", [1, 2], sampled, 1) != answer_key("target", [1, 2], sampled, 2)
-    assert answer_key("target", [1, 2], greedy, 1) == answer_key("target", [1, 2], greedy, 2)
-    assert len({answer_key("target", [1, 2], sampled, 1), answer_key("target", [1, 2], greedy, 1),
-                answer_key("target", [2, 1], sampled, 1), answer_key("other", [1, 2], sampled, 1)}) == 4
+    asked = GenerationRequest("a", [{"role": "user", "content": "one"}], [], [1, 2], seed=1)
+    elsewhere = replace(asked, row_id="b", place=7, max_new_tokens=9)
+    assert answer_key("target", asked, sampled) == answer_key("target", elsewhere, sampled)
+    assert answer_key("target", asked, greedy) == answer_key("target", replace(asked, seed=2), greedy)
+    others = [replace(asked, seed=2), replace(asked, prompt_ids=[2, 1]), replace(asked, tools=[{"type": "function"}]),
+              replace(asked, chat_template_kwargs={"thinking": True}),
+              replace(asked, messages=[{"role": "system", "content": "one"}])]
+    keys = [answer_key("target", one, sampled) for one in (asked, *others)]
+    keys += [answer_key("other", asked, sampled), answer_key("target", asked, greedy)]
+    keys += [answer_key("target", asked, sampled.model_copy(update=change)) for change in (
+        {"temperature": 0.8}, {"top_p": 0.9}, {"top_k": 5}, {"max_new_tokens": 8})]
+    assert len(set(keys)) == len(keys)
 
 
 def test_answers_of_another_target_under_the_same_name_are_generated(tmp_path: Path) -> None:

@@ -3,17 +3,17 @@
 The key of an answer is a digest of what it is a function of, and is stored with its row:
 
     target (config, weights, tokenizer, template), dtype, engine, and the model's name at an endpoint
-    the prompt's token ids as they are rendered here, sampling parameters, token limit, seed
+    the request: messages after normalisation, tools, template variables, and the token ids that they render to here
+    sampling parameters, token limit, seed
 
-Messages after normalisation, tools and template variables act on an answer through the prompt's ids. Source, line, file
-order and the other rows do not act on it, and neither does the address of an endpoint.
+Source, line, file order and the other rows do not act on an answer, and neither does the address of an endpoint.
 
 The seed is part of the key, because it decides which sample of the target's distribution a row gets. It is derived from
 `regenerate.seed` and the row's id, which is a hash of messages and tools (with `turns: all`, also of the turn's number)
 and does not depend on the position in a source. A reused answer is therefore the sample that would have been drawn, and
-a data set of reused answers has the distribution of a generated one: two rows whose prompts render to equal ids have
-different seeds and keep two samples, and another `regenerate.seed` draws new samples. A greedy answer does not depend
-on the seed, and neither does its key.
+a data set of reused answers has the distribution of a generated one: requests that a job samples separately have
+different seeds and keep different samples, and another `regenerate.seed` draws new ones. A greedy answer does not
+depend on the seed, and neither does its key.
 
 "The same" is up to an engine's arithmetic: engines that batch do not promise equal bits for equal requests. A failed
 prompt has no answer and is asked again.
@@ -24,7 +24,7 @@ and read through the open file; each row has a checksum, and one that has change
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_api.v1alpha1.model import Digest
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, read_meta
 from eyrie_workers.jsonl_ledger import Extent, decode_line, reason_of
+from eyrie_workers.regeneration.generation_client import GenerationRequest
 
 _HINT = "generate the answers again"
 
@@ -44,11 +45,12 @@ def generator_of(target: Digest, dtype: str, engine: str, served_model: str | No
     return json.dumps([target, dtype, engine, served_model])
 
 
-def answer_key(generator: str, prompt_ids: Sequence[int], sampling: RowSampling, seed: int) -> str:
+def answer_key(generator: str, request: GenerationRequest, sampling: RowSampling) -> str:
     """128 bits of a hash over what one answer is a function of (see the module's docstring)."""
-    drawn = None if sampling.temperature == 0.0 else [sampling.top_p, sampling.top_k, seed]
-    inputs = [generator, list(prompt_ids), sampling.max_new_tokens, sampling.temperature, drawn]
-    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
+    drawn = None if sampling.temperature == 0.0 else [sampling.top_p, sampling.top_k, request.seed]
+    inputs = [generator, request.messages, request.tools, request.chat_template_kwargs, request.prompt_ids,
+              sampling.max_new_tokens, sampling.temperature, drawn]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Rows:
 
     def key(self, prompt: GenerationRequest) -> str:
         """The key of the answer to a prompt (`regeneration.earlier_answers`)."""
-        return answer_key(self._generator, prompt.prompt_ids, self.sampling(prompt), prompt.seed)
+        return answer_key(self._generator, prompt, self.sampling(prompt))
 
     @cached_property
     def _generator(self) -> str:
