@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_failure import FAILURE_FILE, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
-from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked
+from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, job_file
 from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
 
@@ -86,7 +86,8 @@ class KubeflowRunner:
         return ObservedRun(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
                            leftovers=alive and state == "failed")
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
+    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
+              reuse: tuple[str, ...] = ()) -> None:
         """See `Runner`."""
         seen = self.observe(job_id)
         if seen.attempt == attempt and (seen.alive or seen.state == "succeeded"):
@@ -96,7 +97,7 @@ class KubeflowRunner:
         gpus = resolve_stage_placement(self._profile, spec.placement, "train").num_gpus
         together = trains_together(spec, len(expand(spec)), gpus, on_cluster=True)
         pipeline = compile_for(self._profile, spec.placement, together=together)
-        job = self._write_job(job_id, spec, attempt, incumbent)
+        job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
         self._remove_failure(job_id)
         number = seen.starts + 1 if seen.attempt == attempt else 1
         self._api.create_run(f"{job_id}-{attempt}.{number}", pipeline, {
@@ -185,15 +186,14 @@ class KubeflowRunner:
         if self._store is not None:
             self._store.delete_all(self._key(self._dir(job_id)))
 
-    def _write_job(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> JobFile:
-        path = self._dir(job_id) / JOB_FILE
+    def _write_job(self, new: JobFile) -> JobFile:
+        path = self._dir(new.id) / JOB_FILE
         self._fetch(path)
         before = JobFile.model_validate_json(path.read_text()) if path.is_file() else None
-        if before is not None and (before.id, before.spec, before.attempt) == (job_id, spec, attempt):
-            return before
-        job = JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent)
-        write_model(path, job)
-        self.persist(job_id, JOB_FILE)
+        job = job_file(before, new)
+        if job != before:
+            write_model(path, job)
+            self.persist(job.id, JOB_FILE)
         return job
 
     def _remove_failure(self, job_id: str) -> None:

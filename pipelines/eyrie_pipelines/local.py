@@ -49,7 +49,7 @@ from eyrie_pipelines.processes import ProcessId, group_members, identify, is_ali
 from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
-from eyrie_pipelines.steps import JOB_FILE, JobFile
+from eyrie_pipelines.steps import JOB_FILE, JobFile, job_file
 from eyrie_pipelines.tasks import load_job
 
 GRACE_S = 5.0
@@ -126,11 +126,12 @@ class LocalRunner:
                            run_id=run.handle.run_id,
                        failure=failure, leftovers=run.state != "running" and bool(live_processes(self._dir(job_id))))
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
+    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
+              reuse: tuple[str, ...] = ()) -> None:
         """See `Runner`, and `start` in this module. Race: a driver whose start took longer than its lease, or was
         killed before the leader's record was there, has started the run; the next observation finds it."""
         with contextlib.suppress(Conflict):
-            start(self._dir(job_id), job_id, spec, attempt, incumbent)
+            start(self._dir(job_id), job_id, spec, attempt, incumbent, reuse)
 
     def stop(self, job_id: str) -> None:
         """See `Runner`."""
@@ -169,10 +170,10 @@ def _failure_of(first: RunFailure) -> RunFailed:
 
 
 def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
-          incumbent: DrafterUse | None = None) -> RunHandle:
+          incumbent: DrafterUse | None = None, reuse: tuple[str, ...] = ()) -> RunHandle:
     """Start the job's pipeline in its own process group and return once it has written `run.json`.
 
-    `incumbent` is what serves at the job's endpoint; it is fixed at the first start of an attempt. Processes that an
+    `incumbent` and `reuse`: see `Runner`. Processes that an
     earlier leader left behind are stopped first. Raises Conflict when a run of this job is alive, RunNotStarted when
     the process ended at once (the message contains the end of its log), Transient when it was killed, DiskFull."""
     job_dir = job_dir.resolve()
@@ -185,8 +186,9 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
     run_dir = job_dir / RUN_DIR
     run_dir.mkdir(parents=True, exist_ok=True)
     before = _read(job_dir / JOB_FILE, JobFile)
-    if before is None or (before.id, before.spec, before.attempt) != (job_id, spec, attempt):
-        write_model(job_dir / JOB_FILE, JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent))
+    job = job_file(before, JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
+    if job != before:
+        write_model(job_dir / JOB_FILE, job)
     with (run_dir / "pipeline.log").open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "eyrie_pipelines.local", "--job-dir", str(job_dir), "--attempt", str(attempt)],

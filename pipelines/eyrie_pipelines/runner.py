@@ -56,10 +56,12 @@ class Runner(Protocol):
     def observe(self, job_id: str) -> ObservedRun:
         """The state of the job's latest run."""
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
+    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
+              reuse: tuple[str, ...] = ()) -> None:
         """Start a run, unless one of this attempt is running.
 
         incumbent   what serves at the job's endpoint; fixed at the first start of an attempt.
+        reuse       earlier jobs whose answers may be reused; fixed at the first start of the job.
         """
 
     def stop(self, job_id: str) -> None:

@@ -49,10 +49,23 @@ class JobFile(Frozen):
     incumbent: DrafterUse | None = None
     """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
 
+    reuse: tuple[str, ...] = ()
+    """Earlier jobs whose answers may be reused (`decisions.reuse`): chosen once, when the job first started."""
+
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
         """The sweep's candidates, expanded once."""
         return expand(self.spec)
+
+
+def job_file(before: JobFile | None, new: JobFile) -> JobFile:
+    """What `job.json` contains after a start. Within one attempt it does not change. `reuse` does not change in later
+    attempts either: it is part of the spec of regenerate, which may have finished."""
+    if before is None or before.id != new.id:
+        return new
+    if (before.spec, before.attempt) == (new.spec, new.attempt):
+        return before
+    return new.model_copy(update={"reuse": before.reuse})
 
 
 class CheckpointRef(Frozen):
@@ -69,13 +82,14 @@ def reference(stage: StageName, key: str = "") -> str:
     return stage_dir(Path(), stage, key).as_posix()
 
 
-def regenerate_spec(job: JobFile) -> RegenerateStage:
+def regenerate_spec(job: JobFile, job_dir: Path) -> RegenerateStage:
     """The first stage. It excludes the prompts of the benchmark suites from the training data."""
     suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
     # Without the mix, which chooses among the rows that are captured.
     data = job.spec.data.model_copy(update={"mix": None})
     return RegenerateStage(job_id=job.id, target=job.spec.resolved_target, data=data,
-                           engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites)
+                           engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites,
+                           reuse=tuple(str(stage_dir(job_dir.parent / earlier, "regenerate")) for earlier in job.reuse))
 
 
 def check_held_out(job: JobFile, report: RegenerateReport) -> None:

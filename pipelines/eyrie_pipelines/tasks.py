@@ -48,7 +48,7 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
     """Regenerate the answers of the conversations with the target."""
     with _recording_failure(job_dir, "regenerate"):
         job = load_job(job_dir, spec_digest)
-        done = _run(job_dir, steps.regenerate_spec(job))
+        done = _run(job_dir, steps.regenerate_spec(job, Path(job_dir)))
         # Checked here: the benchmark stage would fail for the same reason after hours of training.
         steps.check_held_out(job, _report(job_dir, done, RegenerateReport))
         return done

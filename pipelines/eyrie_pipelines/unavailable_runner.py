@@ -33,7 +33,8 @@ class UnavailableRunner:
         """See `Runner`."""
         return ObservedRun()
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
+    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
+              reuse: tuple[str, ...] = ()) -> None:
         """Raises RuntimeUnavailable."""
         raise RuntimeUnavailable(
             "this installation has no cluster to run jobs on, and its workers' image has no stage programs",

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, digest_model, parse_manifest, read_manifest
@@ -31,6 +31,7 @@ from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
     ProveStage,
+    RegenerateStage,
     StageSpec,
     TrainStage,
     TuneStage,
@@ -179,7 +180,10 @@ class WorkArea:
     def _download_inputs(self, spec: StageSpec) -> None:
         """Download exactly what the stage reads of earlier stages."""
         assert self._store is not None
-        if isinstance(spec, CaptureStage):
+        if isinstance(spec, RegenerateStage):
+            for directory in spec.reuse:
+                self._download_answers(Path(directory))
+        elif isinstance(spec, CaptureStage):
             download_dir(self._store, self._key(Path(spec.rows_dir)), Path(spec.rows_dir))
             for head in spec.init_from:
                 self._download_drafter(Path(head.path))
@@ -210,6 +214,12 @@ class WorkArea:
             assert self._store is not None
             stage, part = split_drafter(directory.relative_to(self._home))
             fetch_part(self._store, stage, part, directory)
+
+    def _download_answers(self, directory: Path) -> None:
+        """Download the answers of an earlier job, or as much as there is: the stage leaves out what is not whole."""
+        with suppress(ArtifactMissing, ArtifactCorrupt):
+            for name in ("rows.meta.json", "rows.jsonl"):
+                self._download_file(directory / name)
 
     def _download_file(self, path: Path) -> None:
         assert self._store is not None

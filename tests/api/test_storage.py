@@ -10,17 +10,19 @@ from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.storage_usage import (
     JobFacts,
     StorageUsage,
+    answers_read_by,
     files_in_home,
     files_in_store,
     group_files,
     plan_removal,
     read_by,
+    read_in_home,
     remove_from_home,
     remove_from_store,
     served_by,
 )
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus, Phase, Revision
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Phase, Revision
 from tests.api.samples import NOW
 
 FILES = (
@@ -118,6 +120,24 @@ def test_a_checkpoint_that_another_job_reads_now_or_when_retried_stays(tmp_path:
 @pytest.mark.parametrize("phase", ["Succeeded", "Cancelled"])
 def test_a_job_that_has_ended_reads_no_checkpoint_of_another(phase: Phase) -> None:
     assert read_by([other_job(phase)]) == set()
+
+
+def reader(job_id: str, phase: Phase, *, regenerated: bool = False) -> Job:
+    done = Condition(type="Regenerated", status="True" if regenerated else "False", reason="Test",
+                     last_transition_time=NOW)
+    return Job.model_construct(id=job_id, spec=OTHER_JOB, status=JobStatus(phase=phase, conditions=(done,)))
+
+
+def test_answers_are_read_by_jobs_that_have_none_of_their_own_yet(tmp_path: Path) -> None:
+    for name in ("j2", "j3", "j4", "j5"):
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+        (tmp_path / "jobs" / name / "job.json").write_text('{"reuse": ["j1", "j0"]}')
+    (tmp_path / "jobs/j5/job.json").write_text('{"id": "of an earlier version"}')
+    jobs = [reader("j2", "Failed"), reader("j3", "Running", regenerated=True), reader("j4", "Succeeded"),
+            reader("j5", "Running"), reader("pending", "Pending")]
+    expected = {"j0": ("j2",), "j1": ("j2",)}
+    assert answers_read_by(jobs, lambda place: read_in_home(tmp_path, place)) == expected
+    assert answers_read_by(jobs, LocalStore(tmp_path).read) == expected
 
 
 @given(phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled"]),

@@ -30,6 +30,7 @@ from eyrie_pipelines import local
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.runner import ObservedRun
+from eyrie_pipelines.steps import JobFile
 from eyrie_pipelines.work_area import SYNC_VARIABLE
 
 _NO_KUBEFLOW = "http://127.0.0.1:1"
@@ -49,12 +50,13 @@ class PodRunner(KubeflowRunner):
         """See `Runner`."""
         return self._runs_here.observe(job_id)
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
+    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
+              reuse: tuple[str, ...] = ()) -> None:
         """See `Runner`: on an empty node."""
         seen = self.observe(job_id)
         if seen.attempt == attempt and (seen.alive or seen.state == "succeeded"):
             return
-        job = self._write_job(job_id, spec, attempt, incumbent)
+        job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
         self._remove_failure(job_id)
         directory = self._node / "jobs" / job_id
         directory.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ class PodRunner(KubeflowRunner):
         if self._got_further(directory):
             local.pause(directory)
         shutil.rmtree(directory / "stages", ignore_errors=True)
-        local.start(directory, job_id, spec, attempt, job.incumbent)
+        local.start(directory, job_id, spec, attempt, job.incumbent, job.reuse)
 
     @staticmethod
     def _got_further(directory: Path) -> bool:

@@ -128,6 +128,26 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
     assert rehearsal.starts() == ["regenerate", "capture", "capture", "train/base"]
 
 
+def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and_are_chosen_once(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["permanent"])  # they fail with their answers there, which is enough
+
+    def chosen(job_id: str) -> tuple[str, ...]:
+        harness.drive(job_id)
+        return load_job(str(harness.directory(job_id))).reuse
+
+    first = harness.submit()
+    assert chosen(first) == ()
+    elsewhere = SPEC.model_copy(update={"serve": ServeSpec(enabled=False, endpoint="theirs")})
+    assert chosen(harness.jobs.submit(elsewhere, project="theirs").id) == ()
+    second = harness.submit()
+    assert chosen(second) == (first,)
+    harness.jobs.retry(first)
+    assert chosen(first) == (), "a retry keeps the choice: regenerate has finished by it"
+    assert harness.jobs.get(first).status.attempt == 2
+    assert rehearsal.starts().count("regenerate") == 3
+
+
 def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["stubborn"])
     job_id = harness.submit()

@@ -61,7 +61,7 @@ class Harness:
         trained = report_of(train)
         assert isinstance(trained, TrainReport)
         refs = steps.benchmarked(spec, [trained])
-        self._finish(root, steps.regenerate_spec(job))
+        self._finish(root, steps.regenerate_spec(job, root))
         self._finish(root, steps.capture_spec(job, root))
         self._finish(root, train, "base")
         for ref in refs:

@@ -44,7 +44,20 @@ def regenerated(held_out: int) -> RegenerateReport:
 def test_suite_prompts_are_named_to_regenerate_so_that_none_is_trained_on() -> None:
     suites = (SuiteSpec(name="a", path="quickstart:chat"), SuiteSpec(name="b", path="held-out"))
     job = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
-    assert steps.regenerate_spec(job).exclude_prompts == ("quickstart:chat",)
+    assert steps.regenerate_spec(job, ROOT).exclude_prompts == ("quickstart:chat",)
+
+
+
+def test_earlier_jobs_are_fixed_when_a_job_first_starts_and_the_incumbent_when_an_attempt_does() -> None:
+    first = steps.JobFile(id="j", spec=spec_of(), reuse=("job-a", "job-b"))
+    later = steps.JobFile(id="j", spec=spec_of(), reuse=("job-c",), incumbent=DrafterUse())
+    assert steps.job_file(None, first) == first
+    assert steps.job_file(first, later) == first
+    retried = later.model_copy(update={"attempt": 2})
+    assert steps.job_file(first, retried) == retried.model_copy(update={"reuse": first.reuse})
+    assert steps.job_file(first.model_copy(update={"id": "other"}), retried) == retried
+    assert steps.regenerate_spec(first, ROOT).reuse == tuple(
+        str(ROOT.parent / earlier / "stages" / "regenerate") for earlier in first.reuse)
 
 
 def test_each_candidate_is_trained_with_its_own_values() -> None:

@@ -15,16 +15,20 @@ from pathlib import Path
 import boto3
 import pytest
 
-from eyrie_api.artifacts import digest_model
+from eyrie_api.artifacts import digest_model, read_manifest
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreUnavailable
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import tasks, work_area
 from eyrie_pipelines.directory_sync import DirectorySync, _take_snapshot
@@ -35,6 +39,7 @@ from eyrie_pipelines.steps import JobFile, regenerate_spec
 from eyrie_workers.catalog import CATALOG, STATE_DIR
 from tests.pipelines.conftest import Rehearsal, fill, spec_of, sweeping_spec
 from tests.servers.s3 import S3Server
+from tests.tiny import chats_file, tiny_target
 
 LIMIT_S = 120.0
 INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
@@ -44,14 +49,15 @@ SPEC = spec_of(benchmark=BenchmarkSpec(suites=(SuiteSpec(name="chat", path="held
 class Pods:
     """A job whose pods have nothing in common but the store. Their homes have one path, as in a cluster."""
 
-    def __init__(self, home: Path, store: ArtifactStore, spec: JobSpec = SPEC) -> None:
-        self.job_dir, self.store = home / "jobs" / "job-1", store
-        self.take(JobFile(id="job-1", spec=spec))
+    def __init__(self, home: Path, store: ArtifactStore, spec: JobSpec = SPEC, job_id: str = "job-1",
+                 reuse: tuple[str, ...] = ()) -> None:
+        self.job_dir, self.store = home / "jobs" / job_id, store
+        self.take(JobFile(id=job_id, spec=spec, reuse=reuse))
 
     def take(self, job: JobFile) -> None:
         """Be about that job."""
         self.job = job
-        self.store.write("jobs/job-1/job.json", job.model_dump_json().encode())
+        self.store.write(f"jobs/{job.id}/job.json", job.model_dump_json().encode())
 
     def run(self, box: Callable[..., object], *arguments: object) -> object:
         """One box in a pod of its own."""
@@ -144,6 +150,34 @@ def test_a_drafter_of_another_job_that_training_continues_from_is_brought_to_cap
     assert (head / "config.json").is_file()
     pods.run(tasks.train, states, "base")
     assert (head / "config.json").is_file()
+
+
+def test_answers_of_an_earlier_job_are_brought_to_regenerate_or_generated_where_they_are_not_whole(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stage itself."""
+    monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
+    monkeypatch.setenv(work_area.SYNC_VARIABLE, "0.05")
+    store = LocalStore(tmp_path / "store")
+    source = DataSource(path=str(chats_file(tmp_path / "chats.jsonl", 6)))
+    spec = spec_of(target=TargetSpec(model=str(tiny_target(tmp_path / "target"))),
+                   data=DataSpec(sources=(source,), held_out_fraction=0.0), regenerate=RegenerateSpec(max_new_tokens=4))
+
+    def reused(job_id: str, *earlier: str) -> int:
+        pods = Pods(tmp_path / "home", store, spec, job_id, earlier)
+        assert pods.run(tasks.regenerate) == "stages/regenerate"
+        report = read_manifest(pods.job_dir / "stages/regenerate").report
+        assert isinstance(report, RegenerateReport)
+        assert report.rows_answered == 6
+        return report.rows_reused
+
+    assert reused("job-1") == 0
+    assert reused("job-2", "job-0", "job-1") == 6
+    assert {one.key.split("/")[1] for one in store.list("jobs")} == {"job-1", "job-2"}
+    rows = "jobs/job-1/stages/regenerate/rows.jsonl"
+    store.write(rows, store.read(rows).replace(b'"line":1,', b'"line":7,'))
+    assert reused("job-3", "job-1") == 0
+    events = store.read("jobs/job-3/stages/regenerate/events.jsonl").decode()
+    assert "AnswersNotReused" in events
 
 
 def test_a_pod_whose_disk_is_full_brings_its_inputs_when_there_is_space(environment: Path, disk: Path) -> None:
@@ -337,7 +371,7 @@ def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(pods: Pods) -> None:
-    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job, pods.job_dir)
     state = directory / STATE_DIR / "training.safetensors"
     with contextlib.suppress(SystemExit), work_area.WorkArea(pods.job_dir, pods.store, 3600).stage(spec, directory):
         state.parent.mkdir(parents=True)
@@ -354,7 +388,7 @@ def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(
 
 
 def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(pods: Pods) -> None:
-    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job, pods.job_dir)
     assert isinstance(pods.store, LocalStore)
     away = work_area.WorkArea(pods.job_dir, Leaving(pods.store, 0), 0.01)  # type: ignore[arg-type]
     assert interrupted(away, spec, directory, 1) == []
@@ -369,7 +403,7 @@ def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(
 def test_through_s3_a_stage_is_resumed_where_another_pod_left_it(tmp_path: Path, moto_s3: S3Server) -> None:
     store = bucket(moto_s3, tmp_path)
     pods = Pods(tmp_path / "home", store)
-    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job, pods.job_dir)
     area = work_area.WorkArea(pods.job_dir, store, 3600)
     assert interrupted(area, spec, directory, 2) == []
     pods.lose_the_node()

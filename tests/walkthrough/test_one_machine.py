@@ -18,8 +18,10 @@ from typing import Any
 
 import httpx
 
+from eyrie_api.artifacts import read_manifest
 from eyrie_api.client import Client
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from tests.tiny import chats_file, tiny_target
 
@@ -124,6 +126,7 @@ def test_a_job_killed_while_it_trains_goes_on_is_decided_and_its_drafter_serves(
     with plane(home) as (client, _):
         check_decided(client, finished(client, job_id))
         check_served(client, job_id, home)
+        check_reused(client, job_id, home)
     assert manifests
     assert {path: path.stat().st_mtime_ns for path in manifests} == manifests, "a finished stage was made again"
 
@@ -155,6 +158,17 @@ def check_served(client: Client, job_id: str, home: Path) -> None:
     assert {"seconds", "checkpoints", "baseline", "tuning", "proof", "promoted", "endpoint"} <= set(report)
     assert report["proof"]["skipped"] or report["proof"]["parity"]["identical"] == 2, report["proof"]
     assert report["endpoint"]["url"] == endpoint.url
+
+
+def check_reused(client: Client, job_id: str, home: Path) -> None:
+    """The same job again takes over every answer of the first."""
+    again = client.create_job(client.job(job_id).spec).id
+    manifest = home / "jobs" / again / "stages/regenerate/manifest.json"
+    wait_for(manifest.exists, 120, "the second job's answers")
+    client.cancel(again)
+    report = read_manifest(manifest).report
+    assert isinstance(report, RegenerateReport)
+    assert report.rows_reused == report.rows_answered > 0
 
 
 @contextmanager

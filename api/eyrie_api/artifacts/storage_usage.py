@@ -4,7 +4,8 @@
     training states       the state a killed run resumes from; needed until the job has ended
     checkpoints           kept: the job's best, every one that an endpoint serves, may serve or may roll back to, and
                           every one that another job continues from or measures as a rival
-    everything else       reports, manifests, rows, events: small, and the basis of the leaderboard. Never removed
+    everything else       reports, manifests, rows, events: small, and the basis of the leaderboard. Never removed, so
+                          that answers which another job takes over stay until their job is deleted
 
 Nothing is removed of a job that has not ended or is unknown. A failed job may be retried and then resumes from its
 files: they are removed only on request. Removed files can be produced again by running the stage again.
@@ -12,15 +13,17 @@ files: they are removed only on request. Removed files can be produced again by 
 Files are named by their path below EYRIE_HOME or an artifact store alike: jobs/<id>/stages/<stage>/...
 """
 
+import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.status import Endpoint, Job, Phase
@@ -100,6 +103,21 @@ def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
     """(job, checkpoint) of every drafter that the specs name by its path."""
     return {(found["job"], found["name"]) for spec in specs for path in _drafters_named(spec)
             for found in (_CHECKPOINT.search(path),) if found is not None}
+
+
+def answers_read_by(jobs: Iterable[Job], read: Callable[[str], bytes]) -> dict[str, tuple[str, ...]]:
+    """Job id -> jobs that may still take over its answers (`reuse`). A job that has its own answers reads no others.
+
+    read   a file by its path below the home or its key in the store; raises ArtifactMissing
+    """
+    readers: dict[str, list[str]] = defaultdict(list)
+    for job in jobs:
+        has_its_own = any(one.type == "Regenerated" and one.status == "True" for one in job.status.conditions)
+        if job.status.phase in MAY_READ and not has_its_own:
+            with suppress(ArtifactMissing, ValueError):  # not started, or a file that its next start writes again
+                for earlier in json.loads(read(f"jobs/{job.id}/job.json")).get("reuse", ()):
+                    readers[earlier].append(job.id)
+    return {earlier: tuple(sorted(found)) for earlier, found in sorted(readers.items())}
 
 
 def _drafters_named(spec: JobSpec) -> Iterator[str]:
@@ -194,6 +212,14 @@ def files_in_store(store: ArtifactStore) -> Iterator[tuple[str, int]]:
     """Every object below `jobs/` with its size."""
     for found in store.list("jobs"):
         yield found.key, found.size_bytes
+
+
+def read_in_home(home: Path, place: str) -> bytes:
+    """A file by its path below the home. Raises ArtifactMissing."""
+    try:
+        return (home / place).read_bytes()
+    except FileNotFoundError:
+        raise ArtifactMissing(f"no {home / place}", "run it where the server's files are") from None
 
 
 def remove_from_home(home: Path, usage: StorageUsage) -> int:

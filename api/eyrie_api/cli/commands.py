@@ -10,6 +10,7 @@ import subprocess
 import sys
 import webbrowser
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 from urllib.parse import urlsplit
@@ -402,7 +403,7 @@ def storage(
             screen.note(f"measured by the server at {last.measured_at.astimezone():%Y-%m-%d %H:%M:%S}"
                         + (f"; not everything is counted: {last.incomplete}" if last.incomplete else ""))
             result = {"removed_bytes": None, **found.model_dump(mode="json"), "incomplete": last.incomplete}
-            screen.show(result, storage_view(found, None))
+            screen.show(result, storage_view(found, None, {}))
             return
         raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
     place = open_store(store) if store is not None else None
@@ -411,12 +412,14 @@ def storage(
     files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
     found = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
                                        storage_usage.read_by(jobs), failed_too=failed)
+    readers = storage_usage.answers_read_by(
+        jobs, partial(storage_usage.read_in_home, root) if place is None else place.read)
     freed = None
     if clean:
         freed = (storage_usage.remove_from_home(root, found) if place is None
                  else storage_usage.remove_from_store(place, found))
-    result = {"removed_bytes": freed, **found.model_dump(mode="json"), "incomplete": None}
-    Screen(as_json=as_json).show(result, storage_view(found, freed))
+    result = {"removed_bytes": freed, **found.model_dump(mode="json"), "incomplete": None, "answers_read_by": readers}
+    Screen(as_json=as_json).show(result, storage_view(found, freed, readers))
 
 
 @endpoints_app.callback(invoke_without_command=True)

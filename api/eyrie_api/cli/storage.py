@@ -1,6 +1,6 @@
 """`eyrie storage`: the files that jobs hold and which may be removed, as a table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -44,8 +44,11 @@ def measured_by(client: Client) -> tuple[StorageUsage, StoragePage]:
                         removable_bytes=sum(job.removable_bytes for job in jobs.values())), page
 
 
-def storage_view(usage: StorageUsage, freed: int | None) -> RenderableType:
-    """Items by size, the largest first; the records of all jobs in one row."""
+def storage_view(usage: StorageUsage, freed: int | None, readers: Mapping[str, Sequence[str]]) -> RenderableType:
+    """Items by size, the largest first; the records of all jobs in one row.
+
+    readers   of a job's answers: job id -> jobs
+    """
     table = Table(box=None, pad_edge=False)
     for name in ("JOB", "KIND", "SIZE", "REMOVABLE", "REASON"):
         table.add_column(name, justify="right" if name == "SIZE" else "left", overflow="fold")
@@ -59,4 +62,5 @@ def storage_view(usage: StorageUsage, freed: int | None) -> RenderableType:
     end = f"{size(usage.total_bytes)} held; " + (
         f"{size(freed)} removed" if freed is not None else
         f"{size(usage.removable_bytes)} removable: eyrie storage --clean")
-    return Group(table, Text(end, "bold"))
+    shared = [Text(f"{job}: its answers are read by {', '.join(found)}") for job, found in readers.items()]
+    return Group(table, *shared, Text(end, "bold"))

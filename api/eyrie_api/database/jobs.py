@@ -109,6 +109,7 @@ class JobFilter:
     phase: Phase | None = None
     name: str | None = None
     target: str | None = None
+    project: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -540,7 +541,8 @@ def _demand(row: JobRow) -> Demand:
 
 def _filtered(wanted: JobFilter) -> Select[Any]:
     query = select(JobRow)
-    for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target)):
+    for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target),
+                          (JobRow.project, wanted.project)):
         query = query if value is None else query.where(column == value)
     for key, value in wanted.labels.items():
         query = query.where(exists().where(LabelRow.job_id == JobRow.id, LabelRow.key == key, LabelRow.value == value))

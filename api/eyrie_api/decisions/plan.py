@@ -146,6 +146,11 @@ class DataFacts:
     source_rows: Mapping[str, int] | None = None
     """Available in each source by name, where all are known."""
 
+    present: int = 0
+    """Answers that the earlier job `present_in` has generated for the same data, and that this one takes over."""
+
+    present_in: str = ""
+
 
 def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
@@ -187,7 +192,7 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         bottleneck=_bottleneck(stages), total_gpu_hours=sum(stage.gpu_hours for stage in stages),
         total_cost=sum(cost for cost in costs if cost is not None) if costs and None not in costs else None,
         assumptions=_assumptions(work, candidates, used, counts), warnings=tuple(warnings),
-        notes=(*(description(family) for family in families_of(candidates)),
+        notes=(*_present(work), *(description(family) for family in families_of(candidates)),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
                  for rival in spec.benchmarked_rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
 
@@ -262,6 +267,7 @@ class _Work:
         self.num_gpus = training_gpus(spec, len(candidates))
         available = spec.data.max_conversations if data.rows is None else min(data.rows, spec.data.max_conversations)
         self.rows = available - int(available * spec.data.held_out_fraction)
+        self.present = min(data.present, self.rows)
         limit, most = spec.data.max_prompt_tokens, spec.regenerate.max_new_tokens
         self.prompt = float(limit) if data.prompt_tokens is None else min(data.prompt_tokens, float(limit))
         self.answer = float(most) if data.answer_tokens is None else min(data.answer_tokens, float(most))
@@ -338,8 +344,16 @@ def _regenerate(work: _Work, rates: Rates) -> StagePlan:
     if work.spec.data.answered:
         return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=0.0)
     hours = _hours(prompts * work.flops_per_token, rates.prefill) + _hours(answers * work.flops_per_token, rates.decode)
-    return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=hours,
+    return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN,
+                     hours=hours * (1.0 - work.present / max(1, work.rows)),
                      bound_by="memory bandwidth" if rates.decode < rates.prefill else "compute")
+
+
+def _present(work: _Work) -> tuple[str, ...]:
+    if not work.present:
+        return ()
+    return (f"{work.present:,} of {work.rows:,} answers are present, in job {work.data.present_in}: they are not "
+            "generated again, unless the data or the target has changed (reuse: never generates all)",)
 
 
 def _capture(work: _Work, rates: Rates) -> StagePlan:

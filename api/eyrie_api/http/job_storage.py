@@ -37,7 +37,7 @@ MAX_PAGE = 200
 MAX_AGE_S = 30.0
 WAIT_S = 5.0
 MAX_FILES, MAX_S = 500_000, 120.0
-"""Of one measurement. 90,000 files on a disk took 0.8 s and 17 MiB on two cores; a store lists 1000 objects a request."""
+"""Of one measurement. 90,000 files on a disk took 0.8 s and 17 MiB on two cores; a store lists 1000 a request."""
 
 
 class StorageNotMeasured(Transient):

@@ -9,8 +9,10 @@ sweep is expanded once per job; every check gets the candidates.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from eyrie_api.artifacts import read_manifest
 from eyrie_api.data_files import is_remote
 from eyrie_api.decisions.capture_support import (
     SUPPORTED_BY_SGLANG,
@@ -28,11 +30,19 @@ from eyrie_api.decisions.plan import (
     make_plan,
     require_gpu_memory,
 )
+from eyrie_api.decisions.reuse import asks_the_same, jobs_with_answers
 from eyrie_api.decisions.sweep import Candidate, expand, families_of
 from eyrie_api.decisions.target_config import check_config, choose_source, computed_by_reference
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import gpu_bytes
-from eyrie_api.errors import DiskTooSmall, InvalidInput, UnsupportedTarget, VocabularyTooLarge
+from eyrie_api.errors import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    DiskTooSmall,
+    InvalidInput,
+    UnsupportedTarget,
+    VocabularyTooLarge,
+)
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_source
@@ -53,7 +63,9 @@ from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.requests import PlacementRequest
+from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import (
     ELEMENT_BYTES,
     HELD_OUT,
@@ -111,16 +123,20 @@ class PreflightCache:
         return CheckedJob(named, passed.plan)
 
 
-def plan(spec: JobSpec, settings: Settings) -> Plan:
-    """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here."""
-    _, planned, _ = _checked(spec, settings)
+def plan(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = ()) -> Plan:
+    """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here.
+
+    earlier   jobs of the same project, newest first: the answers that they have generated are not generated again
+    """
+    _, planned, _ = _checked(spec, settings, earlier)
     if planned is None:
         raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
                            "download it first (`hf download`), or give a local directory with its config.json")
     return planned
 
 
-def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, bool]:
+def _checked(spec: JobSpec, settings: Settings,
+             earlier: Sequence[Job] = ()) -> tuple[JobSpec, Plan | None, bool]:
     """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
     sampled from the data."""
     device = planned_device(spec, settings)
@@ -140,10 +156,22 @@ def _checked(spec: JobSpec, settings: Settings) -> tuple[JobSpec, Plan | None, b
         return spec, None, False
     _check_sizes(candidates, facts)
     require_gpu_memory(spec, candidates, facts, known)
+    known = _with_present_answers(known, absolute(spec), settings, earlier)
     planned = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings),
                         on_gpus=computes_on_gpus(spec, settings), gpu_hour_prices=settings.prices)
     return (spec, planned.model_copy(update={"notes": (*planned.notes, *_unread(spec))}),
             known.prompt_tokens is not None)
+
+
+def _with_present_answers(known: DataFacts, spec: JobSpec, settings: Settings, earlier: Sequence[Job]) -> DataFacts:
+    """With the answers of the earlier job that has most for the same data, as far as manifests on this machine say."""
+    for job in jobs_with_answers(spec, earlier):
+        if asks_the_same(spec, job.spec):
+            with suppress(ArtifactMissing, ArtifactCorrupt):
+                report = read_manifest(settings.job_dir(job.id) / "stages" / "regenerate").report
+                if isinstance(report, RegenerateReport) and report.rows_answered > known.present:
+                    known = replace(known, present=report.rows_answered, present_in=job.id)
+    return known
 
 
 def _unread(spec: JobSpec) -> list[str]:

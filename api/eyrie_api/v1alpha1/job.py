@@ -5,6 +5,8 @@ Each section has a module of its own (`targets`, `data`, `capture`, ...) and is 
 (`v1alpha1.stages`), never copied field by field.
 """
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
@@ -39,6 +41,10 @@ class JobSpec(Frozen):
     `capture.source`."""
 
     regenerate: RegenerateSpec = RegenerateSpec()
+    reuse: Literal["auto", "never"] = "auto"
+    """`auto`: answers that earlier jobs of the project have generated for the same prompts, by the same target with the
+    same sampling and seed, are taken over. `never`: every answer is generated."""
+
     capture: CaptureSpec = CaptureSpec()
     drafter: DrafterSpec = DrafterSpec()
     train: TrainSpec = TrainSpec()

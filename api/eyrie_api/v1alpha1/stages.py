@@ -46,6 +46,10 @@ class RegenerateStage(Frozen):
     exclude_prompts: tuple[str, ...] = ()
     """Suite files or names whose prompts must not be trained on (same paths as `SuiteSpec.path`)."""
 
+    reuse: tuple[str, ...] = ()
+    """Output directories of regenerate of earlier jobs, in order of preference: their answers are taken over where they
+    are what would be generated. One that is missing, damaged or of another target is left out."""
+
 
 class CaptureStage(Frozen):
     """Answered rows in, a feature store out (`index.json`, `shard-*.states`)."""

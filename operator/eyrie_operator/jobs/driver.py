@@ -31,7 +31,7 @@ from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
-from eyrie_api.database.jobs import Jobs, LeaseLost
+from eyrie_api.database.jobs import MAX_PAGE, JobFilter, Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, no_drafter
 from eyrie_api.decisions.promotion import (
@@ -43,6 +43,7 @@ from eyrie_api.decisions.promotion import (
     summarize_decision,
     without_drafter,
 )
+from eyrie_api.decisions.reuse import jobs_with_answers
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import JobSpec
@@ -193,7 +194,8 @@ class Driver:
             with self._start_lock():
                 # Race: while this driver waited, one whose lease has expired may have started the run.
                 if self._runner.observe(job.id).run_id == seen.run.run_id and self._has_capacity(job):
-                    self._runner.start(job.id, job.spec, action.attempt, self._incumbent_use(job.spec))
+                    self._runner.start(job.id, job.spec, action.attempt, self._incumbent_use(job.spec),
+                                       self._jobs_with_answers(job))
         elif isinstance(action, StopRun):
             self._runner.stop(job.id)
         elif isinstance(action, Decide):
@@ -272,6 +274,12 @@ class Driver:
         """The drafter and setting the endpoint serves with, for comparison in prove; None when it does not draft."""
         active = self._active(spec.serve.endpoint, spec.resolved_target) if spec.serve.enabled else None
         return None if active is None or active.use.setting.method == "off" else active.use
+
+    def _jobs_with_answers(self, job: Job) -> tuple[str, ...]:
+        """Earlier jobs of the same project whose answers the job may take over."""
+        wanted = JobFilter(project=self._jobs.project_of(job.id), target=job.spec.target.model)
+        others = [one for one in self._jobs.list(wanted, limit=MAX_PAGE).items if one.id != job.id]
+        return tuple(one.id for one in jobs_with_answers(job.spec, others))
 
     def _active(self, endpoint: str, target: TargetSpec | None = None) -> Revision | None:
         """The revision an endpoint serves; None when there is none, or when it serves another target than `target`."""

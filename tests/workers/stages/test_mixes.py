@@ -69,7 +69,7 @@ def run(spec: Frozen, directory: Path) -> int:
 
 
 def make_store(job: steps.JobFile, job_dir: Path) -> Path:
-    assert run(steps.regenerate_spec(job), stage_dir(job_dir, "regenerate")) == 0
+    assert run(steps.regenerate_spec(job, job_dir), stage_dir(job_dir, "regenerate")) == 0
     assert run(steps.capture_spec(job, job_dir), stage_dir(job_dir, "capture")) == 0
     return stage_dir(job_dir, "capture")
 
@@ -151,11 +151,11 @@ def test_what_comes_before_training_is_the_same_with_and_without_mixes(
     job, job_dir = trained
     plain = steps.JobFile(id="job-1", spec=job.spec.model_copy(update={
         "sweep": job.spec.sweep.model_copy(update={"axes": ()})}))
-    assert steps.regenerate_spec(plain) == steps.regenerate_spec(job)
+    assert steps.regenerate_spec(plain, job_dir) == steps.regenerate_spec(job, job_dir)
     assert steps.capture_spec(plain, job_dir) == steps.capture_spec(job, job_dir)
     based = plain.model_copy(update={"spec": plain.spec.model_copy(update={
         "data": plain.spec.data.model_copy(update={"mix": {"chats": 1.0, "tools": 2.0}})})})
-    assert steps.regenerate_spec(based) == steps.regenerate_spec(job)
+    assert steps.regenerate_spec(based, job_dir) == steps.regenerate_spec(job, job_dir)
     # Run again, capture finds its manifest: the bytes stay.
     store = stage_dir(job_dir, "capture")
     before = (store / "manifest.json").read_bytes()

@@ -70,6 +70,13 @@ class AnsweredRow(Frozen):
     turn: int = 0
     """With `turns: all`: index of the answered turn in its conversation."""
 
+    key: str = ""
+    """Digest of all that the answer is a function of (`regeneration.earlier_answers`). Empty in rows of earlier
+    versions, which are not reused."""
+
+    generated_by: str = ""
+    """The earlier job that generated the answer; empty where it was generated here."""
+
 
 class RowsMeta(Frozen):
     """What the rows of a directory have in common."""

@@ -5,6 +5,7 @@ the final assistant turn using your actual model ... the response might be worse
 matter" (the second seed). Steps, each resumable:
 
     read, split, exclude -> selection        (regeneration.selection; held-out prompts are never sent)
+    reuse                -> rows.jsonl       (regeneration.earlier_answers; what earlier jobs have answered already)
     replay conversations -> turns            (regeneration.turn_queue; the last turn, or each in order)
     generate             -> rows.jsonl       (appended and flushed per answer: the ledger of finished rows)
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
@@ -20,13 +21,15 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
-from eyrie_api.errors import Conflict, InvalidInput, NoUsableData
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, InvalidInput, NoUsableData
+from eyrie_api.v1alpha1.model import Digest
 from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.conversations.overlap import Runs
@@ -37,6 +40,7 @@ from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.batch import BatchClient
 from eyrie_workers.regeneration.conversation_replay import Ended
+from eyrie_workers.regeneration.earlier_answers import EarlierAnswers, answer_key, earlier_answers, generator_of
 from eyrie_workers.regeneration.embedded import EmbeddedClient
 from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.generation_client import (
@@ -44,6 +48,7 @@ from eyrie_workers.regeneration.generation_client import (
     GenerationClient,
     GenerationFailure,
     GenerationParams,
+    GenerationRequest,
 )
 from eyrie_workers.regeneration.given_answers import GivenAnswers
 from eyrie_workers.regeneration.online import OnlineClient
@@ -79,6 +84,7 @@ class Tally:
     answer_lengths: Counter[int] = field(default_factory=Counter)
     retokenised: int = 0
     ids_differ: int = 0
+    reused: int = 0
 
     def add(self, row: AnsweredRow) -> None:
         """Count one answered row."""
@@ -93,6 +99,45 @@ class Tally:
         self.answer_lengths[len(row.answer_ids)] += 1
         self.retokenised += not row.ids_exact
         self.ids_differ += row.ids_differ
+        self.reused += row.generated_by != ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that the stage answers, and the ledger of those it has."""
+
+    spec: RegenerateStage
+    directory: Path
+    summary: selection.SelectionSummary
+    tokenizer: ChatTokenizer
+    context: int
+    target_digest: Digest
+    ledger: RowLedger
+
+    @property
+    def total(self) -> int:
+        """Turns to answer; an upper bound with `turns: all`."""
+        return self.summary.turns_selected
+
+    def unanswered(self) -> TurnQueue:
+        """The turns that are not in the ledger, in order."""
+        return TurnQueue(selection.selected(self.directory), self.summary.rows_selected, self.spec.regenerate,
+                         self.ledger, self.tokenizer, min(self.spec.data.max_prompt_tokens, self.context - 1))
+
+    def sampling(self, prompt: GenerationRequest) -> RowSampling:
+        """Sampling parameters of one answer."""
+        return RowSampling(**self.spec.regenerate.sampling.model_dump(),
+                           max_new_tokens=prompt.max_new_tokens or self.spec.regenerate.max_new_tokens)
+
+    def key(self, prompt: GenerationRequest) -> str:
+        """The key of the answer to a prompt (`regeneration.earlier_answers`)."""
+        return answer_key(self._generator, prompt, self.sampling(prompt))
+
+    @cached_property
+    def _generator(self) -> str:
+        engine, section = _engine_name(self.spec), self.spec.regenerate
+        asked = (section.served_model or self.spec.target.model) if engine in ("openai", "openai-batch") else None
+        return generator_of(self.target_digest, self.spec.target.dtype, engine, asked)
 
 
 def lengths(counted: Counter[int]) -> Lengths:
@@ -115,13 +160,17 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
     started = time.monotonic()
     path = resolve(spec.target)
     tokenizer = ChatTokenizer(path)
-    _check_meta(stage.out_dir, spec, target_digest(path))
+    digest = target_digest(path)
+    _check_meta(stage.out_dir, spec, digest)
     context = read_config(path).max_position_embeddings
     summary = _select(spec, stage, tokenizer, context)
-    ledger = RowLedger(stage.out_dir / ROWS)
-    resumed, new_tokens, refused = _ask(spec, stage, path, tokenizer, ledger, summary)
-    turns = _turn_queue(spec, stage, tokenizer, ledger, summary, context)
-    report = _finish(spec, stage, turns, ledger, summary, refused)
+    rows = Rows(spec, stage.out_dir, summary, tokenizer, context, digest, RowLedger(stage.out_dir / ROWS))
+    resumed = len(rows.ledger)
+    if resumed:
+        stage.event("Resumed", f"{resumed} of {rows.total} rows were already answered")
+    _reuse(stage, rows)
+    new_tokens, refused = _ask(stage, path, rows)
+    report = _finish(stage, rows, refused)
     seconds = time.monotonic() - started
     report = report.model_copy(update={"rows_resumed": resumed, "seconds": seconds,
                                        "tokens_per_s": new_tokens / seconds})
@@ -170,41 +219,63 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
     return summary
 
 
-def _turn_queue(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, ledger: RowLedger,
-               summary: selection.SelectionSummary, context: int) -> TurnQueue:
-    return TurnQueue(selection.selected(stage.out_dir), summary.rows_selected, spec.regenerate, ledger, tokenizer,
-                     min(spec.data.max_prompt_tokens, context - 1))
+def _reuse(stage: Stage, rows: Rows) -> None:
+    """Add to the ledger what earlier jobs have answered. A run that was killed here finds it there and goes on."""
+    for directory in map(Path, rows.spec.reuse):
+        if len(rows.ledger) == rows.total:
+            return
+        with ExitStack() as opened:
+            try:
+                earlier = opened.enter_context(earlier_answers(directory, rows.target_digest, stage.pause_point))
+            except (ArtifactMissing, ArtifactCorrupt, Conflict) as error:
+                stage.event("AnswersNotReused", f"{error.message}; its answers are generated again", warning=True)
+                continue
+            before = len(rows.ledger)
+            _take_over(stage, rows, earlier)
+            stage.event("AnswersReused", f"{len(rows.ledger) - before:,} of {rows.total:,} answers are those of job "
+                                         f"{earlier.job_id}")
 
 
-def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: RowLedger,
-         summary: selection.SelectionSummary) -> tuple[int, int, list[QuarantinedRow]]:
-    """Answer every turn that is not in the ledger; return rows resumed, tokens generated, rows that failed."""
-    total, resumed = summary.turns_selected, len(ledger)
-    if resumed:
-        stage.event("Resumed", f"{resumed} of {total} rows were already answered")
-    if resumed == total:
-        return resumed, 0, []
+def _take_over(stage: Stage, rows: Rows, earlier: EarlierAnswers) -> None:
+    turns = rows.unanswered()
+    for prompt in turns:
+        stage.pause_point()
+        pending = turns.in_flight(prompt.row_id)
+        found = earlier.find(rows.key(prompt))
+        if found is not None:
+            row = pending.row
+            rows.ledger.append(found.model_copy(update={
+                "id": prompt.row_id, "source": row.source, "source_name": row.source_name, "line": row.line,
+                "category": row.category, "seed": prompt.seed, "turn": pending.turn,
+                "generated_by": found.generated_by or earlier.job_id}))
+        turns.mark_done(prompt.row_id)
+        stage.progress(len(rows.ledger), rows.total, "rows", "reusing")
+
+
+def _ask(stage: Stage, path: Path, rows: Rows) -> tuple[int, list[QuarantinedRow]]:
+    """Answer every turn that is not in the ledger; return tokens generated, rows that failed."""
+    # With `turns: all`, conversations may end before `total` turns are answered.
+    if len(rows.ledger) == rows.total or next(rows.unanswered(), None) is None:
+        return 0, []
     for last_try in (False, True):
         try:
-            with _client(spec, stage, path, tokenizer) as (client, pause):
-                new_tokens, refused = _answer_rest(spec, stage, path, tokenizer, ledger, summary, client, pause)
-                return resumed, new_tokens, refused
+            with _client(rows.spec, stage, path, rows.tokenizer) as (client, pause):
+                return _answer_rest(stage, rows, client, pause)
         except EngineFailed as error:
             if last_try:
                 raise
-            stage.event("ServersRestarted", f"{len(ledger)} of {total} rows are answered; {error.message}",
+            stage.event("ServersRestarted", f"{len(rows.ledger)} of {rows.total} rows are answered; {error.message}",
                         warning=True)
     raise AssertionError("the second try returns or raises")
 
 
-def _answer_rest(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: RowLedger,
-                 summary: selection.SelectionSummary, client: GenerationClient,
+def _answer_rest(stage: Stage, rows: Rows, client: GenerationClient,
                  pause: Callable[[], None]) -> tuple[int, list[QuarantinedRow]]:
     """Answer the turns that are not in the ledger; return tokens generated, rows that failed."""
-    total, resumed = summary.turns_selected, len(ledger)
+    total, resumed = rows.total, len(rows.ledger)
     refused: list[QuarantinedRow] = []
     answered = new_tokens = 0
-    turns = _turn_queue(spec, stage, tokenizer, ledger, summary, read_config(path).max_position_embeddings)
+    turns = rows.unanswered()
     stage.progress(resumed, total, "rows", "answering")
     for outcome in client.answers(turns, pause):
         pending = turns.in_flight(outcome.row_id)
@@ -217,7 +288,7 @@ def _answer_rest(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: Cha
                 raise InvalidInput(f"the first {len(refused)} prompts all failed: {outcome.reason}",
                                    "check regenerate.base_url, served_model and the sampling settings")
         else:
-            ledger.append(_answered(spec, pending, outcome))
+            rows.ledger.append(_answered(rows, pending, outcome))
             answered += 1
             new_tokens += len(outcome.answer_ids)
         turns.mark_done(outcome.row_id)
@@ -226,15 +297,14 @@ def _answer_rest(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: Cha
     return new_tokens, refused
 
 
-def _answered(spec: RegenerateStage, pending: PendingTurn, answer: GeneratedAnswer) -> AnsweredRow:
-    sampling = RowSampling(**spec.regenerate.sampling.model_dump(),
-                           max_new_tokens=pending.prompt.max_new_tokens or spec.regenerate.max_new_tokens)
+def _answered(rows: Rows, pending: PendingTurn, answer: GeneratedAnswer) -> AnsweredRow:
     row = pending.row
     return AnsweredRow(id=answer.row_id, source=row.source, source_name=row.source_name, line=row.line,
                        category=row.category, prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
-                       finish_reason=answer.finish_reason, text=answer.text, sampling=sampling,
+                       finish_reason=answer.finish_reason, text=answer.text, sampling=rows.sampling(pending.prompt),
                        seed=pending.prompt.seed, ids_exact=answer.ids_exact, ids_differ=answer.ids_differ,
-                       reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=pending.turn)
+                       reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=pending.turn,
+                       key=rows.key(pending.prompt))
 
 
 @contextmanager
@@ -290,9 +360,9 @@ def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatToke
     return BatchClient(endpoint, AnswerRetokenizer(tokenizer), stage.out_dir / BATCH_STATE, warn)
 
 
-def _finish(spec: RegenerateStage, stage: Stage, turns: TurnQueue, ledger: RowLedger,
-            summary: selection.SelectionSummary, refused: list[QuarantinedRow]) -> RegenerateReport:
+def _finish(stage: Stage, rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
     """Put the rows in order, write the quarantine, clear the working files."""
+    spec, ledger, summary, turns = rows.spec, rows.ledger, rows.summary, rows.unanswered()
     if len(ledger) == 0:
         raise NoUsableData(f"none of {summary.rows_selected} prompts was answered: {refused[0].reason}",
                            "fix what the endpoint reports, then retry")
@@ -326,7 +396,7 @@ def _finish(spec: RegenerateStage, stage: Stage, turns: TurnQueue, ledger: RowLe
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
     return RegenerateReport(
         engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=tally.rows,
-        rows_held_out=summary.rows_held_out,
+        rows_reused=tally.reused, rows_held_out=summary.rows_held_out,
         rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
         outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
         rows_retokenised=tally.retokenised, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,

@@ -156,6 +156,8 @@ def delete_job(job_id: str, control: Here) -> Response:
 @router.post("/v1alpha1/plans", tags=["plans"], name="plan.make")
 def make_plan(spec: Spec, control: Here) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
-    control.scope.home("jobs:read")
+    project = control.scope.home("jobs:read")
     control.check_spec_policy(spec)
-    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings)
+    same_target = JobFilter(project=project, target=preflight.absolute(spec).target.model)
+    earlier = control.jobs.list(same_target, limit=MAX_PAGE).items if spec.reuse == "auto" else ()
+    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings, earlier)
