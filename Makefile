@@ -182,6 +182,9 @@ bench-store: setup  ## the hidden-state store: its reader, from a directory and 
 	@$(BIN)/python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json
 	@$(BIN)/python -m tests.benchmarks.capture_overlap --out .eyrie/bench/capture-overlap.json
 
+bench-scratch: setup  ## 20 GB of states captured through a disk of 1 GB into S3 (with rclone), and read back; needs root
+	@$(BIN)/python -m tests.benchmarks.scratch --out .eyrie/bench/scratch.json
+
 bench-sweep: setup  ## a sweep of eight candidates against eight runs: cost, and quality of the winner; about five minutes
 	@$(BIN)/python -m tests.benchmarks.sweep --out .eyrie/bench/sweep.json
 

@@ -13,8 +13,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST
@@ -37,9 +38,12 @@ FileStamp = tuple[int, int, int]
 class DirectorySync:
     """Uploads the changed files of one directory under `prefix`, periodically."""
 
-    def __init__(self, store: ArtifactStore, directory: Path, prefix: str, share: int = SYNC_SHARE) -> None:
-        """`share`: pauses are at least this multiple of the last sync's duration."""
+    def __init__(self, store: ArtifactStore, directory: Path, prefix: str, share: int = SYNC_SHARE, *,
+                 not_ours: Sequence[str] = ()) -> None:
+        """`share`: pauses are at least this multiple of the last sync's duration.
+        `not_ours`: patterns of names that others put into the store and remove there."""
         self._store, self._directory, self._prefix, self._share = store, directory, prefix, share
+        self._not_ours = tuple(not_ours)
         self._uploaded: dict[str, FileStamp] = {}
         self._stopping = threading.Event()
 
@@ -88,7 +92,7 @@ class DirectorySync:
                 self._uploaded[name] = stamps[name]
         for item in list(self._store.list(self._prefix)):
             name = item.key.removeprefix(f"{self._prefix}/")
-            if name not in stamps:
+            if name not in stamps and not any(fnmatch(name, pattern) for pattern in self._not_ours):
                 self._store.delete(item.key)
                 self._uploaded.pop(name, None)
 

@@ -10,12 +10,15 @@ pod's directory starts empty, and every file of a job has the key that is its pa
 While a stage works, a thread uploads what has changed every EYRIE_SYNC_S seconds (`directory_sync`): its events and log
 (events.jsonl, log.txt) and the state from which it resumes. A pod killed at any line loses at most that much work: the
 next pod downloads the unfinished directory, and the stage resumes as it does on one machine after kill -9.
+
+With `ranged` the shards of hidden states are never copied as files of a directory: capture uploads each and deletes it
+(`eyrie_workers.features.storage_backend`), training reads ranges of them. Both find the store's address in a hidden
+file of the directory.
 """
 
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,8 +26,9 @@ from eyrie_api.artifacts import MANIFEST, digest_model, parse_manifest, read_man
 from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.open_store import open_store
+from eyrie_api.artifacts.retry import while_unavailable
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Transient
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.full_disk import with_room
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (
@@ -40,21 +44,21 @@ from eyrie_pipelines.directory_sync import SYNC_SHARE, DirectorySync
 from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR
 from eyrie_pipelines.steps import JOB_FILE
 from eyrie_pipelines.torchrun import is_first_node
-from eyrie_workers.catalog import DAMAGED_SUFFIX, STATE_DIR, STORE_ADDRESS_FILE
+from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN, STATE_DIR, STORE_ADDRESS_FILE
 
 SYNC_VARIABLE = "EYRIE_SYNC_S"
 """If set, the store of EYRIE_ARTIFACTS_* is the work area, and unfinished work is uploaded this often."""
 
 STATES_VARIABLE = "EYRIE_STATES"
-"""`ranged`: hidden states stay in the store, and training reads them there (`placement.work.states`)."""
+"""`ranged`: hidden states stay in the store: capture puts every shard there when it is complete and keeps none, and
+training reads them there (`placement.work.states`)."""
 
 CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
 """Where the store's credentials are mounted in a pod."""
 
-RUN_FAILURE = f"{RUN_DIR}/{FAILURE_FILE}"
+_LEFT_IN_STORE = (SHARD_PATTERN, f"shard-*{DAMAGED_SUFFIX}")
 
-_RETRY_S = 900.0
-"""How long an upload is retried while the store is unavailable: a finished stage is hours of work."""
+RUN_FAILURE = f"{RUN_DIR}/{FAILURE_FILE}"
 
 
 class WorkArea:
@@ -63,7 +67,7 @@ class WorkArea:
     def __init__(self, job_dir: Path, store: ArtifactStore | None, sync_s: float = 15.0, *,
                  uploads: bool = True, ranged: bool = False) -> None:
         """`uploads` is false on every node of a training but the first: those only download.
-        `ranged`: hidden states are not downloaded; training gets the URL of the store."""
+        `ranged`: hidden states are not copied; capture and training get the URL of the store."""
         self._job_dir, self._store, self._sync_s, self._uploads, self._ranged = job_dir, store, sync_s, uploads, ranged
         self._home = job_dir.parent.parent
         self._downloaded: set[Path] = set()
@@ -94,7 +98,7 @@ class WorkArea:
         """Upload one small file, retrying while the store is unavailable."""
         store = self._store
         if store is not None and self._uploads:
-            _with_retries(lambda: store.write(self._key(path), path.read_bytes()))
+            while_unavailable(lambda: store.write(self._key(path), path.read_bytes()))
 
     def remove(self, directory: Path) -> None:
         """Remove a stage's directory from the store."""
@@ -122,8 +126,13 @@ class WorkArea:
             yield read_manifest(directory).spec_digest != digest_model(spec)
             return
         store = self._store
-        with_room(self._job_dir, lambda: download_dir(store, self._key(directory), directory, unfinished=True))
-        sync = DirectorySync(self._store, directory, self._key(directory), SYNC_SHARE * concurrent)
+        # Shards that are in the store already stay there, and so do the notes next to them.
+        left = _LEFT_IN_STORE if self._ranged and isinstance(spec, CaptureStage) else ()
+        with_room(self._job_dir, lambda: download_dir(store, self._key(directory), directory, unfinished=True,
+                                                      leave_out=left))
+        if left:
+            with_room(self._job_dir, lambda: self._write_address(directory))
+        sync = DirectorySync(self._store, directory, self._key(directory), SYNC_SHARE * concurrent, not_ours=left)
         sync.begin()
         with_room(self._job_dir, lambda: self._download_inputs(spec))
         if not self._uploads:
@@ -132,7 +141,7 @@ class WorkArea:
         with sync.every(self._sync_s):
             yield True
         if (directory / MANIFEST).is_file():
-            _with_retries(lambda: self._upload_finished(directory))
+            while_unavailable(lambda: self._upload_finished(directory))
             # Deleted last: if this pod dies before, the next capture still finds which files to rebuild.
             for key in damaged:
                 self._store.delete(key)
@@ -155,8 +164,7 @@ class WorkArea:
         so that capture rebuilds it when the job is retried. Raises ArtifactCorrupt then."""
         assert self._store is not None
         if self._ranged:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / STORE_ADDRESS_FILE).write_text(f"{self._store.url}/{self._key(directory)}\n")
+            self._write_address(directory)
             return
         try:
             download_dir(self._store, self._key(directory), directory)
@@ -168,6 +176,11 @@ class WorkArea:
                     marker = self._key(path.with_suffix(DAMAGED_SUFFIX))
                     self._store.write(marker, b"its bytes in the artifact store differ from their digest")
             raise ArtifactCorrupt(error.message, "retry the job: capture rebuilds the damaged files") from error
+
+    def _write_address(self, directory: Path) -> None:
+        assert self._store is not None
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / STORE_ADDRESS_FILE).write_text(f"{self._store.url}/{self._key(directory)}\n")
 
     def _differs(self, path: Path, digest: str) -> bool:
         assert self._store is not None
@@ -258,17 +271,3 @@ def pod_variables(placement: Placement, home: str, sync_s: float) -> dict[str, s
 def split_drafter(path: Path) -> tuple[str, str]:
     """Split a drafter's path below EYRIE_HOME into the key prefix of its training and the part inside it."""
     return Path(*path.parts[:5]).as_posix(), Path(*path.parts[5:]).as_posix()
-
-
-def _with_retries(action: Callable[[], object]) -> None:
-    """Call `action` until it succeeds, for up to 15 minutes of Transient errors; raises the last one then."""
-    deadline = time.monotonic() + _RETRY_S
-    while True:
-        try:
-            action()
-            return
-        except Transient as error:
-            if time.monotonic() >= deadline:
-                raise
-            print(f"store: {error}", flush=True)
-            time.sleep(min(error.after_s, 30.0))

@@ -231,8 +231,10 @@ def rclone(program: str, directory: Path) -> Iterator[ArtifactStore]:
             time.sleep(0.05)
         else:
             raise InvalidInput("rclone serve s3 did not start", "name a server with --s3, or uninstall rclone")
-        yield open_store(f"s3://{_BUCKET}/store", StoreOptions(
-            endpoint_url=f"http://127.0.0.1:{port}", credentials_dir=keys, parallel=8))
+        # For what opens it by its address alone.
+        os.environ |= {"EYRIE_ARTIFACTS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+                       "EYRIE_ARTIFACTS_CREDENTIALS_DIR": str(keys), "EYRIE_ARTIFACTS_PARALLEL": "8"}
+        yield open_store(f"s3://{_BUCKET}/store", StoreOptions.from_env())
     finally:
         process.terminate()
         process.wait()

@@ -73,11 +73,12 @@ def sweeping_spec(together: Literal["auto", "always", "never"] = "auto", **secti
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of the test's own, of 256 MB."""
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A disk of the test's own, of 256 MB or of the size that the test gives."""
     path = tmp_path / "disk"
     path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(path)], capture_output=True,
+    size = getattr(request, "param", "256m")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True,
                           check=False) if os.geteuid() == 0 and shutil.which("mount") else None
     if done is None or done.returncode != 0:
         pytest.skip("a small file system can be mounted by root alone")

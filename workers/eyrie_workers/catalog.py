@@ -20,8 +20,12 @@ STATE_DIR = "state"
 DAMAGED_SUFFIX = ".damaged"
 """Suffix of the note next to a damaged shard; the next run of capture writes that shard again."""
 
-STORE_ADDRESS_FILE = "read-at.txt"
-"""File in the directory of a feature store that was not copied to this machine: the address to read it from."""
+SHARD_PATTERN = "shard-*.states"
+"""File names of the shards of a feature store."""
+
+STORE_ADDRESS_FILE = ".store-address"
+"""File in the directory of a feature store whose shards are not on this machine: the address of the artifact store
+where capture puts them and training reads them. Hidden, since it concerns this machine alone."""
 
 
 @dataclass(frozen=True)

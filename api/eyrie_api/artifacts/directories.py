@@ -11,9 +11,10 @@ from the checkpoint of a node that was removed.
 Hidden files (temporary files, locks) are not transferred.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
@@ -64,17 +65,20 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
     return moved
 
 
-def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinished: bool = False) -> TransferStats:
+def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinished: bool = False,
+                 leave_out: Sequence[str] = ()) -> TransferStats:
     """Download a stage's directory: the files its manifest lists, then the manifest.
 
-    unfinished   allow a stage without a manifest; then everything below `prefix/` is downloaded.
+    unfinished   allow a stage without a manifest; then everything below `prefix/` is downloaded, except
+    leave_out    patterns of names
     Raises ArtifactMissing without a manifest or a listed file, ArtifactCorrupt when a file differs.
     """
     if store.stat(f"{prefix}/{MANIFEST}") is None:
         if not unfinished:
             raise ArtifactMissing(f"no {prefix}/{MANIFEST} in {store.url}", "run the stage that writes it")
+        names = (found.key.removeprefix(f"{prefix}/") for found in store.list(prefix))
         return _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None),
-                     (found.key.removeprefix(f"{prefix}/") for found in store.list(prefix)))
+                     (name for name in names if not any(fnmatch(name, pattern) for pattern in leave_out)))
     text = store.read(f"{prefix}/{MANIFEST}")
     temporary = directory / f".{MANIFEST}.fetched"
     write_atomically(temporary, text)

@@ -9,10 +9,11 @@ from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 from eyrie_workers.features.row_sources import read_row_sources, write_row_sources
-from eyrie_workers.features.shard_format import INDEX, shard_name
+from eyrie_workers.features.shard_format import INDEX, TokenRow, shard_name
 from eyrie_workers.features.storage_backend import ObjectStoreBackend, open_backend
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
 from eyrie_workers.features.verify import main as verify
+from eyrie_workers.features.writer import FeatureWriter, is_whole
 from tests.api.artifacts.conftest import make_bucket
 from tests.servers.s3 import S3Server
 from tests.workers.features.test_store import flip_a_bit, layout, store_of
@@ -84,3 +85,42 @@ def test_the_verify_program_names_every_damaged_shard(tmp_path: Path, capsys: py
     assert "shard-00002" in result
     assert "2 damaged shards" in result
     assert verify([str(tmp_path / "nowhere")]) != 0
+
+
+def test_shards_are_uploaded_one_by_one_and_none_stays_on_this_machine(
+        rclone_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, near, here = layout("int8", hidden=64), tmp_path / "near", tmp_path / "here"
+    rows = store_of(near, of, [40, 90, 7, 120, 64, 33], rows_per_shard=2)
+    bucket = make_bucket(rclone_s3, tmp_path)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", rclone_s3.endpoint_url)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(bucket.secret))
+    here.mkdir()
+    (here / STORE_ADDRESS_FILE).write_text(f"s3://{bucket.name}/eyrie/capture\n")
+    remote = bucket.store("eyrie")
+
+    writer = FeatureWriter(here, of)
+    writer.write_shard(rows[0:2], 0)
+    with pytest.raises(ZeroDivisionError), writer.open_shard(
+            [TokenRow(rows[2].row_id, rows[2].token_ids, rows[2].loss_mask)], 1):
+        raise ZeroDivisionError
+    writer = FeatureWriter(here, of)  # another pod
+    assert sorted(writer.shards) == [0]
+    for number in (1, 2):
+        writer.write_shard(rows[2 * number:2 * number + 2], number)
+    assert writer.finish() == [here / INDEX]
+    assert writer.size_bytes == sum(path.stat().st_size for path in near.glob("shard-*"))
+    assert {path.name for path in here.iterdir()} == {STORE_ADDRESS_FILE, INDEX}
+    assert is_whole(here)
+    assert (here / INDEX).read_bytes() == (near / INDEX).read_bytes()
+    for path in near.glob("shard-*"):
+        assert remote.read(f"capture/{path.name}") == path.read_bytes()
+
+    remote.write("capture/shard-00001.damaged", b"a digest differs")
+    assert not is_whole(here)
+    assert FeatureWriter(here, of).damaged == {"shard-00001.states": "a digest differs"}
+    remote.write("capture/shard-00001.states", (near / "shard-00001.states").read_bytes()[:-1])
+    writer = FeatureWriter(here, of)
+    writer.write_shard(rows[2:4], 1)
+    assert remote.stat("capture/shard-00001.damaged") is None
+    assert remote.read("capture/shard-00001.states") == (near / "shard-00001.states").read_bytes()
+    assert is_whole(here)

@@ -26,9 +26,9 @@ from eyrie_workers.features.shard_format import (
     shard_name,
     supervised_positions,
 )
-from eyrie_workers.features.storage_backend import ObjectStoreBackend
+from eyrie_workers.features.storage_backend import LocalBackend, ObjectStoreBackend, read_shard_end
 from eyrie_workers.features.store import Buffers, FeatureStore, StoreDamaged
-from eyrie_workers.features.writer import FeatureWriter, is_whole, read_shard_end
+from eyrie_workers.features.writer import FeatureWriter, is_whole
 
 DIGEST = "sha256:" + "0" * 64
 COUNTER = itertools.count()
@@ -118,7 +118,7 @@ def test_a_part_of_a_long_row_reads_only_the_blocks_it_touches(tmp_path: Path) -
     of = layout("int8", block_tokens=16)
     store_of(tmp_path, of, [100])
     whole = FeatureStore(tmp_path).row(0)
-    end = read_shard_end(tmp_path / shard_name(0))
+    end = read_shard_end(LocalBackend(tmp_path), shard_name(0))
     assert end is not None
     flip_a_bit(tmp_path / shard_name(0), ShardMap(end.record, of).rows[0][6].offset)  # tokens 96 to 99
     store = FeatureStore(tmp_path)
@@ -252,7 +252,7 @@ def test_a_flipped_bit_anywhere_in_a_shard_is_found(tmp_path: Path) -> None:
     for at in range(0, len(data), 7):
         flip_a_bit(path, at)
         damaged = list(FeatureStore(tmp_path).damage())
-        end = read_shard_end(path)
+        end = read_shard_end(LocalBackend(tmp_path), path.name)
         assert damaged or end is None, f"byte {at}"
         path.write_bytes(data)
         for note in tmp_path.glob("*.damaged"):

@@ -25,7 +25,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for feed in ("store", "stream"):
         capturing.write_spec(home / feed, target, home / "rows", feed=feed, stream_buffer_bytes=2**16)
         assert capturing.run(home / feed) == 0
-    write_spec(home / "from-store", target, home / "store", epochs=2)
+    write_spec(home / "from-store", target, home / "store", epochs=12)
     assert run(home / "from-store") == 0
     return home
 
@@ -56,7 +56,7 @@ def test_a_lost_plan_is_made_again(home: Path, tmp_path: Path) -> None:
 
 def test_trained_from_a_stream_killed_and_resumed_it_is_the_drafter_trained_from_the_store(
         home: Path, tmp_path: Path) -> None:
-    write_spec(tmp_path, home / "target", home / "stream", epochs=2)
+    write_spec(tmp_path, home / "target", home / "stream", epochs=12)
     process = start(tmp_path)
     wait_for_steps(tmp_path, process, 4)
     process.send_signal(signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_trained_through_s3_it_is_the_drafter_trained_from_the_directory(
     upload_dir(bucket.store("eyrie"), home / "store", "capture")
     monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", rclone_s3.endpoint_url)
     monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(bucket.secret))
-    write_spec(tmp_path / "out", home / "target", Path("unused"), epochs=2)
+    write_spec(tmp_path / "out", home / "target", Path("unused"), epochs=12)
     spec = json.loads((tmp_path / "out" / "spec.json").read_text())
     spec["store_dir"] = f"s3://{bucket.name}/eyrie/capture"
     (tmp_path / "out" / "spec.json").write_text(json.dumps(spec))

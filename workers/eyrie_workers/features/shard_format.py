@@ -49,7 +49,6 @@ INDEX = "index.json"
 FORMAT = 2
 MAGIC = b"EYRIESH2"
 TRAILER_BYTES = 32 + 8 + len(MAGIC)
-SHARD_PATTERN = "shard-*.states"
 _ALIGNMENT = 8
 _DIGEST_CHARACTERS = 32
 

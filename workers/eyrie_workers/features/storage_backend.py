@@ -2,9 +2,14 @@
 
 Both return bytes as a uint8 tensor: a directory from its memory mapping, without a copy; an artifact store from the
 network. Neither verifies them: the reader does, who has the digests.
+
+A shard is written on this machine under a hidden name, and `add` makes it visible: a directory renames it; an artifact
+store uploads it, reads its end back, and deletes the file. So capture needs space for the shards being written, not for
+the store.
 """
 
 import mmap
+import os
 import threading
 from collections import OrderedDict
 from contextlib import suppress
@@ -12,17 +17,21 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from eyrie_api.artifacts.open_store import open_store
+from eyrie_api.artifacts.retry import while_unavailable
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.errors import ArtifactMissing, Permanent
-from eyrie_workers.catalog import STORE_ADDRESS_FILE
-from eyrie_workers.features.shard_format import SHARD_PATTERN
-from eyrie_workers.features.writer import note_name
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Permanent
+from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN, STORE_ADDRESS_FILE
+from eyrie_workers.features.shard_format import TRAILER_BYTES, ShardEnd, ShardMap, read_end, record_size
 
 _MAX_OPEN = 4096
 """Open mappings, at most; Linux allows a process 65530."""
+
+_END_BYTES = 256 * 1024
+"""The record of a shard of 256 MiB is smaller, so that one request reads it."""
 
 
 class StorageBackend(Protocol):
@@ -50,6 +59,45 @@ class StorageBackend(Protocol):
 
     def note_damage(self, shard: str, why: str) -> None:
         """Write a damage note for capture to find, if the store is writable."""
+
+    def notes(self) -> dict[str, str]:
+        """The damage notes: why, by shard."""
+
+    def add(self, shard: str, part: Path) -> None:
+        """Make a shard visible that is complete in the file `part`, flushed to disk, and remove the shard's damage
+        note. The file is gone afterwards. Several threads may add different shards. Raises ArtifactCorrupt when the
+        store does not return what was uploaded, StoreUnavailable after waiting for the store."""
+
+    def path(self, shard: str) -> Path | None:
+        """The shard's file on this machine; None where there is none."""
+
+
+def note_name(shard: str) -> str:
+    """File name of a shard's damage note."""
+    return Path(shard).stem + DAMAGED_SUFFIX
+
+
+def _noted_shard(name: str) -> str:
+    return Path(name).stem + Path(SHARD_PATTERN).suffix
+
+
+def read_shard_end(backend: StorageBackend, shard: str) -> ShardEnd | None:
+    """A shard's format and record, read from its end; None for a file that is not a complete shard."""
+    size = backend.size(shard) or 0
+    tail = backend.read(shard, max(0, size - _END_BYTES), _END_BYTES).numpy().tobytes() if size else b""
+    trailer = tail[-TRAILER_BYTES:]
+    length = record_size(trailer)
+    if length is None or length > size - TRAILER_BYTES:
+        return None
+    if length > len(tail) - TRAILER_BYTES:
+        tail = backend.read(shard, size - TRAILER_BYTES - length, length + TRAILER_BYTES).numpy().tobytes()
+    try:
+        end = read_end(tail[-TRAILER_BYTES - length:-TRAILER_BYTES], trailer)
+    except ValidationError:
+        return None
+    if end is None or end.record.name != shard:
+        return None
+    return end if ShardMap(end.record, end.layout).states_end + length + TRAILER_BYTES == size else None
 
 
 def open_backend(where: str | Path) -> StorageBackend:
@@ -99,6 +147,22 @@ class LocalBackend:
         with suppress(OSError):  # read-only mount: the error that the reader raises still names the shard
             (self._directory / note_name(shard)).write_text(why + "\n")
 
+    def notes(self) -> dict[str, str]:
+        """See `StorageBackend`."""
+        return {_noted_shard(path.name): path.read_text().strip()
+                for path in self._directory.glob(f"shard-*{DAMAGED_SUFFIX}")}
+
+    def add(self, shard: str, part: Path) -> None:
+        """See `StorageBackend`."""
+        os.replace(part, self._directory / shard)
+        with self._lock:
+            self._open.pop(shard, None)  # of the file that was replaced
+        (self._directory / note_name(shard)).unlink(missing_ok=True)
+
+    def path(self, shard: str) -> Path | None:
+        """See `StorageBackend`."""
+        return self._directory / shard
+
     def __getstate__(self) -> dict[str, object]:
         """Mappings are not pickled; another process opens them again."""
         return {"_directory": self._directory}
@@ -135,6 +199,7 @@ class ObjectStoreBackend:
         self._store = store
         self._prefix = prefix.rstrip("/")
         self._sizes: dict[str, int] | None = None
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -171,8 +236,32 @@ class ObjectStoreBackend:
         with suppress(Permanent):  # read permission only: the error that the reader raises still names the shard
             self._store.write(f"{self._prefix}/{note_name(shard)}", (why + "\n").encode())
 
+    def notes(self) -> dict[str, str]:
+        """See `StorageBackend`."""
+        return {_noted_shard(name): (self.file(name) or b"").decode().strip()
+                for name in self._listed() if Path(name).match(f"shard-*{DAMAGED_SUFFIX}")}
+
+    def add(self, shard: str, part: Path) -> None:
+        """See `StorageBackend`. The upload carries checksums; reading the end back finds what they do not, such as a
+        server that cuts an object."""
+        size_bytes = part.stat().st_size
+        key, note = f"{self._prefix}/{shard}", f"{self._prefix}/{note_name(shard)}"
+        while_unavailable(lambda: self._store.upload(key, part))
+        self._listed()[shard] = size_bytes
+        stored = while_unavailable(lambda: self._store.stat(key))
+        if stored is None or stored.size_bytes != size_bytes or \
+                while_unavailable(lambda: read_shard_end(self, shard)) is None:
+            raise ArtifactCorrupt(f"{shard} in {self.name} is not what was uploaded", "check the artifact store")
+        part.unlink()
+        while_unavailable(lambda: self._store.delete(note))
+
+    def path(self, shard: str) -> Path | None:
+        """See `StorageBackend`."""
+        return None
+
     def _listed(self) -> dict[str, int]:
-        if self._sizes is None:
-            self._sizes = {found.key.removeprefix(f"{self._prefix}/"): found.size_bytes
-                           for found in self._store.list(self._prefix)}
-        return self._sizes
+        with self._lock:  # threads add shards
+            if self._sizes is None:
+                self._sizes = {found.key.removeprefix(f"{self._prefix}/"): found.size_bytes
+                               for found in self._store.list(self._prefix)}
+            return self._sizes

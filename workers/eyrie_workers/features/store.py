@@ -28,7 +28,6 @@ from eyrie_workers.features.blocks import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import (
     INDEX,
-    TRAILER_BYTES,
     Block,
     FeatureRow,
     ShardEnd,
@@ -38,13 +37,11 @@ from eyrie_workers.features.shard_format import (
     block_sections,
     end_of_shard,
     from_bytes,
-    read_end,
-    record_size,
     shard_name,
     short_digest,
     supervised_positions,
 )
-from eyrie_workers.features.storage_backend import LocalBackend, StorageBackend, open_backend
+from eyrie_workers.features.storage_backend import LocalBackend, StorageBackend, open_backend, read_shard_end
 
 _READ_TOGETHER = 16 * 2**20
 """Bytes of adjacent blocks per read, at most: large against a request's overhead, small enough for several in
@@ -426,23 +423,9 @@ def _compose_index(backend: StorageBackend) -> StoreIndex:
     for number, name in enumerate(names):
         if name != shard_name(number):
             raise ArtifactMissing(f"{shard_name(number)} is missing in {backend.name}", "run capture again")
-        ends.append(_read_end(backend, name))
+        end = read_shard_end(backend, name)
+        if end is None:
+            backend.note_damage(name, "its end cannot be read")
+            raise ArtifactCorrupt(f"{name} in {backend.name} is damaged: its end cannot be read", "run capture again")
+        ends.append(end)
     return StoreIndex(layout=ends[0].layout, shards=tuple(end.record for end in ends))
-
-
-def _read_end(backend: StorageBackend, name: str) -> ShardEnd:
-    size = backend.size(name) or 0
-    trailer = backend.read(name, max(0, size - TRAILER_BYTES), TRAILER_BYTES).numpy().tobytes()
-    length = record_size(trailer)
-    record = b"" if length is None else backend.read(name, size - TRAILER_BYTES - length, length).numpy().tobytes()
-    end: ShardEnd | None = None
-    if record:
-        try:
-            end = read_end(record, trailer)
-        except ValidationError:
-            end = None
-    if end is None:
-        backend.note_damage(name, "its end cannot be read")
-        raise ArtifactCorrupt(f"{name} in {backend.name} is damaged: its end cannot be read", "run capture again")
-    return end
-

@@ -2,8 +2,9 @@
 
 A shard is written under a hidden name (`features.shard_file`), flushed and renamed; its record lists what it holds. No
 other file is written until the store is finished, and no shard depends on another, so shards may be written in any
-order and several at a time (`features.background_writer`). A writer that opens a directory reads the records of the
-shards in it:
+order and several at a time (`features.background_writer`). In a directory with a `catalog.STORE_ADDRESS_FILE` a shard
+is uploaded instead of renamed, and its file deleted (`features.storage_backend`). A writer reads the records of the
+shards that exist in either place:
 
     record valid, size right, no damage note    the shard is kept
     cut, unreadable, or with a damage note      the shard is written again, and no other
@@ -14,8 +15,8 @@ it; the processes of one run write different shards. The caller must write the s
 time; `capture` plans them from the rows' lengths.
 """
 
-import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,32 +25,22 @@ from torch import Tensor
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import ArtifactCorrupt, Conflict
-from eyrie_workers.catalog import DAMAGED_SUFFIX
 from eyrie_workers.features.blocks import encode_states
 from eyrie_workers.features.shard_file import ShardFile
 from eyrie_workers.features.shard_format import (
     INDEX,
-    SHARD_PATTERN,
-    TRAILER_BYTES,
     FeatureRow,
     ShardEnd,
-    ShardMap,
     ShardRecord,
     StoreFormat,
     StoreIndex,
     TokenRow,
     check_row,
-    read_end,
-    record_size,
     shard_name,
     shard_number,
     supervised_positions,
 )
-
-
-def note_name(shard: str) -> str:
-    """File name of a shard's damage note."""
-    return Path(shard).stem + DAMAGED_SUFFIX
+from eyrie_workers.features.storage_backend import StorageBackend, open_backend, read_shard_end
 
 
 def read_index(directory: Path) -> StoreIndex | None:
@@ -64,34 +55,18 @@ def read_index(directory: Path) -> StoreIndex | None:
                               "delete it and run capture again: it is composed from the shards") from error
 
 
-def read_shard_end(path: Path) -> ShardEnd | None:
-    """A shard's format and record, read from its end; None for a file that is not a complete shard."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(0, size - TRAILER_BYTES))
-        trailer = file.read()
-        length = record_size(trailer)
-        if length is None or length > size - TRAILER_BYTES:
-            return None
-        file.seek(size - TRAILER_BYTES - length)
-        record = file.read(length)
-    try:
-        end = read_end(record, trailer)
-    except ValidationError:
-        return None
-    if end is None or end.record.name != path.name:
-        return None
-    return end if ShardMap(end.record, end.layout).states_end + length + TRAILER_BYTES == size else None
-
-
 def is_whole(directory: Path) -> bool:
     """Whether a finished store matches its index and has no damage notes. Reads only the ends of the shards."""
-    index = read_index_or_none(directory)
-    if index is None or any(directory.glob(f"shard-*{DAMAGED_SUFFIX}")):
+    index, backend = read_index_or_none(directory), open_backend(directory)
+    if index is None or backend.notes():
         return False
-    paths = [(directory / shard.name, shard) for shard in index.shards]
-    return all(path.is_file() and (end := read_shard_end(path)) is not None and end.record == shard
-               for path, shard in paths)
+    return _ends(backend, [shard.name for shard in index.shards]) == [
+        ShardEnd(layout=index.layout, record=shard) for shard in index.shards]
+
+
+def _ends(backend: StorageBackend, shards: Sequence[str]) -> list[ShardEnd | None]:
+    with ThreadPoolExecutor(backend.parallel, thread_name_prefix="eyrie-ends") as pool:
+        return list(pool.map(lambda shard: read_shard_end(backend, shard), shards))
 
 
 class FeatureWriter:
@@ -103,14 +78,15 @@ class FeatureWriter:
         alone   no other process writes shards now: temporary files are those of a killed run, and are deleted.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
+        self._directory, self._backend = directory, open_backend(directory)
         self.format = fmt
         self._shards: dict[int, ShardRecord] = {}
         self.damaged: dict[str, str] = {}
         """Shards to be written again, with the reason."""
 
-        for path in sorted(directory.glob(SHARD_PATTERN)):
-            self._inspect(path)
+        names, notes = self._backend.shards(), self._backend.notes()
+        for name, end in zip(names, _ends(self._backend, names), strict=True):
+            self._inspect(name, end, notes.get(name))
         # Never renamed, so no reader has seen them.
         for part in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")] if alone else ():
             part.unlink()
@@ -128,7 +104,7 @@ class FeatureWriter:
     @property
     def size_bytes(self) -> int:
         """Bytes of all whole shards."""
-        return sum((self._directory / shard.name).stat().st_size for shard in self._shards.values())
+        return sum(self._backend.size(shard.name) or 0 for shard in self._shards.values())
 
     def holds(self, number: int, row_ids: Sequence[str]) -> bool:
         """Whether shard `number` is complete. Raises Conflict when it holds other rows than these."""
@@ -155,39 +131,39 @@ class FeatureWriter:
 
     def commit(self, shard: ShardFile) -> ShardRecord:
         """Make a shard visible whose rows are all written. May be called in another thread than `open_shard`."""
-        path = self._directory / shard.name
-        # Crash safety: all bytes are on disk before the rename makes the shard visible, and the damage note of an old
-        # version goes last; a kill in between leaves a note on a good shard, which is then written once more.
+        # Crash safety: all bytes are on disk before the shard becomes visible, and the damage note of an old version
+        # goes last; a kill in between leaves a note on a good shard, which is then written once more.
         record = shard.finish()
-        os.replace(shard.part, path)
-        (self._directory / note_name(path.name)).unlink(missing_ok=True)
-        self._shards[shard_number(path.name)] = record
-        self.damaged.pop(path.name, None)
+        self._backend.add(shard.name, shard.part)
+        self._shards[shard_number(shard.name)] = record
+        self.damaged.pop(shard.name, None)
         return record
 
     def finish(self) -> list[Path]:
-        """Write the index; returns every file of the store. Raises ValueError when a shard is missing."""
+        """Write the index; returns every file of the store on this machine. Raises ValueError when a shard is missing.
+
+        Shards elsewhere are not among the files: the index has a digest of each of their blocks.
+        """
         if sorted(self._shards) != list(range(len(self._shards))) or not self._shards or self.damaged:
             raise ValueError(f"the store in {self._directory} is not complete: it has shards {sorted(self._shards)}")
         shards = tuple(self._shards[number] for number in sorted(self._shards))
         index = StoreIndex(layout=self.format, shards=shards)
         if read_index_or_none(self._directory) != index:
             write_model(self._directory / INDEX, index)
-        return [self._directory / INDEX, *(self._directory / shard.name for shard in shards)]
+        here = (self._backend.path(shard.name) for shard in shards)
+        return [self._directory / INDEX, *(path for path in here if path is not None)]
 
-    def _inspect(self, path: Path) -> None:
-        note = path.with_name(note_name(path.name))
-        end = read_shard_end(path)
+    def _inspect(self, name: str, end: ShardEnd | None, note: str | None) -> None:
         if end is None:
-            self.damaged[path.name] = "it is cut, or its end cannot be read"
-        elif note.exists():
-            self.damaged[path.name] = note.read_text().strip()
+            self.damaged[name] = "it is cut, or its end cannot be read"
+        elif note is not None:
+            self.damaged[name] = note
         elif end.layout != self.format:
             raise Conflict(
                 f"{self._directory} holds hidden states of another format ({_difference(end.layout, self.format)})",
                 "capture into an empty directory, or delete this one")
         else:
-            self._shards[shard_number(path.name)] = end.record
+            self._shards[shard_number(name)] = end.record
 
 
 def read_index_or_none(directory: Path) -> StoreIndex | None:

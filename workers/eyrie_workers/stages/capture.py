@@ -11,6 +11,10 @@ no others. `sources.json` names the source of every row, for trainings on mixes 
 `capture.source` names what computes the states (`targets.state_source`). Before anything is stored, those of a few rows
 are compared with what `transformers` returns (`targets.agreement`, `targets.transformers_target`).
 
+In a pod whose job leaves the states in an artifact store (`catalog.STORE_ADDRESS_FILE`), shards are uploaded, verified
+and deleted here one by one: a process needs space for two, whatever the size of the store, and a new pod finds in the
+store what is done.
+
 With `capture.feed: stream` no states are computed here: the output is a plan (`features.streaming`), and training
 computes the states.
 
@@ -60,7 +64,7 @@ from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
-from eyrie_workers.features.storage_backend import LocalBackend
+from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, write_plan
 from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
 from eyrie_workers.features.writer import FeatureWriter
@@ -306,13 +310,13 @@ def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt:
 
 def is_whole(directory: Path) -> bool:
     """Whether a finished store without damage notes, or a plan, exists, and the sources of its rows are readable."""
-    backend = LocalBackend(directory)
+    backend = open_backend(directory)
     return (store_is_whole(directory) or plan_is_whole(backend)) and row_sources_are_whole(backend)
 
 
 def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
     """Report which layers predict best, with the selected ones; skipped when states exist already."""
-    if any(stage.out_dir.glob("shard-*")) or is_whole(stage.out_dir):
+    if open_backend(stage.out_dir).shards() or is_whole(stage.out_dir):
         return
     target = load_target(resolve(spec.target), spec.target.dtype)
     found = probe_layers(target, rows_to_probe(Path(spec.rows_dir)), chosen)

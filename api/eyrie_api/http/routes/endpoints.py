@@ -41,7 +41,8 @@ def get_endpoint(name: Name, control: Here) -> Endpoint:
 
 @router.get(ENDPOINTS + "/{name}/history")
 def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200,
-                 before: Annotated[int | None, Query(ge=1)] = None, kind: HistoryKind | None = None) -> History:
+                 before: Annotated[int | None, Query(ge=1, le=2**53)] = None,
+                 kind: HistoryKind | None = None) -> History:
     """What was decided for it, what changed, what was seen: the latest entries, oldest first."""
     return control.histories.read(name, limit=limit, before=before, kind=kind)
 
