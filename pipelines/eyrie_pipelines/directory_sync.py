@@ -6,7 +6,12 @@ a shard that was not uploaded. So `_take_snapshot` first links the directory's f
 that grow), and repeats if any file was renamed meanwhile. Files are then uploaded in the order the stage wrote them, so
 that an upload cut off at any file leaves in the store a state that a killed stage could have left on disk.
 
-Large state takes time to upload: syncing takes at most a fifth of the stage's time.
+Large state takes time to upload: syncing takes at most a fifth of the stage's time. The ledger of answers alone grows
+to gigabytes, so of it only what was appended since the last sync is uploaded, in whole lines:
+
+    rows.jsonl.parts/000000000000000    bytes from that offset on
+
+`join_parts` makes the file of them in the next pod; the finished file is uploaded whole, and the parts are deleted.
 """
 
 import os
@@ -21,12 +26,16 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import EyrieError, Transient
+from eyrie_workers.catalog import ROWS_FILE
 
 SYNC_SHARE = 4
 """Pauses between two syncs are at least this multiple of the last sync's duration."""
 
 _GROWING = (".jsonl", ".txt")
 """Files a stage appends to: a snapshot copies them, since a hard link would keep growing."""
+
+LEDGER_PARTS = f"{ROWS_FILE}.parts"
+_PART_BYTES = 64 * 2**20
 
 _SNAPSHOT_DIR = ".sync"
 _SNAPSHOT_ATTEMPTS = 20
@@ -43,13 +52,22 @@ class DirectorySync:
         """`share`: pauses are at least this multiple of the last sync's duration.
         `not_ours`: patterns of names that others put into the store and remove there."""
         self._store, self._directory, self._prefix, self._share = store, directory, prefix, share
-        self._not_ours = tuple(not_ours)
+        self._not_ours = (f"{LEDGER_PARTS}/*", *not_ours)
         self._uploaded: dict[str, FileStamp] = {}
+        self._ledger_inode: int | None = None
+        self._ledger_sent = 0
         self._stopping = threading.Event()
 
     def begin(self) -> None:
         """Record files that are both in the store and in this directory as uploaded. Call right after a download."""
-        stored = {item.key.removeprefix(f"{self._prefix}/") for item in self._store.list(self._prefix)}
+        sizes = {item.key.removeprefix(f"{self._prefix}/"): item.size_bytes
+                 for item in self._store.list(self._prefix)}
+        stored = set(sizes)
+        ledger, parts = self._directory / ROWS_FILE, sum(sizes[name] for name in stored if _is_part(name))
+        if parts and ledger.is_file() and ledger.stat().st_size == parts:
+            self._ledger_inode, self._ledger_sent = ledger.stat().st_ino, parts
+        elif parts:  # not what `join_parts` has made of them
+            self._store.delete_all(f"{self._prefix}/{LEDGER_PARTS}")
         self._uploaded = {name: stamp for name, stamp in _stamps(self._directory).items() if name in stored}
 
     @contextmanager
@@ -82,6 +100,7 @@ class DirectorySync:
 
     def sync(self) -> None:
         """Upload one consistent snapshot of the directory, and delete from the store what the directory lost."""
+        self._send_ledger()
         stamps = _take_snapshot(self._directory)
         snapshot = self._directory / _SNAPSHOT_DIR
         # In the order the stage wrote them, data before its reference: if this process is killed between two uploads,
@@ -95,6 +114,49 @@ class DirectorySync:
             if name not in stamps and not any(fnmatch(name, pattern) for pattern in self._not_ours):
                 self._store.delete(item.key)
                 self._uploaded.pop(name, None)
+
+
+    def _send_ledger(self) -> None:
+        """Upload the whole lines that were appended to the ledger. Nothing of one that the stage has replaced by a
+        finished file: the parts are those of the file before, from which the stage resumes."""
+        try:
+            file = (self._directory / ROWS_FILE).open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            stat = os.fstat(file.fileno())
+            self._ledger_inode = self._ledger_inode or stat.st_ino
+            if stat.st_ino != self._ledger_inode or stat.st_size < self._ledger_sent:
+                return
+            file.seek(self._ledger_sent)
+            while data := file.read(_PART_BYTES):
+                whole = data[:data.rfind(b"\n") + 1]
+                if not whole:
+                    return
+                self._store.write(f"{self._prefix}/{LEDGER_PARTS}/{self._ledger_sent:015d}", whole)
+                self._ledger_sent += len(whole)
+                file.seek(self._ledger_sent)
+
+
+def join_parts(directory: Path) -> None:
+    """Make the ledger of its parts, as far as they follow each other, and remove them."""
+    parts = sorted((directory / LEDGER_PARTS).glob("*"))
+    if not parts:
+        return
+    joined = directory / f".{ROWS_FILE}.joined"
+    with joined.open("wb") as file:
+        for part in parts:
+            if int(part.name) != file.tell():
+                break
+            with part.open("rb") as data:
+                shutil.copyfileobj(data, file)
+            part.unlink()  # the disk need not hold the ledger twice
+    joined.replace(directory / ROWS_FILE)
+    shutil.rmtree(directory / LEDGER_PARTS)
+
+
+def _is_part(name: str) -> bool:
+    return name.startswith(f"{LEDGER_PARTS}/")
 
 
 def _take_snapshot(directory: Path) -> dict[str, FileStamp]:
@@ -119,11 +181,12 @@ def _take_snapshot(directory: Path) -> dict[str, FileStamp]:
 
 
 def _stamps(directory: Path) -> dict[str, FileStamp]:
-    """Stamps of the visible files. The manifest is left out: `upload_dir` uploads a finished directory."""
+    """Stamps of the visible files, without the manifest and the ledger: `upload_dir` uploads a finished directory."""
     stamps = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
-        if name.as_posix() != MANIFEST and not any(part.startswith(".") for part in name.parts) and path.is_file():
+        hidden = any(part.startswith(".") for part in name.parts)
+        if name.as_posix() not in (MANIFEST, ROWS_FILE) and not hidden and path.is_file():
             try:
                 stat = path.stat()
             except FileNotFoundError:

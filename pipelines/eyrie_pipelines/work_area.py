@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.stages import (
     TrainStage,
     TuneStage,
 )
-from eyrie_pipelines.directory_sync import SYNC_SHARE, DirectorySync
+from eyrie_pipelines.directory_sync import LEDGER_PARTS, SYNC_SHARE, DirectorySync, join_parts
 from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR
 from eyrie_pipelines.steps import JOB_FILE
 from eyrie_pipelines.torchrun import is_first_node
@@ -130,6 +130,7 @@ class WorkArea:
         left = _LEFT_IN_STORE if self._ranged and isinstance(spec, CaptureStage) else ()
         with_room(self._job_dir, lambda: download_dir(store, self._key(directory), directory, unfinished=True,
                                                       leave_out=left))
+        with_room(self._job_dir, lambda: join_parts(directory))
         if left:
             with_room(self._job_dir, lambda: self._write_address(directory))
         sync = DirectorySync(self._store, directory, self._key(directory), SYNC_SHARE * concurrent, not_ours=left)
@@ -151,7 +152,8 @@ class WorkArea:
         # Several times a drafter's size, and only an unfinished stage needs it.
         shutil.rmtree(directory / STATE_DIR, ignore_errors=True)
         upload_dir(self._store, directory, self._key(directory))
-        self._store.delete_all(self._key(directory / STATE_DIR))
+        for name in (STATE_DIR, LEDGER_PARTS):
+            self._store.delete_all(self._key(directory / name))
 
     def _damage_markers(self, directory: Path) -> list[str]:
         """Keys of the markers next to damaged files of a stage's directory."""

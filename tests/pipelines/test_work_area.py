@@ -17,6 +17,7 @@ import boto3
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest
+from eyrie_api.artifacts.directories import download_dir
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
@@ -34,12 +35,12 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import tasks, work_area
-from eyrie_pipelines.directory_sync import DirectorySync, _take_snapshot
+from eyrie_pipelines.directory_sync import LEDGER_PARTS, DirectorySync, _take_snapshot, join_parts
 from eyrie_pipelines.processes import wait_until
 from eyrie_pipelines.run_failure import StageFailed
 from eyrie_pipelines.stage_process import INTERRUPTED_EXIT_CODE
 from eyrie_pipelines.steps import JobFile, regenerate_spec
-from eyrie_workers.catalog import CATALOG, STATE_DIR, STORE_ADDRESS_FILE
+from eyrie_workers.catalog import CATALOG, ROWS_FILE, STATE_DIR, STORE_ADDRESS_FILE
 from tests.pipelines.conftest import Rehearsal, fill, spec_of, sweeping_spec
 from tests.servers.s3 import S3Server
 from tests.tiny import chats_file, tiny_target
@@ -428,6 +429,49 @@ def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
     (directory / "shard-0.safetensors").unlink()
     sync.sync()
     assert {one.key for one in store.list("s")} == {"s/shard-1.safetensors", "s/index.json"}
+
+
+def test_of_a_growing_ledger_only_whole_new_lines_are_uploaded_and_the_next_pod_has_all_of_them(tmp_path: Path) -> None:
+    directory, store = tmp_path / "stage", LocalStore(tmp_path / "store")
+    directory.mkdir()
+    ledger, parts = directory / ROWS_FILE, f"s/{LEDGER_PARTS}"
+    sync = DirectorySync(store, directory, "s")
+    sync.begin()
+    sync.sync()
+    ledger.write_bytes(b"one\ntwo\nthr")
+    sync.sync()
+    with ledger.open("ab") as file:
+        file.write(b"ee\nfo")
+    sync.sync()
+    sync.sync()
+    assert {one.key: store.read(one.key) for one in store.list("s")} == {
+        f"{parts}/000000000000000": b"one\ntwo\n", f"{parts}/000000000000008": b"three\n"}
+    (tmp_path / "finished").write_bytes(b"three\ntwo\none\nfour\n")
+    (tmp_path / "finished").replace(ledger)  # in the order of the selection
+    sync.sync()
+    assert len(list(store.list("s"))) == 2
+
+    pod = tmp_path / "pod"
+    download_dir(store, "s", pod, unfinished=True)
+    join_parts(pod)
+    assert {path.name: path.read_bytes() for path in pod.iterdir()} == {ROWS_FILE: b"one\ntwo\nthree\n"}
+    sync = DirectorySync(store, pod, "s")
+    sync.begin()
+    with (pod / ROWS_FILE).open("ab") as file:
+        file.write(b"four\n")
+    sync.sync()
+    assert store.read(f"{parts}/000000000000014") == b"four\n"
+
+    # A part that is lost: what follows it is generated again.
+    store.delete(f"{parts}/000000000000008")
+    gap = tmp_path / "gap"
+    download_dir(store, "s", gap, unfinished=True)
+    join_parts(gap)
+    assert (gap / ROWS_FILE).read_bytes() == b"one\ntwo\n"
+    sync = DirectorySync(store, gap, "s")
+    sync.begin()
+    sync.sync()
+    assert {one.key for one in store.list(parts)} == {f"{parts}/000000000000000"}
 
 
 def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(pods: Pods) -> None:

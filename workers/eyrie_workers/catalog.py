@@ -20,6 +20,9 @@ STATE_DIR = "state"
 DAMAGED_SUFFIX = ".damaged"
 """Suffix of the note next to a damaged shard; the next run of capture writes that shard again."""
 
+ROWS_FILE = "rows.jsonl"
+"""The answers of regenerate, to which the stage appends a line at a time: gigabytes in a large job."""
+
 SHARD_PATTERN = "shard-*.states"
 """File names of the shards of a feature store."""
 

@@ -20,9 +20,10 @@ from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_workers.catalog import ROWS_FILE
 from eyrie_workers.jsonl_ledger import Extent, JsonlLedger, decode_line, reason_of
 
-ROWS = "rows.jsonl"
+ROWS = ROWS_FILE
 META = "rows.meta.json"
 
 
