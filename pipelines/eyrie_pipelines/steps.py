@@ -19,7 +19,7 @@ from eyrie_api.decisions.leaderboard import best_rival
 from eyrie_api.decisions.sweep import Candidate, expand, row_draw
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.model import Frozen, later
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
@@ -49,7 +49,7 @@ class JobFile(Frozen):
     incumbent: DrafterUse | None = None
     """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
 
-    reuse: tuple[str, ...] = ()
+    reuse: tuple[str, ...] = later((), 2)
     """Earlier jobs whose answers may be reused (`decisions.reuse`): chosen once, when the job first started."""
 
     @cached_property

@@ -172,6 +172,20 @@ def test_the_page_of_the_api_shows_every_request_and_loads_nothing_from_elsewher
             assert f"<b>{method.upper()}</b> <code>{path}</code>" in page.text
 
 
+def test_every_integer_of_a_path_or_query_is_bounded_so_that_a_database_can_hold_it(server: Running) -> None:
+    document = httpx.get(server.url + "/openapi.json", timeout=60).json()
+    unbounded, seen = [], 0
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for parameter in operation.get("parameters", ()):
+                for kind in parameter["schema"].get("anyOf", [parameter["schema"]]):
+                    seen += kind.get("type") == "integer"
+                    if kind.get("type") == "integer" and not kind.get("maximum", 2**63) < 2**63:
+                        unbounded.append(f"{method} {path}: {parameter['name']}")
+    assert seen > 5
+    assert unbounded == []
+
+
 def test_a_body_that_is_not_json_by_name_is_refused(server: Running) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         answer = httpx.post(server.url + JOBS, content=json.dumps(QUICKSTART), headers={"Content-Type": kind})

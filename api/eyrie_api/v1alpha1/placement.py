@@ -95,8 +95,10 @@ class S3Work(Frozen):
     """Bound of the emptyDir; default: the node's."""
 
     states: Literal["copied", "ranged"] = "copied"
-    """How training reads hidden states. `copied`: downloaded to the pod's disk first. `ranged`: read from the store on
-    demand, again in every epoch: for states larger than the disk."""
+    """Where hidden states are. `copied`: capture writes all of them on its pod's disk before they are uploaded, and
+    training downloads them first. `ranged`: for states larger than the disk. Capture uploads each shard when it is
+    complete and deletes it, so a pod needs space for the answers and two shards of `capture.shard_size_bytes` per
+    process; training reads from the store on demand, again in every epoch."""
 
 
 WorkArea = Annotated[VolumeWork | S3Work, Field(discriminator="kind")]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_api.v1alpha1.model import Frozen, Interval, later
 
 
 class Assumption(Frozen):
@@ -62,7 +62,7 @@ class Plan(Frozen):
     notes: tuple[str, ...] = ()
     """On each family of drafters that the job trains: what it suits and what it costs."""
 
-    candidate_rows: dict[str, dict[str, int]] = {}
+    candidate_rows: dict[str, dict[str, int]] = later({}, 1)
     """With `data.mix`: about how many rows of each source every candidate trains on, by candidate and source. All
     candidates have the same number of rows in total; a few of the captured rows are kept for evaluation."""
 

@@ -15,7 +15,7 @@ from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import Family
-from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_api.v1alpha1.model import Digest, Frozen, later
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import (
@@ -46,7 +46,7 @@ class RegenerateStage(Frozen):
     exclude_prompts: tuple[str, ...] = ()
     """Suite files or names whose prompts must not be trained on (same paths as `SuiteSpec.path`)."""
 
-    reuse: tuple[str, ...] = ()
+    reuse: tuple[str, ...] = later((), 2)
     """Output directories of regenerate of earlier jobs, in order of preference: their answers are taken over where they
     are what would be generated. One that is missing, damaged or of another target is left out."""
 
@@ -107,7 +107,7 @@ class TrainStage(Frozen):
     store_dir: str
     """Output directory of capture."""
 
-    rows: RowDraw | None = None
+    rows: RowDraw | None = later(None, 1)
     """Which rows of the store; None: all."""
 
 

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Response
+from fastapi import APIRouter, Body, Path, Response
 
 from eyrie_api.clock import utc_now
 from eyrie_api.database.api_keys import KeyRequest
@@ -114,7 +114,7 @@ def add_member(project: Name, request: CreateMember, control: Here) -> Member:
 
 
 @router.delete(PROJECTS + "/{project}/members/{member_id}", status_code=204, name="member.remove")
-def remove_member(project: Name, member_id: int, control: Here) -> Response:
+def remove_member(project: Name, member_id: Annotated[int, Path(ge=1, le=2**53)], control: Here) -> Response:
     """Take a role back."""
     control.projects.remove_member(project, member_id)
     return Response(status_code=204)
