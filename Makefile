@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu sbom audit docs lint bench bench-load bench-control bench-tuner bench-drift bench-store bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu sbom audit docs lint bench bench-load bench-control bench-console bench-tuner bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -164,6 +164,9 @@ bench-load: setup  ## capacity of the load generator: 256 streams against a resp
 
 bench-control: setup  ## the control plane under 200 jobs/s and 500 event streams, on PostgreSQL and Redis
 	@$(BIN)/python -m tests.benchmarks.control_plane
+
+bench-console: setup  ## the console's pages with 10,000 jobs, and the API's p99 with 200 open pages; five minutes
+	@$(BIN)/python -m tests.benchmarks.console_pages --out .eyrie/bench/console.json
 
 bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory> [ENGINE=sglang]
 	@$(BIN)/python -m tests.benchmarks.tuner --target quickstart --prompts 16 --engine $(or $(ENGINE),embedded) \

@@ -1,20 +1,30 @@
-"""How long the console's pages take at the server, with many jobs in the database.
+"""The console's pages at the server, with many jobs in the database: `make bench-console`.
 
-    python -m tests.benchmarks.console_pages [--jobs 10000] --out .eyrie/bench/console.json
+    python -m tests.benchmarks.console_pages [--jobs 10000] [--open 200] --out .eyrie/bench/console.json
 
-The control plane's API as a process, SQLite in a directory of its own, one request at a time over HTTP; jobs are rows
-that nothing runs. A benchmark, not a test.
+The control plane's API as a process, SQLite in a directory of its own; jobs are rows that nothing runs.
+
+    pages     one request at a time of home and of a job's page
+    streams   one request of the REST API every 20 ms, at its scheduled time, in rounds without and with so many open
+              pages, in turn: half of them home, half the page of a job that gets five events a second. The pages are
+              read by another process, which takes its share of the processor too.
+
+A benchmark, not a test.
 """
 
 import argparse
 import json
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from multiprocessing import Process
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import httpx
 
@@ -23,9 +33,81 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from tests.api.samples import job_spec
+from tests.benchmarks.control_plane import write_events
 from tests.campaigns.live_servers import api_server
 
 _REQUESTS = 50
+_ROUNDS, _ROUND_S, _EVERY_S = 8, 15.0, 0.02
+
+_READER = """
+import asyncio, sys
+import httpx
+
+async def read(client, url):
+    async with client.stream("GET", url) as answer:
+        answer.raise_for_status()
+        async for _ in answer.aiter_bytes():
+            pass
+
+async def main(urls):
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(trust_env=False, timeout=None, limits=limits) as client:
+        opened = [asyncio.create_task(read(client, url)) for url in urls]
+        await asyncio.sleep(2.0)
+        print("open", flush=True)
+        await asyncio.gather(*opened)
+
+asyncio.run(main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def open_pages(urls: Sequence[str]) -> Iterator[None]:
+    """Follow these streams in another process."""
+    process = subprocess.Popen([sys.executable, "-c", _READER, *urls], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n", "the pages' streams were refused"
+        yield
+        assert process.poll() is None, "a stream ended"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def requested(address: str, job_id: str, seconds: float) -> list[float]:
+    """Milliseconds of a job's document and of the list of jobs in turn, from each request's scheduled time."""
+    paths = (f"{address}/v1alpha1/jobs/{job_id}", f"{address}/v1alpha1/jobs?limit=20")
+    taken = []
+    with httpx.Client(trust_env=False, timeout=60.0) as client:
+        began = time.perf_counter()
+        for number in range(int(seconds / _EVERY_S)):
+            due = began + number * _EVERY_S
+            time.sleep(max(0.0, due - time.perf_counter()))
+            client.get(paths[number % 2]).raise_for_status()
+            taken.append(1e3 * (time.perf_counter() - due))
+    return taken
+
+
+def with_open_pages(address: str, url: str, job_id: str, count: int) -> dict[str, object]:
+    """Rounds without and with open pages, in turn; the p99 of each, and the median ratio of neighbours."""
+    urls = [f"{address}/console/live", f"{address}/console/jobs/{job_id}/live"]
+    without: list[float] = []
+    with_pages: list[float] = []
+    for number in range(_ROUNDS):
+        for opened in (False, True) if number % 2 == 0 else (True, False):
+            writer = Process(target=write_events, args=(url, [job_id], 5.0, _ROUND_S + 10.0))
+            writer.start()
+            with open_pages([urls[i % 2] for i in range(count)]) if opened else nullcontext():
+                requested(address, job_id, 2.0)
+                p99 = quantiles(requested(address, job_id, _ROUND_S), n=100)[98]
+            writer.kill()
+            writer.join()
+            (with_pages if opened else without).append(round(p99, 2))
+    ratios = [after / before for before, after in zip(without, with_pages, strict=True)]
+    return {"open": count, "p99_ms_without": without, "p99_ms_with": with_pages,
+            "ratio_median": round(median(ratios), 3), "ratio_least": round(min(ratios), 3),
+            "ratio_most": round(max(ratios), 3)}
 
 
 def timed(url: str) -> dict[str, float]:
@@ -47,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(description="The console's pages with many jobs.")
     parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--open", type=int, default=200)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
@@ -59,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with api_server(home) as server:
             address = f"http://127.0.0.1:{server.port}"
             found = {"home": timed(address + "/"), "job": timed(f"{address}/console/jobs/{last.id}")}
-    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "cores": os.cpu_count(),
+            streams = with_open_pages(address, Settings(home=home).resolved_database_url, last.id, options.open)
+    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "streams": streams, "cores": os.cpu_count(),
               "python": platform.python_version()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
