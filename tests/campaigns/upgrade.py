@@ -251,7 +251,9 @@ class Replacement:
         return False
 
     def _submit(self) -> str:
-        answer = self.plane.http.post("/v1alpha1/jobs", json=_BODY)
+        # Each with answers of its own: a version without `reuse` cannot continue a job that takes over those of one.
+        body = _BODY | {"regenerate": {"max_new_tokens": 100 + len(self.ended)}}
+        answer = self.plane.http.post("/v1alpha1/jobs", json=body)
         if answer.status_code != 202:
             self._find("a job is accepted", status=answer.status_code, body=answer.text[:500])
         return str(answer.json()["id"])
@@ -287,7 +289,8 @@ class Replacement:
         reasons = shown["reasons"]
         once = reasons.get("Succeeded") == 1 and reasons.get("Promoted") == 1
         if shown["phase"] != "Succeeded" or not once or any(finished[one] != 1 for one in shown["stages"]):
-            self._find("a job ends as if nothing had happened", job=job_id, shown=shown, finished=str(finished))
+            self._find("a job ends as if nothing had happened", job=job_id, shown=shown, finished=str(finished),
+                       warnings=[one["message"] for one in self._events(job_id) if one["type"] == "Warning"])
 
     def _schema(self) -> str:
         database = Database(Settings(home=self.home).resolved_database_url)
