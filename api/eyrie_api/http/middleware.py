@@ -11,7 +11,8 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
   Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
 - A body over the limit is refused by its Content-Length, or at the byte that exceeds the limit.
-- A refused change is written to the audit log here; a change that was made, in its own transaction.
+- A refused change is written to the audit log here, before it is answered: while that row cannot be written, the answer
+  is 503. A change that was made is written in its own transaction.
 - An open stream authenticates its caller again every `_REAUTHENTICATE_S` seconds, and ends when access was revoked.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from urllib.parse import parse_qs, unquote_to_bytes
 
 from anyio import to_thread
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.responses import Response
@@ -90,12 +92,21 @@ class AccessMiddleware:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
         access: Scope | None = None
-        status = 500
+        is_replaced = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal is_replaced
+            if is_replaced:
+                return
             if message["type"] == "http.response.start":
-                status = message["status"]
+                if request["method"] in MUTATING and 400 <= message["status"] < 500:
+                    # Before the answer. After it, the row would wait for SQLite's lock behind the caller's next
+                    # changes, and be lost when it waits too long or the process ends.
+                    unaudited = await self._audit_refusal(request, access, message["status"], request_id)
+                    if unaudited is not None:
+                        await refuse(unaudited, request["path"])(request, receive, send_with_id)
+                        is_replaced = True
+                        return
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode()),
                                                   *((b"set-cookie", cookie) for cookie in cookies)]}
             await send(message)
@@ -121,8 +132,6 @@ class AccessMiddleware:
                 raise
             unavailable = database_unavailable(error, request["method"], request["path"])
             await refuse(unavailable, request["path"])(request, receive, send_with_id)
-        if request["method"] in MUTATING and 400 <= status < 500:
-            await self._audit_refusal(request, access, status, request_id)
 
     async def _caller(self, request: Request) -> Principal:
         """The authenticated caller. Raises Unauthorized, or Forbidden for a request of a web page."""
@@ -250,19 +259,24 @@ class AccessMiddleware:
         except (Unauthorized, *DATABASE_ERRORS):  # the client connects again, and is answered once the database is back
             return False
 
-    async def _audit_refusal(self, request: Request, access: Scope | None, status: int, request_id: str) -> None:
+    async def _audit_refusal(self, request: Request, access: Scope | None, status: int,
+                             request_id: str) -> EyrieError | None:
+        """Write the row of a refused change. Returns what to answer instead when it cannot be written; of callers who
+        are not authenticated the rows are a sample, so that their answer does not depend on it."""
         principal = ANONYMOUS if access is None or access.principal is None else access.principal
         if principal is ANONYMOUS:
             if time.monotonic() < self._anonymous_audited_until:
-                return
+                return None
             self._anonymous_audited_until = time.monotonic() + _AUDIT_ANONYMOUS_EVERY_S
-        project = None if access is None else access.project
-        verb = _verb(request)
+        verb, path = _verb(request), request["path"].replace("\0", "%00")
         try:
-            await to_thread.run_sync(self._audit.refused, principal.subject, verb,
-                                     request["path"].replace("\0", "%00"), project, status, request_id)
-        except DATABASE_ERRORS as error:  # the response has been sent
-            log.warning("refused %s of %s is not audited: %s", verb, principal.subject, error)
+            await to_thread.run_sync(self._audit.refused, principal.subject, verb, path,
+                                     None if access is None else access.project, status, request_id)
+        except SQLAlchemyError as error:
+            if principal is not ANONYMOUS:
+                return database_unavailable(error, str(request["method"]), path)
+            log.warning("refused %s of a caller without a valid token is not audited: %s", verb, error)
+        return None
 
 
 def _verb(request: Request) -> str:
