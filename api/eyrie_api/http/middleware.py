@@ -4,9 +4,10 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
 
 - The authenticated caller and the project become the request's `Scope` (`scope["state"]["access"]`), which filters the
   rows that routes see. A bind that other machines can reach requires a token on everything but the two probes and the
-  console's script and style. Reading is allowed to the console's cookie as well, and a change of jobs and endpoints to
-  the cookie with a page's proof in a header, both from this origin alone, so that no other web page can change anything
-  by it; a browser without a cookie gets the page that asks for a key.
+  console's script and style. Reading is allowed to the console's cookie as well, and a change to the cookie with a
+  page's proof in a header, both from this origin alone, so that no other web page can change anything by it; a browser
+  without a cookie gets the page that asks for a key. What would outlast a session (`_RECENT_VERBS`) takes one that has
+  signed in recently.
 - Without a token (loopback) requests of web pages are refused (`eyrie_api.request_origin`): by Host, Origin and
   Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
@@ -36,7 +37,7 @@ from starlette.types import Scope as Request
 from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE
+from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.database.audit import Audit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
@@ -53,6 +54,7 @@ ANONYMOUS = Principal(subject="nobody", roles={})
 Observe = Callable[[str, str, int, float], None]
 """(method, route, status, seconds)."""
 
+_RECENT_VERBS = ("key.create", "key.rotate", "member.add")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _REAUTHENTICATE_S = 5.0
 _MAX_QUERY_BYTES, _MAX_PARAMETERS = 8192, 64
@@ -62,6 +64,12 @@ _AUDIT_ANONYMOUS_EVERY_S = 1.0
 
 def _header(request: Request, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in request["headers"] if key == name), "")
+
+
+def _bearer(request: Request) -> str:
+    """The bearer token; empty without one."""
+    scheme, _, given = _header(request, b"authorization").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
 
 
 def _check_target(request: Request) -> None:
@@ -117,6 +125,7 @@ class AccessMiddleware:
             _check_target(request)
             access = await self._narrowed(request, access)
             await self._limit(access)
+            self._check_recent(request)
             request.setdefault("state", {})["access"] = access
             self._check_body(request)
             ended = asyncio.Event()
@@ -143,8 +152,7 @@ class AccessMiddleware:
             headers = Headers(scope=request)
             check_host(headers)
             check_origin(request["method"], headers)
-        scheme, _, given = _header(request, b"authorization").partition(" ")
-        token = given.strip() if scheme.lower() == "bearer" else ""
+        token = _bearer(request)
         cookie = self._session(request)
         if cookie and not token:
             check_origin(request["method"], Headers(scope=request))
@@ -158,6 +166,15 @@ class AccessMiddleware:
         cached = self._authenticator.cached(token)
         return cached if cached is not None else await to_thread.run_sync(self._authenticator.authenticate, token)
 
+    def _check_recent(self, request: Request) -> None:
+        """Raises Unauthorized where a change takes a session that has signed in recently."""
+        if request["method"] not in MUTATING or _bearer(request):
+            return
+        cookie = self._session(request)
+        if cookie and _verb(request) in _RECENT_VERBS and not self._authenticator.signed_in_recently(cookie):
+            raise Unauthorized(f"{_verb(request)} takes a sign-in within the last {RECENT_S // 60} minutes",
+                               "sign out, sign in again, and repeat it")
+
     def _sign_in_page(self, request: Request) -> Response:
         sign_in = self._authenticator.sign_in
         return pages.sign_in_page(None if sign_in is None else sign_in.issuer.url, request["path"])
@@ -166,6 +183,8 @@ class AccessMiddleware:
         """The console's cookie, where it is accepted."""
         reads = request["method"] in ("GET", "HEAD")
         if not self._authenticator.requires_token or not (reads or _header(request, CHANGE_HEADER.encode())):
+            return ""
+        if request["path"] == pages.SIGN_IN:  # takes the credential: a session would sign in again by itself
             return ""
         return cookie_parser(_header(request, b"cookie")).get(COOKIE, "")
 
