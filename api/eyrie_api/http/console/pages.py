@@ -70,7 +70,8 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 _ENVIRONMENT = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                            trim_blocks=True, lstrip_blocks=True)
-_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code, "shell": shlex.quote}
+_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code,
+                         "shell": shlex.quote}
 
 
 @router.get("/", response_class=HTMLResponse)
