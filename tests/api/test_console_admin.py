@@ -74,7 +74,7 @@ def test_an_admin_of_a_project_sees_all_of_it_and_nothing_of_another(client: htt
         assert hidden not in shown, hidden
     shown = text_of(client, TEAM)
     assert "GPUs that jobs request at one time 0 8" in shown
-    assert "1 group researchers operator https://issuer.example" in shown
+    assert "group operator https://issuer.example 1" in shown
     assert "key.revoke" in text_of(client, AUDIT)
     assert "No permission to set quotas" in text_of(client, TEAM)
     page = client.get(ADMIN).text

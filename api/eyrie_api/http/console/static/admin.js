@@ -36,13 +36,17 @@
   }
 
   function refused(form, problem) {
-    say(form, [problem.detail, problem.hint].filter(Boolean).join("; hint: "));
-    for (const { pointer, rule } of problem.errors ?? []) {
+    const errors = problem.errors ?? [];
+    let placed = 0;
+    for (const { pointer, rule } of errors) {
       const input = form.elements[pointer.split("/")[1]], place = input && document.getElementById(`${input.id}-error`);
       if (!place) continue;
       input.setAttribute("aria-invalid", "true");
       Object.assign(place, { textContent: rule, hidden: false });
+      placed += 1;
     }
+    const isPlaced = errors.length > 0 && placed === errors.length;
+    say(form, isPlaced ? "Refused: correct the marked fields." : [problem.detail, problem.hint].filter(Boolean).join("; hint: "));
     (form.querySelector("[aria-invalid]") ?? form.querySelector("button")).focus();
   }
 
