@@ -6,8 +6,8 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
   rows that routes see. A bind that other machines can reach requires a token on everything but the two probes and the
   console's script and style. Reading is allowed to the console's cookie as well, and a change to the cookie with a
   page's proof in a header, both from this origin alone, so that no other web page can change anything by it; a browser
-  without a cookie gets the page that asks for a key. What would outlast a session (`_RECENT_VERBS`) takes one that has
-  signed in recently.
+  without a cookie gets the page that asks for a key. What gives access that outlasts a session (`_RECENT_VERBS`) takes
+  a recent sign-in.
 - Without a token (loopback) requests of web pages are refused (`eyrie_api.request_origin`): by Host, Origin and
   Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
