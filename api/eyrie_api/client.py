@@ -338,7 +338,7 @@ class Client:
 
     def create_key(self, wanted: CreateKey) -> CreatedKey:
         """Create an API key. Its secret is returned only here."""
-        return self._post(f"{_API}/keys", CreatedKey, wanted.model_dump(mode="json"))
+        return self._post(f"{_API}/keys", CreatedKey, wanted.model_dump(mode="json", exclude_unset=True))
 
     def keys(self) -> ApiKeyList:
         """API keys, newest first."""

@@ -67,18 +67,23 @@ def test_an_admin_of_a_project_sees_all_of_it_and_nothing_of_another(client: htt
     signed_in(client, database, "admin")
     shown = text_of(client, ADMIN)
     for words in ("team 0 of 1 0 0 of 8 0 no limit", f"nightly {key.id} team operator Revoked", "mine", "Active",
-                  "last used", "http://127.0.0.1:9/arrivals", "On Pending ping", "eyrie keys revoke ID"):
+                  "last used", "http://127.0.0.1:9/arrivals", "On Pending ping", f"eyrie webhooks delete {hook.id}",
+                  "No permission to create projects"):
         assert words in shown, words
-    for hidden in ("other", "theirs", secret, signing, NO_PERMISSION):
+    for hidden in ("other ", "theirs", secret, signing, NO_PERMISSION + ": your role", f"eyrie keys revoke {key.id}"):
         assert hidden not in shown, hidden
     shown = text_of(client, TEAM)
     assert "GPUs that jobs request at one time 0 8" in shown
-    assert "1 group researchers operator https://issuer.example" in shown
+    assert "group operator https://issuer.example 1" in shown
     assert "key.revoke" in text_of(client, AUDIT)
-    assert "<button" not in client.get(ADMIN).text + client.get(TEAM).text
+    assert "No permission to set quotas" in text_of(client, TEAM)
+    page = client.get(ADMIN).text
+    assert 'data-path="/v1alpha1/keys"' in page
+    assert 'data-path="/v1alpha1/projects"' not in page
+    assert 'data-path="/v1alpha1/projects/team/quotas"' not in client.get(TEAM).text
 
 
-def test_a_session_still_administers_nothing_and_lists_nothing_by_rest(client: httpx.Client,
+def test_a_cookie_alone_changes_nothing_and_lists_nothing_by_rest(client: httpx.Client,
                                                                        database: Database) -> None:
     signed_in(client, database, "admin")
     assert "mine" in text_of(client, ADMIN)
@@ -101,10 +106,11 @@ def test_who_is_no_admin_sees_quotas_a_word_about_the_rest_and_no_link(
     assert "Administration" not in text_of(client, "/")
     shown = text_of(client, ADMIN)
     assert "0 of 1" in shown
-    assert shown.count(NO_PERMISSION) == 2, "keys and webhooks"
+    assert shown.count(NO_PERMISSION) == 3, "projects, keys and webhooks"
     assert "mine" not in shown
-    assert NO_PERMISSION in text_of(client, TEAM)
+    assert text_of(client, TEAM).count(NO_PERMISSION) == 2, "quotas and members"
     assert NO_PERMISSION in text_of(client, AUDIT)
+    assert "<button" not in client.get(ADMIN).text + client.get(TEAM).text
 
 
 def test_another_projects_viewer_gets_the_same_answer_as_for_none(client: httpx.Client, database: Database) -> None:
@@ -116,7 +122,7 @@ def test_another_projects_viewer_gets_the_same_answer_as_for_none(client: httpx.
 def test_the_page_shows_no_more_than_the_scopes_of_a_key(client: httpx.Client, database: Database) -> None:
     signed_in(client, database, "admin", frozenset({"jobs:read", "audit:read"}))
     shown = text_of(client, ADMIN)
-    assert shown.count(NO_PERMISSION) == 2
+    assert shown.count(NO_PERMISSION) == 3
     assert NO_PERMISSION in text_of(client, TEAM)
     assert NO_PERMISSION not in text_of(client, AUDIT)
 

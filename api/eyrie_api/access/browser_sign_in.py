@@ -109,6 +109,10 @@ class BrowserSignIn:
         found = self._open("session", cookie.removeprefix(USER_SESSION), now_s)
         return Claims(str(found["subject"]), frozenset(map(str, found["groups"])))
 
+    def signed_in_at(self, cookie: str, now_s: float) -> int:
+        """When the user of a session's cookie signed in, in seconds since the epoch. Raises Unauthorized."""
+        return int(self._open("session", cookie.removeprefix(USER_SESSION), now_s)["until"]) - SESSION_S
+
     def change_token(self, subject: str, now_s: float) -> str:
         """What a page of this user sends with a change."""
         return self._seal("change", now_s + CHANGE_S, subject=subject)

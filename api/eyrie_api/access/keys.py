@@ -56,9 +56,14 @@ class NewKey(Frozen):
 
 def create_key(name: str, creator: Principal, roles: dict[str, Role], now: datetime, *, expires_at: datetime | None,
          scopes: frozenset[Action] | None = None) -> NewKey:
-    """A new key. Raises InvalidInput when it would have more rights than its creator, or has expired already."""
+    """A new key. Raises InvalidInput when it would have more rights than its creator, would be valid for longer than
+    the creator's own key, or has expired already."""
     if expires_at is not None and expires_at <= now:
         raise InvalidInput(f"expires_at {expires_at.isoformat()} has passed", "give a time in the future")
+    if creator.expires_at is not None and (expires_at is None or expires_at > creator.expires_at):
+        until = "never expires" if expires_at is None else f"is valid until {expires_at.isoformat()}"
+        raise InvalidInput(f"expires_at: {creator.subject} ends at {creator.expires_at.isoformat()}, and a key that it "
+                           f"makes {until}", "let it end before that, or make it with a key that is valid for longer")
     record = KeyRecord(id=_random(_ID_LENGTH), name=name, secret_sha256="", roles=roles, scopes=scopes,
                        created_by=creator.subject, created_at=now, expires_at=expires_at)
     held = principal_of(record)
@@ -96,7 +101,8 @@ def verify_key(text: str, record: KeyRecord | None, now: datetime) -> Principal:
 
 def principal_of(record: KeyRecord) -> Principal:
     """The principal of a record, verified or not."""
-    return Principal(subject=f"key:{record.id}", roles=record.roles, scopes=record.scopes)
+    return Principal(subject=f"key:{record.id}", roles=record.roles, scopes=record.scopes,
+                     expires_at=record.expires_at)
 
 
 def held_actions(principal: Principal, project: str) -> frozenset[Action]:

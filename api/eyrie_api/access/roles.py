@@ -13,6 +13,7 @@ in other projects.
 """
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import get_args
 
 from eyrie_api.errors import EyrieError, Forbidden, NotFound
@@ -43,6 +44,9 @@ class Principal(Frozen):
 
     scopes: frozenset[Action] | None = None
     """Actions to which a key is restricted; None: no restriction beyond its roles."""
+
+    expires_at: datetime | None = None
+    """When its key ends, if it has one that ends."""
 
     def allows(self, action: Action, project: str) -> bool:
         """Whether the principal may perform the action in the project."""

@@ -60,15 +60,16 @@ def keys_create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Display name.")],
     role: Annotated[str, typer.Option("--role", help="viewer, operator or admin.")] = "operator",
     scope: Annotated[list[str] | None, typer.Option("--scope", help="Restrict it, e.g. jobs:read; repeatable.")] = None,
-    days: Annotated[float, typer.Option("--days", min=0.0, help="Days until it expires; 0: never.")] = 90.0,
+    days: Annotated[float | None, typer.Option(
+        "--days", min=0.0, help="Days until it expires; 0: never. Default 90, or until your own key ends.")] = None,
     everywhere: Annotated[bool, typer.Option("--everywhere", help="In every project.")] = False,
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Create an API key, which is shown only once."""
     screen = Screen(as_json=as_json)
     scopes = None if scope is None else tuple(cast(Action, _one_of(one, Action, "--scope")) for one in scope)
-    wanted = _checked(CreateKey, name=name, role=_one_of(role, Role, "--role"), scopes=scopes,
-                      expires_in_days=days or None, everywhere=everywhere)
+    wanted = _checked(CreateKey, name=name, role=_one_of(role, Role, "--role"), scopes=scopes, everywhere=everywhere,
+                      **({} if days is None else {"expires_in_days": days or None}))
     with connect(server, project) as client:
         made = client.create_key(wanted)
     if as_json:

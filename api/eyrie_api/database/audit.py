@@ -1,9 +1,6 @@
 """The audit log: what was done is written in the transaction of the change, what was refused in one of its own."""
 
-import logging
-
 from sqlalchemy import or_, select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from eyrie_api.access.roles import ALL_PROJECTS
@@ -13,8 +10,6 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.tables import AuditRow
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.access import AuditEntry, AuditPage
-
-log = logging.getLogger(__name__)
 
 MAX_PAGE = 500
 
@@ -50,11 +45,7 @@ class Audit:
         return AuditPage(items=items, next_before=items[-1].id if len(rows) > limit else None)
 
     def refused(self, actor: str, verb: str, thing: str, project: str | None, status: int, request_id: str) -> None:
-        """Record a refused attempt. The response has been sent already, so a database error is only logged."""
-        try:
-            with self._database.writing() as session:
-                session.add(AuditRow(time=self._clock(), actor=actor[:512], verb=verb[:63], object=thing[:512],
-                                     project=project, outcome=f"refused: {status}", request_id=request_id))
-        except SQLAlchemyError as error:
-            log.warning("%s was refused %s %s (%d), and the audit could not be written: %s", actor, verb, thing, status,
-                        type(error).__name__)
+        """Record a refused attempt."""
+        with self._database.writing() as session:
+            session.add(AuditRow(time=self._clock(), actor=actor[:512], verb=verb[:63], object=thing[:512],
+                                 project=project, outcome=f"refused: {status}", request_id=request_id))

@@ -19,13 +19,15 @@ from collections.abc import Callable
 from eyrie_api.access.browser_sign_in import USER_SESSION, BrowserSignIn
 from eyrie_api.access.keys import PREFIX, id_of, principal_of, verify_key
 from eyrie_api.access.oidc import Claims, Issuer
-from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, WORKS, Principal
+from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, Principal
 from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.access.sessions import (
     INSTALLATION_TOKEN,
+    RECENT_S,
     create_change_token,
     create_cookie,
     is_due,
+    signed_in_at,
     verify_change_token,
     verify_cookie,
 )
@@ -108,19 +110,26 @@ class Authenticator:
         return principal
 
     def authenticate_change(self, cookie: str, change: str) -> Principal:
-        """The principal of a cookie with a page's proof: it may work on jobs and endpoints, and administers nothing.
-        Raises Unauthorized."""
+        """The principal of a cookie with a page's proof, which may do what its credential may. Raises Unauthorized."""
         now_s = self._clock().timestamp()
         if self.sign_in is not None and cookie.startswith(USER_SESSION):
             user = self._of_claims(self.sign_in.issuer, self.sign_in.claims_of(cookie, now_s))
             self.sign_in.check_change(change, user.subject, now_s)
-            return user.model_copy(update={"scopes": WORKS})
+            return user
         credential = verify_cookie(cookie, self._digest_of, now_s)
         verify_change_token(change, credential, self._digest_of(credential) or "", now_s)
-        return self._holder(credential, WORKS)
+        return self._holder(credential, frozenset(ACTIONS))
+
+    def signed_in_recently(self, cookie: str) -> bool:
+        """Whether the holder of a valid cookie signed in within `RECENT_S`."""
+        now_s = self._clock().timestamp()
+        if self.sign_in is not None and cookie.startswith(USER_SESSION):
+            return now_s - self.sign_in.signed_in_at(cookie, now_s) < RECENT_S
+        return now_s - signed_in_at(cookie) < RECENT_S
 
     def rights_of(self, principal: Principal) -> Principal:
-        """All that the credential of a session may do, in place of what the session may; for pages that only read."""
+        """All that the credential of a session may do, in place of what its cookie alone may; for pages, which show it
+        to this origin only."""
         if principal == LOCAL:
             return principal
         if principal.subject.startswith(_USER):
@@ -163,7 +172,7 @@ class Authenticator:
         now_s = self._clock().timestamp()
         credential = cookie.partition(".")[0]
         digest = self._digest_of(credential) if is_due(cookie, now_s) else None
-        return None if digest is None else create_cookie(credential, digest, now_s)
+        return None if digest is None else create_cookie(credential, digest, now_s, signed_in_at(cookie))
 
     def _digest_of(self, credential: str) -> str | None:
         """SHA-256 of the secret of a credential that is valid now."""

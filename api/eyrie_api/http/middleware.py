@@ -4,14 +4,16 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
 
 - The authenticated caller and the project become the request's `Scope` (`scope["state"]["access"]`), which filters the
   rows that routes see. A bind that other machines can reach requires a token on everything but the two probes and the
-  console's script and style. Reading is allowed to the console's cookie as well, and a change of jobs and endpoints to
-  the cookie with a page's proof in a header, both from this origin alone, so that no other web page can change anything
-  by it; a browser without a cookie gets the page that asks for a key.
+  console's script and style. Reading is allowed to the console's cookie as well, and a change to the cookie with a
+  page's proof in a header, both from this origin alone, so that no other web page can change anything by it; a browser
+  without a cookie gets the page that asks for a key. What gives access that outlasts a session (`_RECENT_VERBS`) takes
+  a recent sign-in.
 - Without a token (loopback) requests of web pages are refused (`eyrie_api.request_origin`): by Host, Origin and
   Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
 - A body over the limit is refused by its Content-Length, or at the byte that exceeds the limit.
-- A refused change is written to the audit log here; a change that was made, in its own transaction.
+- A refused change is written to the audit log here, before it is answered: while that row cannot be written, the answer
+  is 503. A change that was made is written in its own transaction.
 - An open stream authenticates its caller again every `_REAUTHENTICATE_S` seconds, and ends when access was revoked.
 """
 
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from urllib.parse import parse_qs, unquote_to_bytes
 
 from anyio import to_thread
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.responses import Response
@@ -34,7 +37,7 @@ from starlette.types import Scope as Request
 from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE
+from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.database.audit import Audit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
@@ -51,6 +54,7 @@ ANONYMOUS = Principal(subject="nobody", roles={})
 Observe = Callable[[str, str, int, float], None]
 """(method, route, status, seconds)."""
 
+_RECENT_VERBS = ("key.create", "key.rotate", "member.add")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _REAUTHENTICATE_S = 5.0
 _MAX_QUERY_BYTES, _MAX_PARAMETERS = 8192, 64
@@ -60,6 +64,12 @@ _AUDIT_ANONYMOUS_EVERY_S = 1.0
 
 def _header(request: Request, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in request["headers"] if key == name), "")
+
+
+def _bearer(request: Request) -> str:
+    """The bearer token; empty without one."""
+    scheme, _, given = _header(request, b"authorization").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
 
 
 def _check_target(request: Request) -> None:
@@ -90,12 +100,21 @@ class AccessMiddleware:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
         access: Scope | None = None
-        status = 500
+        is_replaced = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal is_replaced
+            if is_replaced:
+                return
             if message["type"] == "http.response.start":
-                status = message["status"]
+                if request["method"] in MUTATING and 400 <= message["status"] < 500:
+                    # Before the answer. After it, the row would wait for SQLite's lock behind the caller's next
+                    # changes, and be lost when it waits too long or the process ends.
+                    unaudited = await self._audit_refusal(request, access, message["status"], request_id)
+                    if unaudited is not None:
+                        await refuse(unaudited, request["path"])(request, receive, send_with_id)
+                        is_replaced = True
+                        return
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode()),
                                                   *((b"set-cookie", cookie) for cookie in cookies)]}
             await send(message)
@@ -106,6 +125,7 @@ class AccessMiddleware:
             _check_target(request)
             access = await self._narrowed(request, access)
             await self._limit(access)
+            self._check_recent(request)
             request.setdefault("state", {})["access"] = access
             self._check_body(request)
             ended = asyncio.Event()
@@ -121,8 +141,6 @@ class AccessMiddleware:
                 raise
             unavailable = database_unavailable(error, request["method"], request["path"])
             await refuse(unavailable, request["path"])(request, receive, send_with_id)
-        if request["method"] in MUTATING and 400 <= status < 500:
-            await self._audit_refusal(request, access, status, request_id)
 
     async def _caller(self, request: Request) -> Principal:
         """The authenticated caller. Raises Unauthorized, or Forbidden for a request of a web page."""
@@ -134,8 +152,7 @@ class AccessMiddleware:
             headers = Headers(scope=request)
             check_host(headers)
             check_origin(request["method"], headers)
-        scheme, _, given = _header(request, b"authorization").partition(" ")
-        token = given.strip() if scheme.lower() == "bearer" else ""
+        token = _bearer(request)
         cookie = self._session(request)
         if cookie and not token:
             check_origin(request["method"], Headers(scope=request))
@@ -149,6 +166,15 @@ class AccessMiddleware:
         cached = self._authenticator.cached(token)
         return cached if cached is not None else await to_thread.run_sync(self._authenticator.authenticate, token)
 
+    def _check_recent(self, request: Request) -> None:
+        """Raises Unauthorized where a change takes a session that has signed in recently."""
+        if request["method"] not in MUTATING or _bearer(request):
+            return
+        cookie = self._session(request)
+        if cookie and _verb(request) in _RECENT_VERBS and not self._authenticator.signed_in_recently(cookie):
+            raise Unauthorized(f"{_verb(request)} takes a sign-in within the last {RECENT_S // 60} minutes",
+                               "sign out, sign in again, and repeat it")
+
     def _sign_in_page(self, request: Request) -> Response:
         sign_in = self._authenticator.sign_in
         return pages.sign_in_page(None if sign_in is None else sign_in.issuer.url, request["path"])
@@ -157,6 +183,8 @@ class AccessMiddleware:
         """The console's cookie, where it is accepted."""
         reads = request["method"] in ("GET", "HEAD")
         if not self._authenticator.requires_token or not (reads or _header(request, CHANGE_HEADER.encode())):
+            return ""
+        if request["path"] == pages.SIGN_IN:  # takes the credential: a session would sign in again by itself
             return ""
         return cookie_parser(_header(request, b"cookie")).get(COOKIE, "")
 
@@ -250,19 +278,24 @@ class AccessMiddleware:
         except (Unauthorized, *DATABASE_ERRORS):  # the client connects again, and is answered once the database is back
             return False
 
-    async def _audit_refusal(self, request: Request, access: Scope | None, status: int, request_id: str) -> None:
+    async def _audit_refusal(self, request: Request, access: Scope | None, status: int,
+                             request_id: str) -> EyrieError | None:
+        """Write the row of a refused change. Returns what to answer instead when it cannot be written; of callers who
+        are not authenticated the rows are a sample, so that their answer does not depend on it."""
         principal = ANONYMOUS if access is None or access.principal is None else access.principal
         if principal is ANONYMOUS:
             if time.monotonic() < self._anonymous_audited_until:
-                return
+                return None
             self._anonymous_audited_until = time.monotonic() + _AUDIT_ANONYMOUS_EVERY_S
-        project = None if access is None else access.project
-        verb = _verb(request)
+        verb, path = _verb(request), request["path"].replace("\0", "%00")
         try:
-            await to_thread.run_sync(self._audit.refused, principal.subject, verb,
-                                     request["path"].replace("\0", "%00"), project, status, request_id)
-        except DATABASE_ERRORS as error:  # the response has been sent
-            log.warning("refused %s of %s is not audited: %s", verb, principal.subject, error)
+            await to_thread.run_sync(self._audit.refused, principal.subject, verb, path,
+                                     None if access is None else access.project, status, request_id)
+        except SQLAlchemyError as error:
+            if principal is not ANONYMOUS:
+                return database_unavailable(error, str(request["method"]), path)
+            log.warning("refused %s of a caller without a valid token is not audited: %s", verb, error)
+        return None
 
 
 def _verb(request: Request) -> str:

@@ -68,7 +68,7 @@ class CreateKey(Frozen):
     """Narrows what the role allows; default: all of it."""
 
     expires_in_days: float | None = Field(90.0, gt=0.0, le=3650.0)
-    """null: never."""
+    """null: never. A key made with a key ends no later than that one; the default is shortened to it."""
 
     everywhere: bool = False
     """In every project, present and to come. For those who have a role in all of them."""

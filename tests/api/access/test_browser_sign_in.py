@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qsl, urlsplit
 
 import httpx
@@ -18,7 +19,7 @@ from eyrie_api.access.browser_sign_in import (
 )
 from eyrie_api.access.oidc import Claims, Issuer
 from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE
+from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.http.server import create_app
@@ -83,8 +84,30 @@ def test_somebody_who_signs_in_at_the_issuer_sees_what_their_groups_may_see_and_
     assert console.post("/v1alpha1/jobs", json=job_body()).status_code == 401  # a cookie alone changes nothing
     made = console.post("/v1alpha1/jobs", json=job_body(), headers={CHANGE_HEADER: change[1]})
     assert made.status_code == 202
-    refused = console.post("/v1alpha1/keys", json={"name": "k"}, headers={CHANGE_HEADER: change[1]})
-    assert refused.status_code == 403  # nor does a page administer anything
+    key = console.post("/v1alpha1/keys", json={"name": "k"}, headers={CHANGE_HEADER: change[1]})
+    assert key.status_code == 201
+    assert key.json()["key"]["created_by"] == f"user:{issuer.url}#ada"  # ends with their membership
+
+
+def test_somebody_who_signed_in_a_while_ago_makes_no_key_until_they_sign_in_again(
+        console: TestClient, issuer: IssuerDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = datetime.now(UTC)
+    monkeypatch.setattr("eyrie_api.http.console.pages.utc_now", lambda: now - timedelta(seconds=RECENT_S))
+    issuer.signed_in = {"sub": "ada", "groups": ["platform"]}
+
+    def made() -> int:
+        page = console.get("/console/admin", headers=PAGE).text
+        change = re.search(r'name="eyrie-change" content="([^"]+)"', page)
+        assert change is not None
+        answer = console.post("/v1alpha1/keys", json={"name": "k"}, headers={CHANGE_HEADER: change[1]})
+        assert ("takes a sign-in" in page) == (answer.status_code == 401)
+        return answer.status_code
+
+    sign_in(console)
+    assert made() == 401
+    monkeypatch.setattr("eyrie_api.http.console.pages.utc_now", lambda: now)
+    sign_in(console)
+    assert made() == 201
 
 
 def test_somebody_without_a_role_sees_nothing_of_anybody(console: TestClient, issuer: IssuerDouble) -> None:

@@ -22,7 +22,8 @@ def a_key() -> NewKey:
 def test_a_key_stands_for_its_roles_until_it_expires_or_is_revoked() -> None:
     key = a_key()
     assert id_of(key.text) == key.record.id
-    assert verify_key(key.text, key.record, NOW) == Principal(subject=f"key:{key.record.id}", roles={"a": "operator"})
+    assert verify_key(key.text, key.record, NOW) == Principal(subject=f"key:{key.record.id}", roles={"a": "operator"},
+                                                              expires_at=LATER)
     with pytest.raises(Unauthorized, match="expired"):
         verify_key(key.text, key.record, LATER)
     revoked = key.record.model_copy(update={"revoked_at": NOW})

@@ -1,28 +1,32 @@
-"""Pages of administration: projects with quotas and members, keys, webhooks, storage, and the audit. They only read.
+"""Pages of administration: projects with quotas and members, keys, webhooks, storage, and the audit.
 
 Each section shows what the REST API answers to the same caller, and where its role does not allow that, says so. A
-change has no button, since a session administers nothing: its `eyrie` and its `curl` line are shown instead.
+change is a form that calls the public REST route (`static/admin.js`), next to the `eyrie` and the `curl` line that does
+the same. Nothing is changed here.
 
 For these pages alone a session reads with all that its credential may do (`Authenticator.rights_of`): by its cookie
 alone it could not list what it administers.
 """
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, get_args
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import HTMLResponse, Response
 
+from eyrie_api.access.roles import ALL_PROJECTS
+from eyrie_api.access.sessions import COOKIE
 from eyrie_api.clock import utc_now
 from eyrie_api.errors import EyrieError
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control, Here
-from eyrie_api.v1alpha1.access import Action
+from eyrie_api.v1alpha1.access import Action, WebhookEvent
 from eyrie_api.v1alpha1.model import Name
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
 _ENTRIES, _JOBS = 50, 50
+_EVENTS = tuple(one for one in get_args(WebhookEvent) if one != "ping")
 
 
 @router.get("/console/admin", response_class=HTMLResponse)
@@ -39,20 +43,26 @@ def admin(control: Here, request: Request) -> Response:
             storage = control.storage.page(control.scope, limit=_JOBS)
         except EyrieError as error:  # the other sections do not depend on the files
             unknown = error
-    return pages.render_page("admin.html", control, request, projects=control.projects.list(), keys=keys,
+    projects = control.projects.list()
+    return pages.render_page("admin.html", control, request, projects=projects, keys=keys,
                              webhooks=hooks, storage=storage, storage_unknown=unknown,
-                             may_audit=_may_in_some(control, "audit:read"), now=utc_now(),
-                             server=pages.server_of(request))
+                             key_projects=[one.name for one in projects if _may(control, "keys:write", one.name)],
+                             hook_projects=[one.name for one in projects if _may(control, "webhooks:write", one.name)],
+                             may_create_projects=_may(control, "quotas:write", ALL_PROJECTS),
+                             may_create_keys_everywhere=_may(control, "keys:write", ALL_PROJECTS),
+                             may_audit=_may_in_some(control, "audit:read"), events=_EVENTS, now=utc_now(),
+                             is_recent=_is_recent(request), server=pages.server_of(request))
 
 
 @router.get("/console/admin/projects/{project}", response_class=HTMLResponse)
 def project(project: Name, control: Here, request: Request) -> Response:
     """One project: its quotas, what is used of them, and its members."""
     control = _with_rights(control, request)
-    found, principal = control.projects.get(project), control.scope.principal
-    may_list = principal is None or principal.allows("members:write", project)
+    found, may_list = control.projects.get(project), _may(control, "members:write", project)
     return pages.render_page("admin_project.html", control, request, project=found, server=pages.server_of(request),
-                             members=control.projects.members(project) if may_list else None)
+                             members=control.projects.members(project) if may_list else None,
+                             may_set_quotas=_may(control, "quotas:write", ALL_PROJECTS),
+                             issuer=control.settings.oidc_issuer, is_recent=_is_recent(request))
 
 
 @router.get("/console/admin/audit", response_class=HTMLResponse)
@@ -69,6 +79,19 @@ def _with_rights(control: Control, request: Request) -> Control:
     if principal is None:
         return control
     return control.within(replace(control.scope, principal=request.app.state.authenticator.rights_of(principal)))
+
+
+def _is_recent(request: Request) -> bool:
+    """Whether the caller may make what takes a recent sign-in; without a session it takes none."""
+    authenticator, cookie = request.app.state.authenticator, request.cookies.get(COOKIE, "")
+    if not cookie or not authenticator.requires_token or "authorization" in request.headers:
+        return True
+    return bool(authenticator.signed_in_recently(cookie))
+
+
+def _may(control: Control, action: Action, project: str) -> bool:
+    principal = control.scope.principal
+    return principal is None or principal.allows(action, project)
 
 
 def _may_in_some(control: Control, action: Action) -> bool:

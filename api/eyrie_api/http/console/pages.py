@@ -8,13 +8,13 @@ route, next to the `eyrie` and the `curl` line that does the same.
 
 Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), or sends the
 browser to the OIDC issuer and gives a cookie to whoever comes back (`access.browser_sign_in`). It reads; for a change,
-script sends the token in the page's text with it, by which jobs and endpoints are worked on and nothing is
-administered.
+script sends the token in the page's text with it, and with both it may do what the key or the person may.
 
 Strict Content-Security-Policy: script, style and data from this server alone, nothing inline.
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from fastapi import APIRouter, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn
+from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
 from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
@@ -46,13 +46,13 @@ from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, StageStatus
 router = APIRouter(tags=["console"], include_in_schema=False)
 
 HERE = Path(__file__).parent
-STATIC_PATH, SIGN_OUT = "/console/static/", "/console/sign-out"
+STATIC_PATH, SIGN_IN, SIGN_OUT = "/console/static/", "/console/sign-in", "/console/sign-out"
 SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript",
           "uplot.min.js": "text/javascript", "uplot.min.css": "text/css", "vega.min.js": "text/javascript",
           "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
           "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
-          "form.css": "text/css"}
+          "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -70,7 +70,8 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 _ENVIRONMENT = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                            trim_blocks=True, lstrip_blocks=True)
-_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code}
+_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code,
+                         "shell": shlex.quote}
 
 
 @router.get("/", response_class=HTMLResponse)
@@ -153,7 +154,7 @@ def static(file: str) -> Response:
     return FileResponse(HERE / "static" / file, media_type=STATIC[file], headers={"Cache-Control": "max-age=300"})
 
 
-@router.post("/console/sign-in", status_code=204)
+@router.post(SIGN_IN, status_code=204)
 def sign_in(control: Here, request: Request) -> Response:
     """Exchange the request's API key for a cookie."""
     assert control.scope.principal is not None, "a request without a caller reached a route"
@@ -211,9 +212,10 @@ def _redirect_uri(request: Request) -> str:
 
 
 @router.get(SIGN_OUT)
-def sign_out() -> Response:
-    """Drop the cookie. It is a link, because a cookie is accepted for GET alone."""
-    answer = RedirectResponse("/", status_code=303)
+def sign_out(to: str = "/") -> Response:
+    """Drop the cookie, and go to the page `to`, which asks to sign in. It is a link, because a cookie is accepted for
+    GET alone."""
+    answer = RedirectResponse(local_path(to), status_code=303)
     answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
     return answer
 

@@ -47,10 +47,13 @@ def whoami(control: Here) -> WhoAmI:
 @router.post(KEYS, status_code=201, name="key.create")
 def create_key(request: CreateKey, control: Here) -> CreatedKey:
     """A new API key of the project, shown whole this once."""
-    days = request.expires_in_days
+    days, principal = request.expires_in_days, control.scope.principal
+    expires_at = None if days is None else utc_now() + timedelta(days=days)
+    if "expires_in_days" not in request.model_fields_set and principal is not None and principal.expires_at is not None:
+        expires_at = principal.expires_at if expires_at is None else min(expires_at, principal.expires_at)
     key, secret = control.keys.create(KeyRequest(
         name=request.name, role=request.role, scopes=None if request.scopes is None else frozenset(request.scopes),
-        expires_at=None if days is None else utc_now() + timedelta(days=days), everywhere=request.everywhere))
+        expires_at=expires_at, everywhere=request.everywhere))
     return CreatedKey(key=key, secret=secret)
 
 
