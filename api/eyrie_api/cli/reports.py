@@ -24,12 +24,12 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.stored_reports import StoredReport, StoreReport
 
-reports_app = typer.Typer(no_args_is_help=False, help="List reports of comparisons and experiments; push, show, delete.")
+reports_app = typer.Typer(no_args_is_help=False, help="List reports of comparisons; push, show, delete.")
 ReportId = Annotated[str, typer.Argument(metavar="REPORT", help="Id.")]
 KIND = "eyrie-report"
 """Name of the page's meta element with the kind of the report."""
 
-_WRITERS = "give what eyrie compare, eyrie compare-hardware or an experiment wrote: a .html file with its .json beside it"
+_WRITERS = "give what eyrie compare, eyrie compare-hardware or an experiment wrote: a .html with its .json beside it"
 
 
 class _Head(HTMLParser):

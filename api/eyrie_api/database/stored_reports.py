@@ -1,7 +1,7 @@
-"""The repository of pushed reports: figures and page, in the database, so that every replica and every backup has them.
+"""The repository of pushed reports: figures and pages in the database, so that replicas and backups have them.
 
-A report's id is a digest of its project and contents. Pushed again, it is the same report, whoever else pushes it at the
-same time; and an id says nothing about other projects. Lists do not read figures and pages.
+A report's id is a digest of its project and contents. Pushed again, it is the same report, also when two push it at the
+same time, and an id says nothing about other projects. Lists do not read figures and pages.
 """
 
 import hashlib

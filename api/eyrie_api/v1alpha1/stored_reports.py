@@ -25,11 +25,11 @@ def _without_nul(text: str) -> str:
 
 
 def _encodable(report: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """JSON of Python may have NaN and halves of surrogate pairs, which no response could be made of."""
+    """JSON may have halves of surrogate pairs, which no response could be made of."""
     try:
-        json.dumps(report, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError:
-        raise ValueError("has a number that is not finite, or text that is not Unicode") from None
+        json.dumps(report, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair, which is no text") from None
     return report
 
 
