@@ -95,10 +95,10 @@ def find_reports(path: Path) -> list[StoreReport]:
     found = []
     for page in pages:
         try:
-            texts = [one.read_text(encoding="utf-8") for one in (page.with_suffix(".json"), page)]
+            figures, text = (one.read_text(encoding="utf-8") for one in (page.with_suffix(".json"), page))
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"{page} and its .json cannot be read: {error}", _WRITERS) from None
-        found.append(report_of(*texts, str(page)))
+        found.append(report_of(figures, text, str(page)))
     return found
 
 
