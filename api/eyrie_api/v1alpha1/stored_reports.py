@@ -38,7 +38,7 @@ class StoreReport(Frozen):
 
     kind: ReportKind
     title: Sentence
-    decision: tuple[Sentence, ...] = Field(min_length=1, max_length=100)
+    decision: tuple[Sentence, ...] = Field(min_length=1, max_length=32)
     """What was found, one sentence each."""
 
     report: Annotated[dict[str, JsonValue], AfterValidator(_encodable)]
