@@ -101,7 +101,8 @@ def walk(campaign: Campaign, harness: Harness, database: Database, home: Path) -
     rng = random.Random(campaign.seed)
     north = harness.a
     callers, before = make_callers(harness), state_of(database, north, home)
-    words = {"a word of north", "printed by north", "north-c1", "north-person", "http://127.0.0.1:9/north"}
+    words = {"a word of north", "printed by north", "north-c1", "north-person", "http://127.0.0.1:9/north",
+             "a report of north"}
     counted: Counter[str] = Counter()
     rounds = 0
     while rounds == 0 or not campaign.is_over:
@@ -117,7 +118,8 @@ def walk(campaign: Campaign, harness: Harness, database: Database, home: Path) -
                     campaign.add_finding("a dead key is refused", **facts)
                 if not caller.is_inside:
                     found = [word for word in words if word in said and word not in asked]
-                    named = any(north.ids[name] in asked for name in ("job_id", "name", "key_id", "webhook_id"))
+                    named = any(north.ids[name] in asked
+                                for name in ("job_id", "name", "key_id", "webhook_id", "report_id"))
                     if found or (named and status < 300):
                         campaign.add_finding("nothing of another project is read", **facts, words=found)
                 elif sent in MUTATING and status < 300 and path not in CHANGING_NOTHING:

@@ -5,7 +5,7 @@ a role in some projects, or in all of them (`*`). An action is allowed if the ro
 the scopes contain it.
 
     viewer     reads
-    operator   also submits, cancels and deletes jobs, promotes and rolls back
+    operator   also submits, cancels and deletes jobs, pushes and deletes reports, promotes and rolls back
     admin      also keys, members, webhooks and audit of the project; in all projects also projects and quotas
 
 A principal without a role in a project gets NotFound instead of Forbidden, so that it cannot find out which ids exist

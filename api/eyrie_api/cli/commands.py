@@ -20,6 +20,7 @@ from rich.text import Text
 
 from eyrie_api.cli import access, history, plots, tables, watch
 from eyrie_api.cli import chat as chatting
+from eyrie_api.cli.reports import reports_app
 from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.cli.spec import build_job
 from eyrie_api.cli.verbs import Json, Server, connect, verb
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 endpoints_app = typer.Typer(no_args_is_help=False, help="List endpoints; promote, roll back, switch off and on.")
 app.add_typer(endpoints_app, name="endpoints")
+app.add_typer(reports_app, name="reports")
 access.add_to(app)
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]

@@ -43,8 +43,10 @@ from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unaut
 from eyrie_api.http.authentication import LOCAL, Authenticator
 from eyrie_api.http.console import pages
 from eyrie_api.http.problems import DATABASE_ERRORS, database_unavailable, is_invalid_statement, refuse
+from eyrie_api.http.routes.stored_reports import REPORTS
 from eyrie_api.request_origin import check_host, check_json, check_origin
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.stored_reports import MAX_BODY_BYTES as MAX_REPORT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ class AccessMiddleware:
             request.setdefault("state", {})["access"] = access
             self._check_body(request)
             ended = asyncio.Event()
-            await self._app(request, self._counted(receive, ended),
+            await self._app(request, self._counted(request, receive, ended),
                             self._while_authorised(request, access, send_with_id, ended))
         except EyrieError as error:  # raised before a route began its response
             ask = isinstance(error, Unauthorized) and pages.is_asked_for(request["method"], Headers(scope=request),
@@ -229,16 +231,17 @@ class AccessMiddleware:
 
     def _check_body(self, request: Request) -> None:
         content_length = _header(request, b"content-length")
-        if content_length.isdigit() and int(content_length) > self._settings.max_body_bytes:
-            raise self._too_large(f"{content_length} bytes")
+        if content_length.isdigit() and int(content_length) > (most := self._max_body_bytes(request)):
+            raise _too_large(f"{content_length} bytes", most)
         check_json(request["method"], Headers(scope=request))
 
-    def _too_large(self, size: str) -> TooLarge:
-        return TooLarge(f"the body has {size}, more than the {self._settings.max_body_bytes} allowed",
-                        "send less (data belongs in files that the spec names), or raise EYRIE_MAX_BODY_BYTES")
+    def _max_body_bytes(self, request: Request) -> int:
+        """A report is larger than other bodies: its page has the figures in it."""
+        most = self._settings.max_body_bytes
+        return max(most, MAX_REPORT_BYTES) if request["path"] == REPORTS else most
 
-    def _counted(self, receive: Receive, ended: asyncio.Event) -> Receive:
-        received, complete = 0, False
+    def _counted(self, request: Request, receive: Receive, ended: asyncio.Event) -> Receive:
+        received, complete, most = 0, False, self._max_body_bytes(request)
 
         async def counted() -> Message:
             nonlocal received, complete
@@ -247,8 +250,8 @@ class AccessMiddleware:
             message = await receive()
             complete = not message.get("more_body", False)
             received += len(message.get("body", b""))
-            if received > self._settings.max_body_bytes:
-                raise self._too_large(f"over {self._settings.max_body_bytes} bytes")
+            if received > most:
+                raise _too_large(f"over {most} bytes", most)
             return message
 
         return counted
@@ -296,6 +299,11 @@ class AccessMiddleware:
                 return database_unavailable(error, str(request["method"]), path)
             log.warning("refused %s of a caller without a valid token is not audited: %s", verb, error)
         return None
+
+
+def _too_large(size: str, most: int) -> TooLarge:
+    return TooLarge(f"the body has {size}, more than the {most} allowed",
+                    "send less (data belongs in files that the spec names), or raise EYRIE_MAX_BODY_BYTES")
 
 
 def _verb(request: Request) -> str:

@@ -17,12 +17,23 @@ from starlette.routing import Route
 from eyrie_api.database.engine import Database
 from eyrie_api.http import api_page, problems
 from eyrie_api.http.authentication import Authenticator
-from eyrie_api.http.console import admin, compare, live, pages
+from eyrie_api.http.console import admin, compare, live, pages, reports
 from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
 from eyrie_api.http.live_pages import LivePages
 from eyrie_api.http.middleware import AccessMiddleware, RequestTimer
-from eyrie_api.http.routes import access, audit, endpoints, jobs, operations, outcomes, storage, streams, webhooks
+from eyrie_api.http.routes import (
+    access,
+    audit,
+    endpoints,
+    jobs,
+    operations,
+    outcomes,
+    storage,
+    stored_reports,
+    streams,
+    webhooks,
+)
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Problem
 
@@ -73,8 +84,8 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.live_pages = LivePages(database, settings.sse_heartbeat_s)
     app.state.telemetry = operations.Telemetry(control)
-    parts = (jobs, streams, outcomes, storage, endpoints, access, audit, webhooks, operations, pages, live, compare,
-             admin)
+    parts = (jobs, streams, outcomes, stored_reports, storage, endpoints, access, audit, webhooks, operations, pages,
+             live, compare, reports, admin)
     routers = [part.router for part in parts]
     for router in routers:
         app.include_router(router)

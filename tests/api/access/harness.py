@@ -16,13 +16,13 @@ from eyrie_api.http.control import Control
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving
-from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
+from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, report_body
 
 TOKEN = "the-installation-s-own-token"
 SECRET_KEY = "c2VjcmV0LWtleS1vZi10aGUtdGVzdHMtMDEyMzQ1Njc="
 """A Fernet key."""
-KEYS, PROJECTS, JOBS, ENDPOINTS, WEBHOOKS = (
-    f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints", "webhooks"))
+KEYS, PROJECTS, JOBS, ENDPOINTS, WEBHOOKS, REPORTS = (
+    f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints", "webhooks", "reports"))
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     hook = http.post(WEBHOOKS, json={"url": f"http://127.0.0.1:9/{project}"},
                      headers=headers | {"Eyrie-Project": project})
     assert hook.status_code == 201, hook.text
+    report = http.post(REPORTS, json=report_body(f"a report of {project}"),
+                       headers=headers | {"Eyrie-Project": project})
+    assert report.status_code == 201, report.text
 
     spec = job_spec(name=f"{project}-job", serve={"endpoint": f"{project}-endpoint"})
     job_id = control.jobs.submit(spec, project=project).id
@@ -95,18 +98,18 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     control.jobs.record_event(job_id, "Told", f"a word of {project}")
     control.jobs.record_metrics(job_id, "benchmark", key, [Metric("loss", 1, 0.5, NOW)])
     directory = settings.stage_dir(job_id, "benchmark", key)
-    report = benchmark_report(key, {"chat": (1.5,)})
-    finish_stage(directory, "benchmark", report, {"cells.bin": project.encode()}, job_id)
+    benchmarked = benchmark_report(key, {"chat": (1.5,)})
+    finish_stage(directory, "benchmark", benchmarked, {"cells.bin": project.encode()}, job_id)
     (directory / "log.txt").write_text(f"printed by {project}\n")
-    control.results.record(Measured(job_id, "eagle3", "quickstart", True, report), str(directory))
+    control.results.record(Measured(job_id, "eagle3", "quickstart", True, benchmarked), str(directory))
     control.jobs.save_status(job_id, ended("Succeeded"))
     endpoint = f"{project}-endpoint"
     control.endpoints.create(endpoint, spec.resolved_target, spec.endpoint_serve, "quickstart")
     control.endpoints.activate(endpoint, 1)
-    control.endpoints.propose(endpoint, job_id=job_id, checkpoint=report.checkpoint, reason="better",
+    control.endpoints.propose(endpoint, job_id=job_id, checkpoint=benchmarked.checkpoint, reason="better",
                               drafter_dir=str(directory))
     control.endpoints.activate(endpoint, 2)
     return Tenant(project, made.json()["secret"], {
         "job_id": job_id, "name": endpoint, "key_id": made.json()["key"]["id"], "project": project,
         "member_id": str(member.json()["id"]), "stage": "benchmark", "path": "cells.bin", "key": key,
-        "webhook_id": hook.json()["webhook"]["id"]})
+        "webhook_id": hook.json()["webhook"]["id"], "report_id": report.json()["id"]})

@@ -98,8 +98,8 @@ def write(report: ExperimentReport, figure: Callable[[], Figure], out: Path) -> 
 def html(report: ExperimentReport, figure: Callable[[], Figure]) -> str:
     """The report as one HTML file."""
     return render(ReportPage(
-        title(report.name), report.found[:1], [("Measured", where(report)), ("Method", report.measured),
-                                               ("Repeat", report.command)],
+        "experiment", title(report.name), report.found[:1],
+        [("Measured", where(report)), ("Method", report.measured), ("Repeat", report.command)],
         [Section("Claim", [report.claim]), *([Section("Found", report.found[1:])] if report.found[1:] else []),
          Section("Figure", figures=[PageFigure(picture(figure), Table(report.columns, report.table))]),
          Section("What this cannot show", items=[*report.limits, *notes(report)])]))

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from eyrie_api.cli.reports import report_of as report_of_files
 from eyrie_workers.comparison.answer import answer, decision
 from eyrie_workers.comparison.page import html
 from eyrie_workers.comparison.report import CompareReport
@@ -32,6 +33,14 @@ def test_the_page_begins_with_the_decision_and_has_every_variant_with_its_figure
     for name, value in facts(report):
         assert name in page.text
         assert value in page.text
+
+
+def test_the_page_says_what_is_pushed_of_it() -> None:
+    report = answered(report_of(VARIANTS))
+    pushed = report_of_files(report.model_dump_json(), html(report), "report.html")
+    assert (pushed.kind, pushed.title) == ("comparison", f"Which drafter for {report.target}")
+    assert pushed.decision == (decision(report),)
+    assert CompareReport.model_validate(pushed.report) == report
 
 
 def test_a_variant_that_changed_the_output_is_marked_and_not_recommended() -> None:

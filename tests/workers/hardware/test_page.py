@@ -1,5 +1,6 @@
 """The page of a comparison of hardware."""
 
+from eyrie_api.cli.reports import report_of
 from eyrie_api.decisions.hardware_choice import compare_hardware
 from eyrie_workers.hardware.page import html, sentence, speeds
 from tests.api.test_hardware_choice import B200, H200S, load_report
@@ -14,6 +15,13 @@ def test_the_page_begins_with_the_recommendation_and_has_every_row_of_the_report
     for row in speeds(report).rows:
         assert row in page.rows
     assert ["8", "h200-x2/drafted", "-", "16 of 16", "16 of 16"] in page.rows
+
+
+def test_the_page_says_what_is_pushed_of_it() -> None:
+    report = compare_hardware((B200, H200S), load_report())
+    pushed = report_of(report.model_dump_json(), html(report), "report.html")
+    assert (pushed.kind, pushed.title) == ("hardware", f"Hardware compared for {report.load.model}")
+    assert pushed.decision == tuple(sentence(choice, report) for choice in report.choices)
 
 
 def test_markup_in_what_describes_a_server_is_shown_as_text() -> None:

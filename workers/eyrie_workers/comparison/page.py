@@ -26,4 +26,5 @@ def html(report: CompareReport) -> str:
     sections.append(Section("Published claims, and what was measured here", table=tables.claims(report)))
     if report.notes:
         sections.append(Section("Limits", items=report.notes))
-    return render(ReportPage(f"Which drafter for {report.target}", [decision(report)], tables.facts(report), sections))
+    return render(ReportPage("comparison", f"Which drafter for {report.target}", [decision(report)],
+                             tables.facts(report), sections))

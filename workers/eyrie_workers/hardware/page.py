@@ -26,7 +26,7 @@ def html(report: HardwareReport) -> str:
         ("Data sets", ", ".join(suites) or "not named"),
         ("Load generator", f"{e.hardware}, {e.cpu_count} processors"),
         ("Measured", f"{e.date[:10]}, code {e.code_version}")]
-    return render(ReportPage(f"Hardware compared for {load.model}",
+    return render(ReportPage("hardware", f"Hardware compared for {load.model}",
                              [sentence(choice, report) for choice in report.choices], facts, sections))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from eyrie_api.v1alpha1.stored_reports import ReportKind
 from eyrie_workers.figure_style import Picture
 
 
@@ -52,8 +53,9 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """What a page says."""
+    """What a page says. `eyrie reports push` reads kind, title and decision from the HTML."""
 
+    kind: ReportKind
     title: str
     decision: Sequence[str]
     """One sentence each."""

@@ -52,7 +52,8 @@ STATIC = {"console.css": "text/css", "console.js": "text/javascript",
           "uplot.min.js": "text/javascript", "uplot.min.css": "text/css", "vega.min.js": "text/javascript",
           "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
           "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
-          "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css"}
+           "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css",
+           "report.css": "text/css"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
