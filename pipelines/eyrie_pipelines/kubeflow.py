@@ -1,9 +1,10 @@
 """The runner of a cluster: a run is a run of Kubeflow Pipelines, observed through its API and the job's work area.
 
 Run `<job id>-<attempt>.<n>` is the n-th start of an attempt. Runs are found by name, so that no state is kept between
-two observations. `start` observes first and creates a run only when the attempt has none that is alive: a run whose
-creation succeeded but whose response was lost is found by the next call. The lease of a job prevents two drivers from
-creating runs concurrently.
+two observations but the start from which deaths are counted (`run/counting.json`): a run that got further than those
+before it begins the count anew, as on one machine. `start` observes first and creates a run only when the attempt has
+none that is alive: a run whose creation succeeded but whose response was lost is found by the next call. The lease of a
+job prevents two drivers from creating runs concurrently.
 
     PENDING RUNNING PAUSED CANCELING         running
     these, and run/failure.json exists       failed, with leftovers: the driver then stops the run
@@ -11,7 +12,8 @@ creating runs concurrently.
     FAILED, and run/failure.json exists      failed, with the stage's own reason, message and hint
     FAILED, and it was CANCELING before      failed: terminated in Kubeflow (the job's own cancel is handled before)
     CANCELED                                 the same
-    FAILED otherwise                         gone: its pods exhausted their retries; from the third start on: failed
+    FAILED otherwise                         gone: its pods exhausted their retries; failed the third time without
+                                             progress
     SKIPPED, or not found                    gone
 
 A stage's failure is permanent (`run/failure.json`), but Kubeflow would restart the task with growing pauses, to fail
@@ -34,14 +36,16 @@ from eyrie_api.errors import ArtifactMissing
 from eyrie_api.submission.placement import resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import STAGES, StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
-from eyrie_pipelines.run_failure import FAILURE_FILE, read_failure
+from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, job_file
 from eyrie_pipelines.work_area import RUN_FAILURE
+from eyrie_pipelines.work_done import work_done
 from eyrie_workers.catalog import stage_dir
 
 _STATES: dict[str, RunState] = {
@@ -50,9 +54,19 @@ _STATES: dict[str, RunState] = {
     "SKIPPED": "gone",
 }
 _UNEXPLAINED_FAILURES = 3
-"""Starts of an attempt after which a failed run without a stage failure counts as failed."""
+"""Starts of an attempt without progress after which a failed run without a stage failure counts as failed."""
 
+_COUNTING = f"{RUN_DIR}/counting.json"
 _DRIVER_FILES = ("outcome.json", "report.json")
+
+
+class Counting(Frozen):
+    """`run/counting.json`: from which start of an attempt deaths are counted."""
+
+    attempt: int
+    first: int = 1
+    work: tuple[int, float] = (0, 0.0)
+    """The stages' work when that start was made (`work_done`)."""
 
 
 class KubeflowRunner:
@@ -69,8 +83,9 @@ class KubeflowRunner:
         runs = self._runs(job_id)
         if not runs:
             return ObservedRun()
-        attempt, starts, run = runs[-1]
+        attempt, number, run = runs[-1]
         state = _STATES.get(str(run.state), "running")
+        starts = number - self._counting(job_id, attempt, fetch=state == "failed").first + 1
         failure = self._stage_failure(job_id) if state in ("running", "failed") else None
         alive = state == "running"
         if failure is not None:
@@ -99,9 +114,25 @@ class KubeflowRunner:
         pipeline = compile_for(self._profile, spec.placement, together=together)
         job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
         self._remove_failure(job_id)
-        number = seen.starts + 1 if seen.attempt == attempt else 1
+        number = self._runs(job_id)[-1][1] + 1 if seen.attempt == attempt else 1
+        self._count_progress(job_id, spec, attempt, number)
         self._api.create_run(f"{job_id}-{attempt}.{number}", pipeline, {
             "job_dir": str(self._dir(job_id)), "spec_digest": digest_model(job), "code_version": code_version()})
+
+    def _count_progress(self, job_id: str, spec: JobSpec, attempt: int, number: int) -> None:
+        """Count deaths anew from this start where the job has got further since the last count."""
+        self.refresh(job_id, spec)
+        done, counting = work_done(self._dir(job_id)), self._counting(job_id, attempt, fetch=True)
+        if number == 1 or done > counting.work:
+            write_model(self._dir(job_id) / _COUNTING, Counting(attempt=attempt, first=number, work=done))
+            self.persist(job_id, _COUNTING)
+
+    def _counting(self, job_id: str, attempt: int, *, fetch: bool) -> "Counting":
+        path = self._dir(job_id) / _COUNTING
+        if fetch:
+            self._fetch(path)
+        found = Counting.model_validate_json(path.read_text()) if path.is_file() else None
+        return found if found is not None and found.attempt == attempt else Counting(attempt=attempt)
 
     def stop(self, job_id: str) -> None:
         """See `Runner`."""

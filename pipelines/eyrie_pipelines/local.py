@@ -33,16 +33,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import ValidationError
-
-from eyrie_api.artifacts import MANIFEST, code_version, digest_model, write_model
+from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
 from eyrie_api.full_disk import require_room
 from eyrie_api.processes import last_lines
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.records import STAGE_RECORD, ProgressRecord
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.gpu_shares import SHARES, gpu_shares, gpus_of, written
 from eyrie_pipelines.processes import ProcessId, group_members, identify, is_alive, stop_group
@@ -51,13 +48,13 @@ from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.steps import JOB_FILE, JobFile, job_file
 from eyrie_pipelines.tasks import load_job
+from eyrie_pipelines.work_done import work_done
 
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL. A stage saves its state at the next pause point; work since the last save is
 repeated."""
 
 _START_TIMEOUT_S = 60.0
-_TAIL_BYTES = 1 << 16
 _ALREADY_RUNNING_EXIT_CODE = 3
 
 ModelT = TypeVar("ModelT", bound=Frozen)
@@ -287,30 +284,6 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
             run_id=run_id, state=state, failure=read_failure(job_dir), message=failure or "",
             finished_at=datetime.now(UTC)))
         return 0 if failure is None else 1
-
-
-def work_done(job_dir: Path) -> tuple[int, float]:
-    """Finished stages, and the progress of the others in their own units. A run that dies again and again but gets
-    further each time is not one that keeps dying."""
-    finished, done = 0, 0.0
-    stages = job_dir / "stages"
-    for directory in (*stages.glob("*/"), *stages.glob("*/*/")):
-        if (directory / MANIFEST).exists():
-            finished += 1
-        elif (directory / "events.jsonl").exists():
-            done += _last_progress(directory / "events.jsonl")
-    return finished, done
-
-
-def _last_progress(events: Path) -> float:
-    with events.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in reversed(file.read().splitlines()):
-            with contextlib.suppress(ValidationError):  # torn, or cut by the seek
-                record = STAGE_RECORD.validate_json(line)
-                if isinstance(record, ProgressRecord):
-                    return record.done
-    return 0.0
 
 
 def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:

@@ -32,6 +32,7 @@ from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.runner import ObservedRun
 from eyrie_pipelines.steps import JobFile
 from eyrie_pipelines.work_area import SYNC_VARIABLE
+from eyrie_pipelines.work_done import work_done
 
 _NO_KUBEFLOW = "http://127.0.0.1:1"
 _SYNC_S = 0.5
@@ -70,7 +71,7 @@ class PodRunner(KubeflowRunner):
     def _got_further(directory: Path) -> bool:
         """Whether the run that is gone did more than those before it. On a node that is emptied its leader cannot know,
         and would count every death of the job as one without progress."""
-        kept, work = directory / "reached.json", local.work_done(directory)
+        kept, work = directory / "reached.json", work_done(directory)
         before = tuple(json.loads(kept.read_text())) if kept.exists() else (0, 0.0)
         if work <= before:
             return False

@@ -1,6 +1,7 @@
 """Runs of Kubeflow, seen through the real client: what is asked once, what may be asked again, what an answer means."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.records import Failure
+from eyrie_api.v1alpha1.records import Failure, ProgressRecord
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines.kfp_api import (
     KfpApi,
@@ -188,6 +189,30 @@ def test_a_run_that_fails_without_a_stages_word_is_started_again_and_believed_th
         assert (seen.state, seen.starts) == (("failed" if start == 3 else "gone"), start)
     assert seen.failure is not None
     assert "ImagePullBackOff" in seen.failure.message
+
+
+def test_runs_that_die_but_get_further_each_time_are_started_again(harness: Harness, server: KfpServer) -> None:
+    events: list[str] = []
+
+    def progress(done: int) -> None:
+        events.append(ProgressRecord(time=datetime.now(UTC), done=done, total=100, unit="rows", rate=None,
+                                     eta_s=None).model_dump_json() + "\n")
+        harness.put("stages/regenerate/events.jsonl", "".join(events))
+
+    for start in (1, 2, 3, 4):
+        harness.start()
+        assert names(server)[-1] == f"job-1-1.{start}"
+        progress(10 * start)
+        server.runs[-1] |= {"state": "FAILED", "error": {"code": 2, "message": "evicted"}}
+        assert harness.another().observe("job-1").state == "gone"
+    for deaths, state in ((1, "gone"), (2, "gone"), (3, "failed")):  # from now on it gets nowhere
+        harness.start()
+        server.runs[-1] |= {"state": "FAILED", "error": {"code": 2, "message": "evicted"}}
+        shutil.rmtree(harness.home)  # another worker's disk
+        seen = harness.another().observe("job-1")
+        assert (seen.state, seen.starts) == (state, deaths)
+    harness.start(attempt=2)
+    assert (harness.runner.observe("job-1").starts, names(server)[-1]) == (1, "job-1-2.1")
 
 
 def test_the_first_start_of_an_attempt_decides_the_incumbent(harness: Harness, server: KfpServer) -> None:
