@@ -148,7 +148,9 @@ def test_what_the_engine_refuses_is_said_in_its_words(settings: Settings, databa
 
 def test_of_sglang_chunks_are_runs_of_tokens_and_the_undrafted_answer_is_unavailable_with_the_reason(
         settings: Settings, database: Database) -> None:
-    add_endpoint(database, "http://127.0.0.1:1/v1", engine=EngineSpec(kind="sglang"))
+    endpoints = add_endpoint(database, "http://127.0.0.1:1/v1", engine=EngineSpec(kind="sglang"))
+    endpoints.propose("default", job_id=None, checkpoint="c", drafter_dir="/d", reason="trained")
+    endpoints.activate("default", 2)
     unavailable = events(asked(settings, database))[1]
     assert unavailable[0] == "unavailable"
     assert unavailable[1]["run"] == "undrafted"
