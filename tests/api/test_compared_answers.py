@@ -164,6 +164,6 @@ def test_of_sglang_chunks_are_runs_of_tokens_and_the_undrafted_answer_is_unavail
     assert taken[2] is not None
     assert (taken[2].tau, taken[2].tokens_per_s, taken[2].num_rounds) == (2.5, 2.5, 2)
     assert taken[3] is None
-    assert run.is_complete
+    assert (run.is_complete, run.text) == (True, "A b c")
     with pytest.raises(InvalidInput, match="too many"):
         run.take({"error": {"message": "too many"}}, 5.0)

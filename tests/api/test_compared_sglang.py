@@ -47,6 +47,8 @@ def test_during_a_canary_the_revision_without_a_drafter_answers_the_other_side(
               for run in ("drafted", "undrafted")}
     assert max(chunks["drafted"]) > 1
     assert max(chunks["undrafted"]) == 1
+    texts = {run: "".join(one["text"] for event in runs(found, run) for one in event["rounds"]) for run in chunks}
+    assert texts["drafted"] == texts["undrafted"] == engines.answer(PROMPT, 32).text
 
 
 def test_where_the_drafter_alone_serves_the_answer_that_the_proof_recorded_is_returned_and_compared(

@@ -61,7 +61,8 @@ class RunSoFar:
 
     _num_rounds: int = -1  # the prefill is none
     _num_first: int = 0
-    _first_at_s: float = 0.0
+    _first_at_s: float | None = None
+    _num_held: int = 0  # tokens whose text has not come yet
 
     def take(self, chunk: dict[str, Any], now_s: float) -> ComparedProgress | None:
         """Add a chunk of the stream; None when it has no tokens. Raises InvalidInput for the engine's error."""
@@ -75,21 +76,39 @@ class RunSoFar:
             for traced in (choice.get("eyrie") or {}).get("rounds", ()):
                 self.token_ids += [token["token_id"] for token in traced["tokens"]]
                 rounds.append(_round(traced))
-        num_new = (chunk.get("usage") or {}).get("completion_tokens", 0) - self.num_tokens
-        if not self.traced and num_new > 0:
-            text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices") or ())
-            rounds.append(ComparedRound(text=text, num_tokens=num_new))
+        if not self.traced:
+            rounds = self._rounds_of(chunk)
+        if self._first_at_s is None and (rounds or self._num_held):
+            self._first_at_s = now_s
         if not rounds:
             return None
         self.num_tokens += sum(one.num_tokens for one in rounds)
-        if self._num_rounds < 0:
-            self._num_first, self._first_at_s = rounds[0].num_tokens, now_s
-        self._num_rounds += len(rounds)
-        later, seconds = self.num_tokens - self._num_first, now_s - self._first_at_s
+        counted = [one.num_tokens for one in rounds if one.num_tokens]
+        if self._num_rounds < 0 and counted:
+            self._num_first = counted[0]
+        self._num_rounds += len(counted)
+        later, seconds = self.num_tokens - self._num_first, now_s - (self._first_at_s or 0.0)
         return ComparedProgress(
             run=self.run, revision=self.revision, rounds=tuple(rounds), num_tokens=self.num_tokens,
-            num_rounds=self._num_rounds, tau=later / self._num_rounds if self._num_rounds else None,
+            num_rounds=max(0, self._num_rounds), tau=later / self._num_rounds if self._num_rounds > 0 else None,
             tokens_per_s=later / seconds if seconds > 0 else None)
+
+    def _rounds_of(self, chunk: dict[str, Any]) -> list[ComparedRound]:
+        """The rounds of an engine without traces: a text, and the tokens counted since the one before.
+
+        The count may come in a chunk before the text: the first one, which names the role, has none.
+        """
+        rounds = []
+        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices") or ())
+        num_new = (chunk.get("usage") or {}).get("completion_tokens", 0) - self.num_tokens - self._num_held
+        if num_new > 0:
+            if self._num_held:
+                rounds.append(ComparedRound(text="", num_tokens=self._num_held))
+            self._num_held = num_new
+        if text or (self.is_complete and self._num_held):
+            rounds.append(ComparedRound(text=text, num_tokens=self._num_held))
+            self._num_held = 0
+        return rounds
 
 
 def _round(traced: dict[str, Any]) -> ComparedRound:
