@@ -234,10 +234,10 @@ async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEnd
                              json=_body(served, run, request)) as answer:
         revision = answer.headers.get("x-eyrie-revision", "")
         so_far.revision = int(revision) if revision.isdecimal() else None
-        if run == "undrafted" and not switches and served.drafted is not None and so_far.revision != wanted:
-            raise _AnotherRevision  # not an Eyrie gateway, which names the revision, or the canary has ended
         if answer.status_code != 200:
             raise refusal(json.loads(await answer.aread()))
+        if run == "undrafted" and not switches and served.drafted is not None and so_far.revision != wanted:
+            raise _AnotherRevision  # not an Eyrie gateway, which names the revision, or the canary has ended
         rest = b""
         async for part in answer.aiter_bytes():
             # Not by `aiter_lines`, which also splits at U+2028 within a text.
