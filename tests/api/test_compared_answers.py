@@ -148,7 +148,9 @@ def test_what_the_engine_refuses_is_said_in_its_words(settings: Settings, databa
 
 def test_of_sglang_chunks_are_runs_of_tokens_and_the_undrafted_answer_is_unavailable_with_the_reason(
         settings: Settings, database: Database) -> None:
-    add_endpoint(database, "http://127.0.0.1:1/v1", engine=EngineSpec(kind="sglang"))
+    endpoints = add_endpoint(database, "http://127.0.0.1:1/v1", engine=EngineSpec(kind="sglang"))
+    endpoints.propose("default", job_id=None, checkpoint="c", drafter_dir="/d", reason="trained")
+    endpoints.activate("default", 2)
     unavailable = events(asked(settings, database))[1]
     assert unavailable[0] == "unavailable"
     assert unavailable[1]["run"] == "undrafted"
@@ -162,6 +164,6 @@ def test_of_sglang_chunks_are_runs_of_tokens_and_the_undrafted_answer_is_unavail
     assert taken[2] is not None
     assert (taken[2].tau, taken[2].tokens_per_s, taken[2].num_rounds) == (2.5, 2.5, 2)
     assert taken[3] is None
-    assert run.is_complete
+    assert (run.is_complete, run.text) == (True, "A b c")
     with pytest.raises(InvalidInput, match="too many"):
         run.take({"error": {"message": "too many"}}, 5.0)

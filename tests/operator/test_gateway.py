@@ -179,6 +179,24 @@ def test_a_share_of_the_requests_is_exact_over_few_of_them_and_counted(
     assert counted(url) == {"2": {"answered": 1, "errors": 0}}
 
 
+def test_a_request_that_names_a_revision_of_the_route_gets_it_and_leaves_the_shares_as_they_are(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    blue, green = engines
+    lead_to(directory, blue, 1, Share(revision=2, url=green.url, share=0.2))
+
+    def asked(revision: str) -> str:
+        answer = httpx.post(f"{url}/v1/chat/completions", content="{}", headers=JSON | {"x-eyrie-revision": revision},
+                            timeout=30)
+        return f"{answer.json()['engine']} {answer.headers['x-eyrie-revision']}"
+
+    assert [asked("2") for _ in range(2)] == ["green 2"] * 2
+    assert [asked("1") for _ in range(3)] == ["blue 1"] * 3
+    assert [ask(url).json()["engine"] for _ in range(5)] == ["blue", "blue", "green", "blue", "blue"]
+    assert counted(url) == {"1": {"answered": 7, "errors": 0}, "2": {"answered": 3, "errors": 0}}
+    assert [asked(gone) for gone in ("3", "two")] == ["blue 1"] * 2
+
+
 def test_what_goes_wrong_on_trial_is_counted_against_the_engine_that_did_it(
         gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
     directory, url = gateway

@@ -11,6 +11,7 @@ import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, RecordedAnswers
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
@@ -109,4 +110,7 @@ def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwar
     assert next(one.total.tau for one in report.load.levels if one.variant == "candidate") is not None
     assert report.launch[-6:] == ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1",
                                   "--speculative-num-draft-tokens", "6")
+    recorded = RecordedAnswers.model_validate_json(out.with_name(ANSWERS_FILE).read_text()).answers
+    assert len(recorded) == 1, "of the four prompts this many are one user message, without a system prompt"
+    assert all(one.text and one.num_tokens <= 24 for one in recorded)
     assert descendants(os.getpid()) <= before

@@ -6,7 +6,8 @@ written and no user can choose. Closing the response closes the request, which e
 
 The embedded engine returns token ids, origins and draft trees, and leaves the drafter out where a request says so
 (`eyrie` in docs/serving.md). SGLang returns text and running token counts: a chunk is shown as one run of accepted
-tokens, and an undrafted answer would need a second server.
+tokens. Its undrafted answer comes from a revision without a drafter where one answers too (during a canary), else from
+what the proof recorded for this prompt.
 """
 
 import contextlib
@@ -26,11 +27,13 @@ from eyrie_api.v1alpha1.comparison import (
     CompareRequest,
     ComparisonEnd,
     DraftNode,
+    RecordedRun,
     RunName,
     RunProblem,
 )
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.status import Endpoint, Revision
 
 _RUNS: tuple[RunName, ...] = ("drafted", "undrafted")
 # Longer than a gateway holds a request while an engine is replaced.
@@ -50,11 +53,16 @@ class RunSoFar:
     token_ids: list[int] = field(default_factory=list)
     """Empty of an engine without traces."""
 
+    text: str = ""
     num_tokens: int = 0
     is_complete: bool = False
+    is_cut: bool = False
+    """Complete, by the limit of tokens."""
+
     _num_rounds: int = -1  # the prefill is none
     _num_first: int = 0
-    _first_at_s: float = 0.0
+    _first_at_s: float | None = None
+    _num_held: int = 0  # tokens whose text has not come yet
 
     def take(self, chunk: dict[str, Any], now_s: float) -> ComparedProgress | None:
         """Add a chunk of the stream; None when it has no tokens. Raises InvalidInput for the engine's error."""
@@ -63,24 +71,44 @@ class RunSoFar:
         rounds = []
         for choice in chunk.get("choices") or ():
             self.is_complete = self.is_complete or choice.get("finish_reason") is not None
+            self.is_cut = self.is_cut or choice.get("finish_reason") == "length"
+            self.text += (choice.get("delta") or {}).get("content") or ""
             for traced in (choice.get("eyrie") or {}).get("rounds", ()):
                 self.token_ids += [token["token_id"] for token in traced["tokens"]]
                 rounds.append(_round(traced))
-        num_new = (chunk.get("usage") or {}).get("completion_tokens", 0) - self.num_tokens
-        if not self.traced and num_new > 0:
-            text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices") or ())
-            rounds.append(ComparedRound(text=text, num_tokens=num_new))
+        if not self.traced:
+            rounds = self._rounds_of(chunk)
+        if self._first_at_s is None and (rounds or self._num_held):
+            self._first_at_s = now_s
         if not rounds:
             return None
         self.num_tokens += sum(one.num_tokens for one in rounds)
-        if self._num_rounds < 0:
-            self._num_first, self._first_at_s = rounds[0].num_tokens, now_s
-        self._num_rounds += len(rounds)
-        later, seconds = self.num_tokens - self._num_first, now_s - self._first_at_s
+        counted = [one.num_tokens for one in rounds if one.num_tokens]
+        if self._num_rounds < 0 and counted:
+            self._num_first = counted[0]
+        self._num_rounds += len(counted)
+        later, seconds = self.num_tokens - self._num_first, now_s - (self._first_at_s or 0.0)
         return ComparedProgress(
             run=self.run, revision=self.revision, rounds=tuple(rounds), num_tokens=self.num_tokens,
-            num_rounds=self._num_rounds, tau=later / self._num_rounds if self._num_rounds else None,
+            num_rounds=max(0, self._num_rounds), tau=later / self._num_rounds if self._num_rounds > 0 else None,
             tokens_per_s=later / seconds if seconds > 0 else None)
+
+    def _rounds_of(self, chunk: dict[str, Any]) -> list[ComparedRound]:
+        """The rounds of an engine without traces: a text, and the tokens counted since the one before.
+
+        The count may come in a chunk before the text: the first one, which names the role, has none.
+        """
+        rounds = []
+        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in chunk.get("choices") or ())
+        num_new = (chunk.get("usage") or {}).get("completion_tokens", 0) - self.num_tokens - self._num_held
+        if num_new > 0:
+            if self._num_held:
+                rounds.append(ComparedRound(text="", num_tokens=self._num_held))
+            self._num_held = num_new
+        if text or (self.is_complete and self._num_held):
+            rounds.append(ComparedRound(text=text, num_tokens=self._num_held))
+            self._num_held = 0
+        return rounds
 
 
 def _round(traced: dict[str, Any]) -> ComparedRound:
@@ -97,54 +125,119 @@ def refusal(body: dict[str, Any]) -> InvalidInput:
     return InvalidInput(f"the engine refused: {found.get('message')}", found.get("hint") or _TRY_AGAIN)
 
 
-async def compare(url: str, model: str, engine: EngineKind, request: CompareRequest) -> AsyncIterator[str]:
-    """The events of both runs.
+@dataclass(frozen=True)
+class ServedEndpoint:
+    """What a comparison has to know of an endpoint."""
 
-    url  the endpoint's base URL, up to and including `/v1`
-    """
-    complete: dict[RunName, list[int]] = {}
+    url: str
+    """Base URL, up to and including `/v1`."""
+
+    model: str
+    engine: EngineKind
+    drafted: int | None
+    """The revision with a drafter that answers now."""
+
+    undrafted: int | None
+    """The one without."""
+
+    recorded: RecordedRun | None = None
+    """The answer that the proof recorded for the prompt."""
+
+    recorded_prompts: tuple[str, ...] = ()
+    """All that it recorded answers for; for the hint."""
+
+
+class _AnotherRevision(Exception):
+    """The requested revision does not answer at this URL."""
+
+
+def live_revisions(endpoint: Endpoint) -> list[Revision]:
+    """The revisions that get requests: the active one, and the canary. Pure."""
+    return [one for one in endpoint.revisions if one.number == endpoint.active_revision or one.state == "canary"]
+
+
+def live_revision(endpoint: Endpoint, *, drafts: bool) -> int | None:
+    """The newest of them that drafts, or that does not. Pure."""
+    found = [one.number for one in live_revisions(endpoint) if (one.use.setting.method != "off") == drafts]
+    return max(found, default=None)
+
+
+async def compare(served: ServedEndpoint, request: CompareRequest) -> AsyncIterator[str]:
+    """The events of both runs."""
+    complete: dict[RunName, RunSoFar] = {}
     async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT) as client:
         for run in _RUNS:
-            if run == "undrafted" and engine != "embedded":
-                yield _message("unavailable", RunProblem(
-                    run=run, message="SGLang cannot leave its drafter out of single requests, and no undrafted server "
-                    "of this endpoint runs", hint="the proof of the job compares both (section Proof of its page)"))
-                continue
-            so_far = RunSoFar(run, traced=engine == "embedded")
+            so_far = RunSoFar(run, traced=served.engine == "embedded")
             try:
-                async with contextlib.aclosing(_chunks(client, so_far, url, _body(model, run, engine, request))) as got:
+                async with contextlib.aclosing(_chunks(client, so_far, served, request)) as got:
                     async for chunk in got:
                         progress = so_far.take(chunk, time.monotonic())
                         if progress is not None:
                             yield _message("progress", progress)
                 if not so_far.is_complete:
                     raise Transient("the answer ended before its end", _TRY_AGAIN)
+            except _AnotherRevision:
+                if served.recorded is None:
+                    yield _message("unavailable", _why_unavailable(served))
+                    continue
+                yield _message("recorded", served.recorded)
+                so_far.text, so_far.is_cut = served.recorded.text, served.recorded.is_cut
             except EyrieError as error:
                 yield _message("failed", RunProblem(run=run, message=error.message, hint=error.hint))
+                continue
             except (httpx.HTTPError, ValueError) as error:  # ValueError: an event that is no JSON
                 yield _message("failed", RunProblem(run=run, message=f"no answer ({type(error).__name__})",
                                                     hint=_TRY_AGAIN))
-            else:
-                complete[run] = so_far.token_ids
-    equal = complete["drafted"] == complete["undrafted"] if len(complete) == len(_RUNS) else None
+                continue
+            complete[run] = so_far
+    equal = are_equal(complete["drafted"], complete["undrafted"]) if len(complete) == len(_RUNS) else None
     yield _message("end", ComparisonEnd(equal=equal))
 
 
-def _body(model: str, run: RunName, engine: EngineKind, request: CompareRequest) -> dict[str, Any]:
-    body = {"model": model, "messages": [{"role": "user", "content": request.prompt}], "temperature": 0,
+def are_equal(drafted: RunSoFar, undrafted: RunSoFar) -> bool:
+    """Whether two complete answers are equal: see `ComparisonEnd`. Pure."""
+    if drafted.traced:
+        return drafted.token_ids == undrafted.token_ids
+    shorter, longer = sorted((drafted, undrafted), key=lambda one: len(one.text))
+    # The limit may cut a character, whose bytes are then U+FFFD.
+    return longer.text.startswith(shorter.text.rstrip("\ufffd")) if shorter.is_cut else shorter.text == longer.text
+
+
+def _why_unavailable(served: ServedEndpoint) -> RunProblem:
+    message = ("SGLang cannot leave its drafter out of single requests, no revision without a drafter answers here "
+               "now, and the proof recorded no answer to this prompt")
+    if not served.recorded_prompts:
+        return RunProblem(run="undrafted", message=message, hint="the proof of a job in SGLang records "
+                          "answers: serve a drafter of a job that this version has proven")
+    named = ", ".join(json.dumps(one if len(one) <= 80 else one[:79] + "...", ensure_ascii=False)
+                      for one in served.recorded_prompts[:3])
+    return RunProblem(run="undrafted", message=message, hint="ask one of the prompts that it recorded (GET "
+                      f".../recorded-prompts lists all {len(served.recorded_prompts)}): {named}")
+
+
+def _body(served: ServedEndpoint, run: RunName, request: CompareRequest) -> dict[str, Any]:
+    body = {"model": served.model, "messages": [{"role": "user", "content": request.prompt}], "temperature": 0,
             "max_tokens": request.max_tokens, "stream": True}
-    if engine == "embedded":
+    if served.engine == "embedded":
         return body | {"eyrie": {"drafter": run == "drafted", "rounds": True}}
     return body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
-async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, url: str,
-                  body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-    async with client.stream("POST", url.rstrip("/") + "/chat/completions", json=body) as answer:
+async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEndpoint,
+                  request: CompareRequest) -> AsyncGenerator[dict[str, Any]]:
+    run, switches = so_far.run, served.engine == "embedded"
+    wanted = None if switches else served.drafted if run == "drafted" else served.undrafted
+    if run == "undrafted" and wanted is None and not switches:
+        raise _AnotherRevision
+    headers = {} if wanted is None else {"x-eyrie-revision": str(wanted)}
+    async with client.stream("POST", served.url.rstrip("/") + "/chat/completions", headers=headers,
+                             json=_body(served, run, request)) as answer:
         revision = answer.headers.get("x-eyrie-revision", "")
         so_far.revision = int(revision) if revision.isdecimal() else None
         if answer.status_code != 200:
             raise refusal(json.loads(await answer.aread()))
+        if run == "undrafted" and not switches and served.drafted is not None and so_far.revision != wanted:
+            raise _AnotherRevision  # not an Eyrie gateway, which names the revision, or the canary has ended
         rest = b""
         async for part in answer.aiter_bytes():
             # Not by `aiter_lines`, which also splits at U+2028 within a text.

@@ -1,4 +1,7 @@
-"""A prompt answered with and without the drafter: the request, and the events of the response's stream."""
+"""A prompt answered with and without the drafter: the request, and the events of the response's stream.
+
+`RecordedAnswers` is a file of the prove stage. It stands in for the undrafted run where no engine can make one.
+"""
 
 from typing import Literal
 
@@ -7,16 +10,49 @@ from pydantic import Field
 from eyrie_api.v1alpha1.model import Frozen
 
 RunName = Literal["drafted", "undrafted"]
+MAX_PROMPT = 20_000
+"""Characters of a prompt."""
+
+MAX_ANSWER = 1024
+"""Tokens of an answer."""
+
+ANSWERS_FILE = "undrafted_answers.json"
+"""Of the prove stage: `RecordedAnswers`."""
 
 
 class CompareRequest(Frozen):
     """Answer a prompt twice, greedily: as the endpoint serves it, and without its drafter."""
 
-    prompt: str = Field(min_length=1, max_length=20_000)
+    prompt: str = Field(min_length=1, max_length=MAX_PROMPT)
     """One user message."""
 
-    max_tokens: int = Field(128, ge=1, le=1024)
+    max_tokens: int = Field(128, ge=1, le=MAX_ANSWER)
     """Length of each answer at most, in tokens."""
+
+
+class RecordedAnswer(Frozen):
+    """The greedy answer of the serving engine without a drafter to a prompt that is one user message."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+    is_cut: bool
+    """Whether the limit of tokens ended it."""
+
+
+class RecordedAnswers(Frozen):
+    """Answers that a proof recorded."""
+
+    answers: tuple[RecordedAnswer, ...]
+
+
+class RecordedPrompts(Frozen):
+    """The prompts to which a comparison has a recorded answer without the drafter."""
+
+    job_id: str | None
+    """Whose proof recorded them; None where there are none."""
+
+    prompts: tuple[str, ...] = ()
 
 
 class ComparedToken(Frozen):
@@ -70,6 +106,21 @@ class ComparedProgress(Frozen):
     """From the first token on; None before the second."""
 
 
+class RecordedRun(Frozen):
+    """Event `recorded`: in place of a run that no engine can make, the answer that the proof recorded."""
+
+    run: RunName
+    job_id: str
+    text: str
+    num_tokens: int
+    is_cut: bool
+    """Whether the proof's limit of tokens ended it."""
+
+    tokens_per_s: float | None
+    """From the first token on: the mean of the proof's load test without a drafter and with one user, not of this
+    answer. None where it has no such level."""
+
+
 class RunProblem(Frozen):
     """Event `unavailable`, of a run that cannot be made here, or `failed`, of one that ended with an error."""
 
@@ -82,4 +133,5 @@ class ComparisonEnd(Frozen):
     """Event `end`: the last one."""
 
     equal: bool | None
-    """Whether both answers have the same tokens; None unless both are complete."""
+    """Whether both answers have the same tokens or, of an engine that does not report them, the same text, up to the
+    shorter one where that was cut off; None unless both are complete."""

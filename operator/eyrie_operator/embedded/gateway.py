@@ -12,7 +12,8 @@ ends the generation. An engine that fails in the middle of a response yields an 
 the response is a stream. A request whose engine refuses the connection is sent once more, to the
 engine that serves: the route may have changed, or the canary may have died. Nothing else is repeated, since the engine
 may have started to respond. When no engine can be reached the response is an OpenAI-shaped 503. Only POSTs are shared
-and counted; `GET /-/eyrie/counters` returns the counts.
+and counted; `GET /-/eyrie/counters` returns the counts. A POST with the header X-Eyrie-Revision goes to the engine of
+that revision where the route has it (the console compares answers so); each response names its revision in that header.
 
 While one engine is replaced by another that does not fit next to it (`RouteRecord.on_hold`), requests wait for the new
 one, at most `HOLD_S` each and `_MOST_HELD` at once. Others get the 503, whose Retry-After tells clients to try again.
@@ -64,6 +65,7 @@ from eyrie_pipelines.processes import ProcessId, identify
 T = TypeVar("T")
 
 GATEWAY_FILE = "gateway.json"
+REVISION_HEADER = "x-eyrie-revision"
 _EVENT_STREAM = "text/event-stream"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
@@ -161,7 +163,8 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
         for attempt in (1, 2):
             if not await end_of_hold(request):
                 return _unavailable(503, "replacing_engine", "the engine of this endpoint is being replaced; try again")
-            routed = routes.choose(shared=is_post and attempt == 1)
+            first = is_post and attempt == 1
+            routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "")
             if routed is not None:
                 try:
                     return await _send(client, routed, request, body, counted=is_post)
@@ -210,7 +213,7 @@ async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Reque
     outgoing = client.build_request(request.method, url, headers=headers, content=body)
     response = await _unless_disconnected(request, client.send(outgoing, stream=True))
     forwarded = {name: value for name, value in response.headers.items() if name.lower() not in _NOT_RELAYED}
-    forwarded["x-eyrie-revision"] = str(routed.revision)
+    forwarded[REVISION_HEADER] = str(routed.revision)
     if "location" in forwarded:  # the engine's own address is not for clients
         forwarded["location"] = forwarded["location"].removeprefix(routed.url.rstrip("/"))
     relayed = _relay(response, routed if counted else None)

@@ -115,11 +115,18 @@ class Routes:
                 self._seen, self._chosen, self._counted = stamp, {}, {}
         return self._record
 
-    def choose(self, *, shared: bool = True) -> RoutedRequest | None:
-        """The engine of the next request; with `shared` false always the one that serves."""
+    def choose(self, *, shared: bool = True, wanted: str = "") -> RoutedRequest | None:
+        """The engine of the next request; with `shared` false always the one that serves.
+
+        wanted   the number of a revision that gets the request, whatever its share, if the route has it
+        """
         route = self.current()
         if route is None:
             return None
+        for other in route.others:
+            if str(other.revision) == wanted:
+                return RoutedRequest(other.revision, other.url, self._counted)
+        shared = shared and str(route.revision) != wanted
         if not shared or not route.others:
             return RoutedRequest(route.revision, route.url, self._counted)
         main = Share(revision=route.revision, url=route.url, share=1.0 - sum(other.share for other in route.others))

@@ -95,6 +95,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", ENDPOINTS): ("many", None),
     ("GET", ENDPOINTS + "/{name}"): ("one", None),
     ("GET", ENDPOINTS + "/{name}/history"): ("one", None),
+    ("GET", ENDPOINTS + "/{name}/recorded-prompts"): ("one", None),
     ("POST", ENDPOINTS + "/{name}/promote"): ("one", {"job_id": "{job_id}"}),
     ("POST", ENDPOINTS + "/{name}/rollback"): ("one", None),
     ("POST", ENDPOINTS + "/{name}/off"): ("one", None),

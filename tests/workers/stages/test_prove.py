@@ -11,16 +11,22 @@ import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
 from eyrie_api.decisions.promotion import decide
+from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, MAX_PROMPT, RecordedAnswers
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.catalog import command
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
+from eyrie_workers.measurement.parity.served_answers import Served
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
-from eyrie_workers.stages.prove import FIXED, prove, select_use, tuned_rival, variants_to_compare
+from eyrie_workers.stages.prove import FIXED, prove, record_answers, select_use, tuned_rival, variants_to_compare
+from eyrie_workers.targets.loading import resolve
+from eyrie_workers.targets.templates import ChatTokenizer
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.workers.measurement.tiny_bench import stage_specs
 
@@ -120,6 +126,9 @@ def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_an
         "answers", "load 1", "load 2", "changed system prompt", "parity"]
     assert servers_of(directory) == []
     verify_files(read_manifest(directory), directory)
+    recorded = RecordedAnswers.model_validate_json((directory / ANSWERS_FILE).read_text())
+    assert ANSWERS_FILE in {one.path for one in read_manifest(directory).files}
+    assert len(recorded.answers) == SMALL.parity_prompts
 
     assert report.use == DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN)
     assert report.parity is not None
@@ -158,6 +167,23 @@ def test_where_off_is_best_at_every_declared_load_no_server_is_started_and_nothi
     decision = decide(PromotionPolicy(), benchmark_report("c-step-1", 2.0), None, ["chat"], report)
     assert decision.verdict == "no-drafter"
     assert "found on the map" in " ".join(decision.reasons)
+
+
+def test_undrafted_answers_are_recorded_for_prompts_that_a_comparison_can_send() -> None:
+    tokenizer = ChatTokenizer(resolve(TargetSpec(model="quickstart")))
+    answers = [tuple(tokenizer.encode(text)) for text in ("One two three four five.", "It is so.")]
+    cut, ended = answers[0], (*answers[1], tokenizer.eos_ids[0])
+    ids = [cut, ended[:len(cut)], cut, cut, cut, cut]
+    user = {"role": "user", "content": "Why?"}
+    prompts = [Prompt("0", "s", (user,)), Prompt("1", "s", ({"role": "user", "content": "How?"},)),
+               Prompt("2", "s", ({"role": "system", "content": "Be brief."}, user)),
+               Prompt("3", "s", (user,), tools=({"type": "function"},)), Prompt("4", "s", (user,)),
+               Prompt("5", "s", ({"role": "user", "content": "w" * (MAX_PROMPT + 1)},)),
+               Prompt("6", "s", ({"role": "user", "content": "Not asked for parity."},))]
+    found = record_answers(prompts, [Served(token_ids=one, histogram=()) for one in ids], tokenizer, len(cut))
+    assert [(one.prompt, one.text, one.is_cut) for one in found.answers] == [
+        ("Why?", "One two three four five.", True), ("How?", "It is so.", False)]
+    assert [one.num_tokens for one in found.answers] == [len(cut), len(ended[:len(cut)])]
 
 
 def test_a_map_that_the_engine_can_follow_is_proven_with_its_lowest_drafting_setting(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ All three run even when one fails: promotion decides (`eyrie_api.decisions.promo
 them. When tuning found that speculation pays at none of the declared loads, the stage reports that and starts no
 server.
 
+The undrafted answers to prompts of one user message are written to a file of their own: where SGLang serves, which
+cannot leave its drafter out of single requests, the console compares served answers with them.
+
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
 stage resumes. The servers exit with the stage (`engines.managed_servers`). A check during which a server ends is
 repeated once with a new one; the report counts these restarts.
@@ -34,6 +37,7 @@ from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.decisions.target_config import computed_by_reference
 from eyrie_api.errors import EyrieError
+from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
 from eyrie_api.v1alpha1.load import LoadComparison, LoadReport, LoadSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
@@ -72,6 +76,9 @@ from eyrie_workers.targets.state_source import open_local
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "found.jsonl"
+MOST_RECORDED = 32
+"""Answers kept for comparisons: a list that a person chooses from."""
+
 BASELINE, CANDIDATE, INCUMBENT, RIVAL = "off", "candidate", "incumbent", "rival"
 FIXED = "fixed"
 """The candidate with the proven setting at every load, for parity, where its map has another for a single user."""
@@ -198,7 +205,12 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
         stage.metric(f"{one.variant}/{one.level:g} users/speedup", step, one.throughput_ratio)
     stage.event("Proved", summarize(report), warning=report.parity is None or not report.parity.passed)
     write_model(stage.out_dir / REPORT, report)
-    return Result(report, [stage.out_dir / LEDGER, stage.out_dir / REPORT])
+    answers = proof.result(ANSWERS)
+    assert answers is not None
+    assert answers.answers is not None
+    write_model(stage.out_dir / ANSWERS_FILE, record_answers(
+        proof.prompts, answers.answers.plain, ChatTokenizer(resolve(spec.target)), spec.prove.max_new_tokens))
+    return Result(report, [stage.out_dir / LEDGER, stage.out_dir / REPORT, stage.out_dir / ANSWERS_FILE])
 
 
 def _nothing_to_prove(spec: ProveStage, stage: Stage, use: DrafterUse, started: float) -> Result:
@@ -393,6 +405,26 @@ def parity_prompts(proof: Proof, system_prompt: str | None = None) -> list[list[
     tokenizer = ChatTokenizer(resolve(proof.spec.target))
     chosen = [LoadPrompt.of(prompt) for prompt in proof.prompts[: proof.spec.prove.parity_prompts]]
     return [tokenizer.render(prompt.messages_with(system_prompt), list(prompt.tools) or None) for prompt in chosen]
+
+
+def record_answers(prompts: Sequence[Prompt], answers: Sequence[Served], tokenizer: ChatTokenizer,
+                   max_new_tokens: int) -> RecordedAnswers:
+    """The undrafted answers to the prompts that a comparison can send: one user message, of its length at most.
+
+    answers   of the first prompts, of at most `max_new_tokens` each
+    """
+    recorded: dict[str, RecordedAnswer] = {}
+    for prompt, answer in zip(prompts, answers, strict=False):
+        (first, *others) = prompt.messages
+        text = first.get("content")
+        if others or prompt.tools or first.get("role") != "user" or not isinstance(text, str):
+            continue
+        if 0 < len(text) <= MAX_PROMPT and len(recorded) < MOST_RECORDED:
+            ids = answer.token_ids[:MAX_ANSWER]
+            is_cut = len(ids) == min(max_new_tokens, MAX_ANSWER) and ids[-1] not in tokenizer.eos_ids
+            recorded.setdefault(text, RecordedAnswer(prompt=text, text=tokenizer.decode(ids), num_tokens=len(ids),
+                                                     is_cut=is_cut))
+    return RecordedAnswers(answers=tuple(recorded.values()))
 
 
 def _judge_parity(proof: Proof) -> CheckResult:

@@ -9,6 +9,7 @@ from starlette.responses import HTMLResponse, Response
 
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Here
+from eyrie_api.http.routes.endpoints import recorded_prompts
 from eyrie_api.v1alpha1.comparison import CompareRequest
 
 router = APIRouter(tags=["console"], include_in_schema=False)
@@ -21,5 +22,6 @@ def compare(name: str, control: Here, request: Request) -> Response:
     active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
     return pages.render_page("compare.html", control, request, endpoint=endpoint, active=active,
                              engine=control.endpoints.serving(name).serve.engine.kind,
+                             recorded=recorded_prompts(name, control),
                              default_tokens=CompareRequest.model_fields["max_tokens"].default,
                              may_compare=pages.may(control, "endpoints:write", control.endpoints.project_of(name)))

@@ -14,10 +14,10 @@ from starlette.responses import StreamingResponse
 from eyrie_api.database.endpoint_history import MAX_PAGE
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.errors import Conflict
-from eyrie_api.http.compared_answers import compare
+from eyrie_api.http.compared_answers import ServedEndpoint, compare, live_revision
 from eyrie_api.http.control import Control, Here
-from eyrie_api.v1alpha1.comparison import CompareRequest
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.http.recorded_answers import read_recording
+from eyrie_api.v1alpha1.comparison import CompareRequest, RecordedPrompts
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
@@ -97,19 +97,33 @@ def on(name: Name, control: Here) -> Endpoint:
              responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}})
 async def compare_answers(name: Name, request: CompareRequest, control: Here) -> Response:
     """Answer a prompt with and without the drafter, one after the other: server-sent events `progress` (new rounds with
-    their draft trees, tokens/s, tau), `unavailable`, `failed` and, last, `end` (whether both answers are equal)."""
-    endpoint, engine = await to_thread.run_sync(_comparable, control, name)
+    their draft trees, tokens/s, tau), `recorded` (what the proof recorded in place of SGLang's answer without the
+    drafter), `unavailable`, `failed` and, last, `end` (whether both answers are equal)."""
+    served = await to_thread.run_sync(_comparable, control, name, request.prompt)
+    return StreamingResponse(compare(served, request), media_type="text/event-stream",
+                             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+
+@router.get(ENDPOINTS + "/{name}/recorded-prompts")
+def recorded_prompts(name: Name, control: Here) -> RecordedPrompts:
+    """Prompts whose answers without the drafter the proof recorded, for comparisons where SGLang serves."""
+    recording = read_recording(control, control.endpoints.get(name))
+    return RecordedPrompts(job_id=None) if recording is None else RecordedPrompts(
+        job_id=recording.job_id, prompts=tuple(one.prompt for one in recording.answers))
+
+
+def _comparable(control: Control, name: str, prompt: str) -> ServedEndpoint:
+    engine = control.endpoints.serving(name, "endpoints:write").serve.engine.kind
+    endpoint = control.endpoints.get(name)
     if endpoint.desired == "off" or endpoint.url is None:
         state = "is off" if endpoint.desired == "off" else "does not serve yet"
         raise Conflict(f"endpoint {name!r} {state}", f"eyrie endpoints on {name}" if endpoint.desired == "off" else
                        "eyrie endpoints shows its conditions")
-    return StreamingResponse(compare(endpoint.url, endpoint.model, engine, request), media_type="text/event-stream",
-                             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-
-
-def _comparable(control: Control, name: str) -> tuple[Endpoint, EngineKind]:
-    engine = control.endpoints.serving(name, "endpoints:write").serve.engine.kind
-    return control.endpoints.get(name), engine
+    recording = read_recording(control, endpoint)
+    return ServedEndpoint(
+        endpoint.url, endpoint.model, engine, live_revision(endpoint, drafts=True),
+        live_revision(endpoint, drafts=False), None if recording is None else recording.run(prompt),
+        () if recording is None else tuple(one.prompt for one in recording.answers))
 
 
 def _after(control: Control, name: str) -> Endpoint:

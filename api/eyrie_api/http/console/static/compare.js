@@ -6,7 +6,7 @@
   if (form === null) return;
   const said = document.getElementById("said"), tree = document.getElementById("tree");
   const names = { drafted: "with the drafter", undrafted: "without the drafter" };
-  let rounds = { drafted: [], undrafted: [] };
+  let rounds = { drafted: [], undrafted: [] }, recorded = null, missing = false;
 
   const column = (run) => document.querySelector(`[data-run=${run}]`);
   const shown = (text) => text.replaceAll(" ", "\u00b7").replaceAll("\n", "\u21b5") || "(empty)";
@@ -36,6 +36,7 @@
     part.setAttribute("aria-pressed", "false");
     part.tabIndex = number === 0 ? 0 : -1;
     part.dataset.number = number;
+    if (!round.text.trim()) part.setAttribute("aria-label", words(round, number));  // a button needs a name
     column(run).querySelector(".answer").append(part);
     const row = element("tr"), drafts = round.tokens.filter((one) => one.drafted);
     row.append(element("td", "n", number));
@@ -109,20 +110,42 @@
       }
       said.textContent = `Answering ${names[event.run]}.`;
     },
+    recorded(event) {
+      recorded = event;
+      const place = column(event.run), figure = (name) => place.querySelector(`[data-figure=${name}]`);
+      place.querySelector(".answer").append(element("span", "token", event.text));
+      place.querySelector("details").hidden = true;
+      place.querySelector(".round-said").textContent = "A recorded answer has no rounds.";
+      figure("num_tokens").textContent = event.num_tokens;
+      if (event.tokens_per_s !== null) figure("tokens_per_s").textContent = event.tokens_per_s.toFixed(1);
+      const note = place.querySelector(".recorded");
+      note.textContent = `Not answered now: recorded by the proof of job ${event.job_id}`
+        + `${event.is_cut ? `, which ends answers at ${event.num_tokens} tokens` : ""}.`
+        + (event.tokens_per_s === null ? " Its speed was not measured."
+          : " The speed is the mean of that proof's load test for one user without a drafter.");
+      note.hidden = false;
+    },
+    unavailable(event) {
+      missing = true;
+      handle.failed(event);
+    },
     failed(event) {
       const note = column(event.run).querySelector(".failure");
       note.textContent = `${event.message}; hint: ${event.hint}`;
       note.hidden = false;
     },
     end(event) {
-      said.textContent = { true: "Both answers are equal, token for token.", false: "The answers differ.",
-        null: "Only complete answers can be compared." }[event.equal];
+      const traced = rounds.drafted.some((round) => round.tokens.length);
+      said.textContent = { true: traced ? "Both answers are equal, token for token."
+        : `Both answers have the same text${recorded ? ", up to the shorter one where that was cut off" : ""}.`,
+      false: "The answers differ.",
+      null: missing ? "There is no answer without the drafter to compare with."
+        : "Only complete answers can be compared." }[event.equal];
       const depth = (round) => round.nodes.filter((node) => node.accepted).length;
       const best = rounds.drafted.reduce((most, round, at) => depth(round) > depth(rounds.drafted[most]) ? at : most, 0);
       if (rounds.drafted.length && document.querySelector(".round[aria-pressed=true]") === null) choose("drafted", best);
     },
   };
-  handle.unavailable = handle.failed;
 
   async function run() {
     const body = JSON.stringify({ prompt: form.elements.prompt.value, max_tokens: Number(form.elements.max_tokens.value) });
@@ -148,15 +171,28 @@
     if (!ended) said.textContent = "The server ended the comparison early. Run it again; your access may have ended.";
   }
 
+  const list = document.getElementById("recorded"), prompt = form.elements.prompt;
+  if (list !== null) {
+    list.addEventListener("change", () => { if (list.value) prompt.value = list.value; });
+    prompt.addEventListener("input", () => {
+      list.value = prompt.value;
+      if (list.selectedIndex < 0) list.selectedIndex = 0;  // none of them
+    });
+  }
+
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const button = form.querySelector("button");
     button.disabled = true;
     rounds = { drafted: [], undrafted: [] };
+    recorded = null;
+    missing = false;
     document.querySelectorAll(".run").forEach((one) => {
       one.querySelector(".answer").replaceChildren();
       one.querySelector("tbody").replaceChildren();
       one.querySelector(".failure").hidden = true;
+      one.querySelector(".recorded").hidden = true;
+      one.querySelector("details").hidden = false;
       one.querySelector(".round-said").textContent = "No round is pointed at.";
       one.querySelectorAll("[data-figure]").forEach((place) => { place.textContent = "-"; });
     });
