@@ -25,6 +25,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.short_waits import prefer_short_waits
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
@@ -53,6 +54,7 @@ def run(settings: Settings) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    prefer_short_waits()
     with plane:
         plane.serve(listening)
 

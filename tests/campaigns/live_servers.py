@@ -39,8 +39,10 @@ import uvicorn
 from eyrie_api.database.engine import Database
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.short_waits import prefer_short_waits
 settings = Settings.from_env()
 app = create_app(settings, database=Database(settings.resolved_database_url))
+prefer_short_waits()
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", access_log=False)
 """
 """`eyrie serve-api` without a broker: chores stay in the outbox, since nothing here is to train."""

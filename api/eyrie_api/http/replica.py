@@ -8,10 +8,8 @@ chores are in the outbox, and the next tick of any replica publishes them to Red
 init container.
 """
 
-import gc
 import logging
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -28,6 +26,7 @@ from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.short_waits import prefer_short_waits
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def serve(settings: Settings) -> None:
         # After its shutdown uvicorn raises the caught signals again, for the handlers that were installed before it.
         # The default handler would kill the process; this one has no further effect, so that the cleanup below runs.
         signal.signal(number, lambda _number, _frame: setattr(server, "should_exit", True))
-    _prefer_short_waits()
+    prefer_short_waits()
     ticker.start()
     try:
         log.info("answering on %s:%d", settings.host, settings.port)
@@ -78,18 +77,6 @@ def serve(settings: Settings) -> None:
     finally:
         ticker.stop()
         database.close()
-
-
-def _prefer_short_waits() -> None:
-    """Reduce the pauses of the event loop that serves all streams; handler threads share the GIL with it.
-
-    By default a thread keeps the GIL for 5 ms while others wait, and each full garbage collection takes hundreds of
-    milliseconds for the imported modules, none of which is garbage: `gc.freeze` excludes them.
-    """
-    sys.setswitchinterval(0.001)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 def _taken_elsewhere(name: str) -> None:

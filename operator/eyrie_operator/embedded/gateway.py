@@ -51,6 +51,7 @@ from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
+from eyrie_api.short_waits import prefer_short_waits
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
 from eyrie_operator.endpoints.traffic_recording import (
@@ -329,6 +330,7 @@ def main() -> int:
     app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE, redact),
                          is_loopback=is_loopback_host(arguments.host))
     print(f"{datetime.now(UTC).isoformat()} listening on {listening.getsockname()}", flush=True)
+    prefer_short_waits()
     config = uvicorn.Config(app, log_level="warning", access_log=False, http=TimedProtocol,
                             timeout_graceful_shutdown=5)
     uvicorn.Server(config).run(sockets=[listening])
