@@ -5,6 +5,7 @@
 The control plane's API as a process, SQLite in a directory of its own; jobs are rows that nothing runs.
 
     pages     one request at a time of home and of a job's page
+    paint     first contentful paint of both in headless Chromium, where `make test-browser` has brought one
     streams   one request of the REST API every 20 ms, at its scheduled time, in rounds without and with so many open
               pages, in turn: half of them home, half the page of a job that gets five events a second. The pages are
               read by another process, which takes its share of the processor too.
@@ -13,14 +14,16 @@ A benchmark, not a test.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import Process
 from pathlib import Path
@@ -59,6 +62,31 @@ async def main(urls):
 
 asyncio.run(main(sys.argv[1:]))
 """
+
+
+def painted(urls: Mapping[str, str]) -> dict[str, float] | None:
+    """Median milliseconds from navigation to first contentful paint, each time in a browser context of its own; None
+    without a browser."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None or importlib.util.find_spec("playwright") is None:
+        return None
+    from playwright.sync_api import sync_playwright
+
+    taken: dict[str, list[float]] = {name: [] for name in urls}
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for _ in range(7):
+            for name, url in urls.items():
+                context = browser.new_context()
+                page = context.new_page()
+                page.goto(url)
+                paint = "performance.getEntriesByName('first-contentful-paint')"
+                while not (at_ms := page.evaluate(f"{paint}.map((one) => one.startTime)")):
+                    page.wait_for_timeout(20)
+                taken[name].append(at_ms[0])
+                context.close()
+        browser.close()
+    return {name: round(median(found), 1) for name, found in taken.items()}
 
 
 @contextmanager
@@ -142,9 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with api_server(home) as server:
             address = f"http://127.0.0.1:{server.port}"
             found = {"home": timed(address + "/"), "job": timed(f"{address}/console/jobs/{last.id}")}
+            paint = painted({"home": address + "/", "job": f"{address}/console/jobs/{last.id}"})
             streams = with_open_pages(address, Settings(home=home).resolved_database_url, last.id, options.open)
-    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "streams": streams, "cores": os.cpu_count(),
-              "python": platform.python_version()}
+    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "paint_ms": paint, "streams": streams,
+              "cores": os.cpu_count(), "python": platform.python_version()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
