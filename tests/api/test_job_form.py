@@ -1,6 +1,6 @@
 """The form of a new job: a field for every value of the contract, with what the contract says of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -85,13 +85,12 @@ def test_a_field_shows_its_default_its_unit_and_its_bounds(pointer: str, default
 
 
 def test_a_shown_default_is_the_value_of_a_document_without_the_field() -> None:
-    spec = JobSpec.model_validate(job_body()).model_dump(mode="json")
+    spec = JobSpec.model_validate(job_body())
     for pointer, field in FIELDS.items():
         if field.kind in ("number", "text", "choice") and field.default and "{i}" not in pointer:
             value: Any = spec
-            for key in pointer.split("/")[1:]:
-                assert isinstance(value, Mapping)
-                value = value[key]
+            for key in pointer.split("/")[1:]:  # of the model: JSON leaves out fields that were added later
+                value = value[int(key)] if isinstance(value, tuple) else getattr(value, key)
             assert field.default.strip('"') == str(value).replace("True", "true").replace("False", "false"), pointer
 
 

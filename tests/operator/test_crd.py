@@ -104,7 +104,16 @@ def test_the_server_fills_in_what_the_contract_would(model: type[BaseModel], giv
     assert model.model_validate(filled) == model.model_validate(given)
     said = model.model_validate(given).model_dump(mode="json", exclude_none=True)
     said.get("job", {}).pop("labels", None)  # an empty map has no default: nothing to show
-    assert json.loads(json.dumps(filled)) | said == json.loads(json.dumps(filled))
+    assert has_all(json.loads(json.dumps(filled)), said)
+
+
+def has_all(filled: Any, said: Any) -> bool:
+    """Whether every value is in what the server filled in, which has fields besides that JSON leaves out (`later`)."""
+    if isinstance(said, dict):
+        return isinstance(filled, dict) and all(name in filled and has_all(filled[name], said[name]) for name in said)
+    if isinstance(said, list):
+        return len(filled) == len(said) and all(map(has_all, filled, said))
+    return bool(filled == said)
 
 
 def test_bounds_patterns_and_words_of_the_contract_are_kept() -> None:
