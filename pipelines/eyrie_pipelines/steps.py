@@ -50,7 +50,8 @@ class JobFile(Frozen):
     """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
 
     reuse: tuple[str, ...] = later((), 2)
-    """Earlier jobs whose answers may be reused (`decisions.reuse`): chosen once, when the job first started."""
+    """Earlier jobs whose answers and states may be reused (`decisions.reuse`): chosen once, when the job first
+    started."""
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -107,7 +108,8 @@ def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     return CaptureStage(job_id=job.id, target=job.spec.resolved_target, capture=job.spec.capture,
                         engine=job.spec.engine, rows_dir=str(stage_dir(job_dir, "regenerate")),
                         families=families_with_default_layers(job.candidates), init_from=init_from(job.candidates),
-                        aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
+                        aux_layers=named_layers(job.candidates), seed=job.spec.data.seed,
+                        reuse=tuple(str(stage_dir(job_dir.parent / earlier, "capture")) for earlier in job.reuse))
 
 
 def stage_gpus(spec: JobSpec, stage: StageName) -> int:

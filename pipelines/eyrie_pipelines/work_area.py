@@ -202,6 +202,8 @@ class WorkArea:
             download_dir(self._store, self._key(Path(spec.rows_dir)), Path(spec.rows_dir))
             for head in spec.init_from:
                 self._download_drafter(Path(head.path))
+            for directory in spec.reuse:  # read by ranges, whatever this job does with its own
+                self._write_address(Path(directory))
         elif isinstance(spec, TrainStage):
             if Path(spec.store_dir) not in self._downloaded:  # large, and the same for all candidates: verify it once
                 self._download_states(Path(spec.store_dir))

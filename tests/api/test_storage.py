@@ -10,7 +10,6 @@ from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.storage_usage import (
     JobFacts,
     StorageUsage,
-    answers_read_by,
     files_in_home,
     files_in_store,
     group_files,
@@ -19,7 +18,10 @@ from eyrie_api.artifacts.storage_usage import (
     read_in_home,
     remove_from_home,
     remove_from_store,
+    reused_by,
     served_by,
+    states_of,
+    that_have_not,
 )
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Phase, Revision
@@ -136,8 +138,20 @@ def test_answers_are_read_by_jobs_that_have_none_of_their_own_yet(tmp_path: Path
     jobs = [reader("j2", "Failed"), reader("j3", "Running", regenerated=True), reader("j4", "Succeeded"),
             reader("j5", "Running"), reader("pending", "Pending")]
     expected = {"j0": ("j2",), "j1": ("j2",)}
-    assert answers_read_by(jobs, lambda place: read_in_home(tmp_path, place)) == expected
-    assert answers_read_by(jobs, LocalStore(tmp_path).read) == expected
+    assert reused_by(that_have_not("Regenerated", jobs), lambda place: read_in_home(tmp_path, place)) == expected
+    assert reused_by(that_have_not("Regenerated", jobs), LocalStore(tmp_path).read) == expected
+
+
+def test_captured_states_stay_while_a_job_that_has_not_captured_may_copy_them(tmp_path: Path) -> None:
+    items = group_files(files_in_home(make_home(tmp_path, "j1")))
+    (tmp_path / "jobs/j3").mkdir()
+    (tmp_path / "jobs/j3/job.json").write_text('{"reuse": ["j1"]}')
+    copying = that_have_not("Captured", [reader("j3", "Running", regenerated=True)])
+    read = states_of(reused_by(copying, LocalStore(tmp_path).read))
+    facts = {"j1": JobFacts("Succeeded", "c0-step-9")}
+    kept = plan_removal(items, facts, set(), read, failed_too=True)
+    assert {one.reason for one in kept.decisions if one.item.kind == "captured-states"} == {"another job may copy them"}
+    assert ("j1", "captured-states", "") in goes(plan_removal(items, facts, set(), set()))
 
 
 @given(phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled"]),

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactMissing
@@ -105,19 +106,28 @@ def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
             for found in (_CHECKPOINT.search(path),) if found is not None}
 
 
-def answers_read_by(jobs: Iterable[Job], read: Callable[[str], bytes]) -> dict[str, tuple[str, ...]]:
-    """Job id -> jobs that may still take over its answers (`reuse`). A job that has its own answers reads no others.
+def that_have_not(condition: Literal["Regenerated", "Captured"], jobs: Iterable[Job]) -> list[str]:
+    """The jobs that may still take over answers (which have not Regenerated) or states (not Captured) of others."""
+    return [job.id for job in jobs if job.status.phase in MAY_READ
+            and not any(one.type == condition and one.status == "True" for one in job.status.conditions)]
+
+
+def reused_by(job_ids: Iterable[str], read: Callable[[str], bytes]) -> dict[str, tuple[str, ...]]:
+    """Job id -> those of the given jobs that take over what it has (`reuse`).
 
     read   a file by its path below the home or its key in the store; raises ArtifactMissing
     """
     readers: dict[str, list[str]] = defaultdict(list)
-    for job in jobs:
-        has_its_own = any(one.type == "Regenerated" and one.status == "True" for one in job.status.conditions)
-        if job.status.phase in MAY_READ and not has_its_own:
-            with suppress(ArtifactMissing, ValueError):  # not started, or a file that its next start writes again
-                for earlier in json.loads(read(f"jobs/{job.id}/job.json")).get("reuse", ()):
-                    readers[earlier].append(job.id)
+    for job_id in job_ids:
+        with suppress(ArtifactMissing, ValueError):  # not started, or a file that its next start writes again
+            for earlier in json.loads(read(f"jobs/{job_id}/job.json")).get("reuse", ()):
+                readers[earlier].append(job_id)
     return {earlier: tuple(sorted(found)) for earlier, found in sorted(readers.items())}
+
+
+def states_of(jobs: Iterable[str]) -> set[tuple[str, str]]:
+    """Their captured states, as `plan_removal` names what is read."""
+    return {(job_id, "") for job_id in jobs}
 
 
 def _drafters_named(spec: JobSpec) -> Iterator[str]:
@@ -141,7 +151,8 @@ def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
 
 def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]],
                  read: set[tuple[str, str]], *, failed_too: bool = False) -> StorageUsage:
-    """Which items may be removed, with the reason of each decision. `served` and `read`: (job, checkpoint)."""
+    """Which items may be removed, with the reason of each decision. `served` and `read`: (job, checkpoint), or
+    (job, "") for its captured states."""
     decisions = tuple(
         RemovalDecision(item=item, removable=reason is None, reason=reason or _REMOVABLE[item.kind])
         for item in items for reason in (_reason_to_keep(item, jobs.get(item.job_id), served, read, failed_too),))
@@ -170,6 +181,8 @@ def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[st
         return "an endpoint serves it, or may roll back to it"
     if item.kind == "checkpoint" and (item.job_id, item.name) in read:
         return "another job continues from it, or measures it as a rival"
+    if item.kind == "captured-states" and (item.job_id, "") in read:
+        return "another job may copy them"
     if job.phase == "Failed" and not failed_too:
         return "the job failed and may be retried"
     if item.kind == "checkpoint" and item.name == job.best:

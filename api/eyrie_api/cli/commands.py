@@ -412,10 +412,11 @@ def storage(
     with connect(server) as client:
         jobs, served = tuple(all_jobs(client)), storage_usage.served_by(client.endpoints().items)
     files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
+    read = partial(storage_usage.read_in_home, root) if place is None else place.read
+    readers = storage_usage.reused_by(storage_usage.that_have_not("Regenerated", jobs), read)
+    states = storage_usage.states_of(storage_usage.reused_by(storage_usage.that_have_not("Captured", jobs), read))
     found = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
-                                       storage_usage.read_by(jobs), failed_too=failed)
-    readers = storage_usage.answers_read_by(
-        jobs, partial(storage_usage.read_in_home, root) if place is None else place.read)
+                                       storage_usage.read_by(jobs) | states, failed_too=failed)
     freed = None
     if clean:
         freed = (storage_usage.remove_from_home(root, found) if place is None

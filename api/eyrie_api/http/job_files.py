@@ -13,7 +13,7 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST, digest_file, write_atomically
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.stage_manifests import StageManifest, read_manifests
-from eyrie_api.artifacts.storage_usage import files_in_home, files_in_store
+from eyrie_api.artifacts.storage_usage import files_in_home, files_in_store, read_in_home
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.settings import Settings
@@ -70,6 +70,10 @@ class JobFiles:
         """Every file of every job with its size, in order of name. Raises StoreUnavailable, StoreAccessDenied,
         OSError."""
         return files_in_home(self._settings.home) if self._store is None else files_in_store(self._store)
+
+    def record(self, place: str) -> bytes:
+        """A small file by its path below the home. Raises ArtifactMissing, StoreUnavailable."""
+        return read_in_home(self._settings.home, place) if self._store is None else self._store.read(place)
 
     def _download(self, key: str) -> None:
         path = self._settings.home.absolute() / key

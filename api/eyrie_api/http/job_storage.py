@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from eyrie_api.access.scope import Scope
-from eyrie_api.artifacts.storage_usage import RemovalDecision, group_files, plan_removal, served_by
+from eyrie_api.artifacts.storage_usage import (
+    RemovalDecision,
+    group_files,
+    plan_removal,
+    reused_by,
+    served_by,
+    states_of,
+)
 from eyrie_api.clock import utc_now
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -125,7 +132,8 @@ class JobStorageMeter:
             raise JobFilesUnavailable(f"a directory of a job cannot be read: {error.strerror}",
                                       "the server's log names it; correct its owner and mode") from error
         # After the files: a job submitted meanwhile is known, and one deleted meanwhile is nobody's.
-        jobs, read = owners.read()
+        jobs, read, capturing = owners.read()
+        read |= states_of(reused_by(capturing, files.record))
         served = served_by(Endpoints(self._database).list().items)
         decided = plan_removal(items, {job_id: job.facts for job_id, job in jobs.items()}, served, read).decisions
         return Measurement(by_job(decided, jobs), measured_at, listing.incomplete, disk)

@@ -43,7 +43,8 @@ class JobSpec(Frozen):
     regenerate: RegenerateSpec = RegenerateSpec()
     reuse: Literal["auto", "never"] = later("auto", 2)
     """`auto`: answers that earlier jobs of the project have generated for the same prompts, by the same target with the
-    same sampling and seed, are taken over. `never`: every answer is generated."""
+    same sampling and seed, are taken over, and so are hidden states of the same rows. `never`: every answer is
+    generated and every state computed."""
 
     capture: CaptureSpec = CaptureSpec()
     drafter: DrafterSpec = DrafterSpec()

@@ -34,7 +34,7 @@ class IsDefault:
         return value == self.default
 
 
-LATEST = 2
+LATEST = 3
 """The number of the latest addition."""
 
 

@@ -137,6 +137,9 @@ class CaptureReport(Frozen):
     bytes: int
     bytes_per_token: float
     shards: int
+    rows_reused: int = later(0, 3)
+    """Of `rows`: copied from what earlier jobs have captured (`reuse`)."""
+
     layers: LayerChoice
     hidden_size: int
     codec: str

@@ -73,6 +73,10 @@ class CaptureStage(Frozen):
     aux_layers: tuple[int, ...] = ()
     """Layers that candidates name themselves (`drafter.aux_layers`), stored beside those."""
 
+    reuse: tuple[str, ...] = later((), 3)
+    """Output directories of capture of earlier jobs, in order of preference: the states of rows with the same tokens
+    are copied from there where they are stored in the same format. One that is missing or damaged is left out."""
+
     seed: int = 0
 
 

@@ -79,6 +79,62 @@ def failure(out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "failure.json").read_text()))
 
 
+def test_states_of_earlier_jobs_are_copied_row_by_row_and_only_the_others_are_computed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 60)
+    how: dict[str, Any] = {"shard_size_bytes": 2**16, "batch_tokens": 128, "codec": "int8"}
+    write_spec(tmp_path / "alone", target, tmp_path / "rows", **how)
+    assert run(tmp_path / "alone") == 0
+    wanted = artifact(tmp_path / "alone")
+
+    def captured(name: str, *earlier: str, num_rows: int = 60, **fields: Any) -> CaptureReport:
+        rows = tmp_path / f"rows-{num_rows}"
+        write_rows(rows, target, num_rows)
+        spec = write_spec(tmp_path / name, target, rows, **how | fields)
+        spec = spec.model_copy(update={"reuse": tuple(str(tmp_path / one) for one in earlier)})
+        (tmp_path / name / "spec.json").write_text(spec.model_dump_json())
+        assert run(tmp_path / name) == 0
+        report = read_manifest(tmp_path / name).report
+        assert isinstance(report, CaptureReport)
+        return report
+
+    # Some of the rows, in shards of another size; then more of them from two jobs, one of which is not there.
+    assert captured("some", num_rows=25, shard_size_bytes=2**17).rows_reused == 0
+    assert captured("more", "none", "some").rows_reused == 25
+    assert artifact(tmp_path / "more") == wanted
+    said = (tmp_path / "more" / "events.jsonl").read_text()
+    assert ("StatesNotReused" in said, "25 of 60 rows" in said) == (True, True)
+    # Another format is left out; a damaged row is computed.
+    assert captured("other", "more", codec="bfloat16").rows_reused == 0
+    states = next((tmp_path / "some").glob("shard-*"))
+    data = bytearray(states.read_bytes())
+    data[len(data) // 2] ^= 1
+    states.write_bytes(bytes(data))
+    assert captured("damaged", "some").rows_reused == 24
+    assert artifact(tmp_path / "damaged") == wanted
+    # All rows: the target is not even loaded.
+    monkeypatch.setattr("eyrie_workers.stages.capture.open_source", None)
+    monkeypatch.setattr("eyrie_workers.stages.capture.reference_states", None)
+    assert captured("all", "more", check_rows=4).rows_reused == 60
+    assert artifact(tmp_path / "all") == wanted
+
+
+def test_a_row_with_other_tokens_than_an_earlier_jobs_is_computed(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 20)
+    write_spec(tmp_path / "before", target, tmp_path / "rows")
+    assert run(tmp_path / "before") == 0
+    write_rows(tmp_path / "rows", target, 20, seed=1)  # the same ids
+    write_spec(tmp_path / "alone", target, tmp_path / "rows")
+    spec = write_spec(tmp_path / "out", target, tmp_path / "rows")
+    (tmp_path / "out" / "spec.json").write_text(
+        spec.model_copy(update={"reuse": (str(tmp_path / "before"),)}).model_dump_json())
+    for name in ("alone", "out"):
+        assert run(tmp_path / name) == 0
+    assert artifact(tmp_path / "out") == artifact(tmp_path / "alone")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_captured_states_equal_hugging_face_hidden_states(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -365,7 +421,7 @@ def capture_share(out: Path, share: tuple[int, int]) -> None:
     target = load_target(Path(spec.target.model))
     plan = plan_rows(read_rows(Path(spec.rows_dir) / ROWS), spec.capture.max_length)
     fmt = FeatureStore(out.parent / "whole").format
-    write_shards(spec, Stage(out, quiet=True), plan, target, FeatureWriter(out, fmt, alone=False), share)
+    write_shards(spec, Stage(out, quiet=True), plan, lambda: target, FeatureWriter(out, fmt, alone=False), share)
 
 
 def test_shards_do_not_depend_on_the_number_of_processes_nor_on_a_change_of_it(tmp_path: Path) -> None:

@@ -193,6 +193,14 @@ class FeatureStore:
             wanted.append((pieces, *self.tokens(index)))
         return self._decode(wanted, dtype, into)
 
+    def encoded(self, index: int) -> dict[str, Tensor]:
+        """The states of a whole row as they are stored: `blocks.encode_states` of it. Raises StoreDamaged."""
+        number, within = self._find(index)
+        pieces = [_Piece(number, within, block) for block in self._map(number).rows[within]]
+        parts = [from_bytes(block_sections(self.format, len(piece.block.tokens), piece.block.num_supervised), data)
+                 for piece, data in zip(pieces, self._fetch(pieces), strict=True)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
         """`read` of each group in order, with up to `ahead` batches prefetched.

@@ -37,16 +37,25 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.artifacts.store import StoreUnavailable
 from eyrie_api.decisions.target_config import choose_source
 from eyrie_api.decisions.training_cost import usable_bytes
-from eyrie_api.errors import ArtifactMissing, Conflict, DiskTooSmall, InvalidInput, NoUsableData
+from eyrie_api.errors import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    Conflict,
+    DiskTooSmall,
+    EyrieError,
+    InvalidInput,
+    NoUsableData,
+)
 from eyrie_api.v1alpha1.capture import CaptureSpec, StateSourceName
 from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
@@ -62,9 +71,11 @@ from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
+from eyrie_workers.features.earlier_states import EarlierStates
 from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
 from eyrie_workers.features.storage_backend import open_backend
+from eyrie_workers.features.store import open_features
 from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, write_plan
 from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
 from eyrie_workers.features.writer import FeatureWriter
@@ -178,6 +189,7 @@ class _Work:
     """Results of the work, for the report."""
 
     tokens: int = 0
+    rows_reused: int = 0
     seconds: float = 0.0
     prefill_s: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
@@ -241,6 +253,7 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
         bytes=work.size_bytes, bytes_per_token=work.size_bytes / tokens, shards=work.shards,
+        rows_reused=work.rows_reused,
         layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=fmt.hidden_size,
         source=source, codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
         checked={str(one.layer): one.error for one in work.checked}, repaired_shards=tuple(work.repaired),
@@ -265,29 +278,73 @@ def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Store
 
 def _write_shards_of(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
                      dist: DistContext, opened: contextlib.ExitStack) -> _Work:
-    checked: tuple[LayerAgreement, ...] = ()
+    fresh = False
     if dist.is_main:
         # Opening the store deletes the hidden files of a killed run: before another process writes its own.
         writer = FeatureWriter(stage.out_dir, fmt)
         for name, why in writer.damaged.items():
             stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
+        fresh = not writer.shards
         stage.pause_point()
-        target, checked = _load_checked(spec, stage, plan, fmt, source, opened, fresh=not writer.shards)
-    else:
-        target = _open(spec, stage, plan, fmt, source, opened)
+    earlier = _earlier_states(spec, stage, plan, fmt)
+    checked: list[LayerAgreement] = []
+
+    def load() -> StateSource:
+        if not dist.is_main:
+            return _open(spec, stage, plan, fmt, source, opened)
+        target, found = _load_checked(spec, stage, plan, fmt, source, opened, fresh=fresh)
+        checked.extend(found)
+        return target
+
+    # Where earlier jobs have every row, the target is loaded for a row that turns out to differ, or not at all.
+    lazily = dist.size == 1 and earlier.has_all([row.row_id for row in plan.rows])
+    target = LazyTarget(load)
+    if not lazily:
+        target.get()
     dist.broadcast(None)
     if not dist.is_main:
         writer = FeatureWriter(stage.out_dir, fmt, alone=False)
     damaged, began = sorted(writer.damaged), time.monotonic()
-    work = write_shards(spec, stage, plan, target, writer, (dist.rank, dist.size))
+    work = write_shards(spec, stage, plan, target.get, writer, (dist.rank, dist.size), earlier)
     # Every process waits here until all shards are on disk.
-    counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s], dtype=torch.float64, device="cpu"))
+    counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s, work.rows_reused], dtype=torch.float64,
+                                       device="cpu"))
     work.tokens, work.prefill_s, work.seconds = int(counts[0]), float(counts[1]) / dist.size, time.monotonic() - began
+    work.rows_reused = int(counts[2])
+    if work.rows_reused and dist.is_main:
+        stage.event("StatesReused", f"the states of {work.rows_reused:,} of {len(plan.rows):,} rows are copied from "
+                                    "earlier jobs")
     if dist.is_main:
         writer = FeatureWriter(stage.out_dir, fmt)  # with the shards of the other processes
-        work.files, work.checked, work.repaired = writer.finish(), checked, damaged
+        work.files, work.checked, work.repaired = writer.finish(), tuple(checked), damaged
         work.size_bytes, work.shards = writer.size_bytes, len(writer.shards)
     return work
+
+
+def _earlier_states(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> EarlierStates:
+    """What earlier jobs have captured of these rows."""
+    earlier, wanted = EarlierStates(), {row.row_id for row in plan.rows}
+    for directory in map(Path, spec.reuse):
+        try:
+            earlier.add(open_features(directory), fmt, wanted)
+        except (ArtifactMissing, ArtifactCorrupt, StoreUnavailable, OSError) as error:
+            said = error.message if isinstance(error, EyrieError) else str(error)
+            stage.event("StatesNotReused", f"{said}; the states are computed", warning=True)
+    return earlier
+
+
+@dataclass
+class LazyTarget:
+    """The target, loaded when it is first needed."""
+
+    load: Callable[[], StateSource]
+    _loaded: StateSource | None = None
+
+    def get(self) -> StateSource:
+        """The target."""
+        if self._loaded is None:
+            self._loaded = self.load()
+        return self._loaded
 
 
 def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat,
@@ -383,9 +440,13 @@ def _history(spec: CaptureStage, stage: Stage) -> ServerHistory:
     return ServerHistory(stage.out_dir, digest_model(spec))
 
 
-def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: StateSource, writer: FeatureWriter,
-                 share: tuple[int, int] = (0, 1)) -> _Work:
+def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Callable[[], StateSource],
+                 writer: FeatureWriter, share: tuple[int, int] = (0, 1),
+                 earlier: EarlierStates | None = None) -> _Work:
     """Capture the shards of a share that are missing or damaged.
+
+    target  loads it when it is first called
+    earlier  states that need not be computed
 
     share   the number of this process and of all. Process r takes every shard n with n % size == r: whichever shards an
             interruption on another number of processes left, the missing ones are divided nearly equally.
@@ -398,8 +459,8 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: St
                        "capture into an empty directory, or delete this one")
     if done := writer.num_rows:
         stage.event("Resumed", f"{done} of {len(plan.rows)} rows were captured before")
-    work, stats = _Work(), EngineStats()
-    clock = PhaseClock(stats, target.device)
+    earlier, work, stats = earlier or EarlierStates(), _Work(), EngineStats()
+    clock: PhaseClock | None = None
     answered = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     total, passed = sum(plan.lengths), 0
     stage.progress(0, total, "tokens")
@@ -412,16 +473,38 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: St
                 passed += sum(lengths)
                 continue
             background.begin(number, rows)
-            for batch in plan_passes(lengths, spec.capture.batch_tokens):
+            at = 0
+            while at < len(rows):
                 stage.pause_point()
-                _capture_pass(target, rows[batch.start:batch.stop], writer.format, background, clock, work, stage)
-                work.tokens += sum(lengths[batch.start:batch.stop])
+                found = earlier.find(rows[at])
+                if found is not None:
+                    background.put(found, 1)
+                    work.rows_reused += 1
+                    passed += lengths[at]
+                    at += 1
+                else:
+                    batch = _next_pass(rows, at, earlier, spec.capture.batch_tokens)
+                    clock = clock or PhaseClock(stats, target().device)
+                    _capture_pass(target(), batch, writer.format, background, clock, work, stage)
+                    work.tokens += sum(row.token_ids.numel() for row in batch)
+                    at += len(batch)
                 stage.progress(passed + work.tokens, total, "tokens")
             background.end()
         background.finish()
-    clock.settle(wait=True)
+    if clock is not None:
+        clock.settle(wait=True)
     work.prefill_s = stats.prefill_s
     return work
+
+
+def _next_pass(rows: Sequence[TokenRow], start: int, earlier: EarlierStates, batch_tokens: int) -> Sequence[TokenRow]:
+    """The rows of the next forward pass, from `start` to the first that an earlier job may have: without earlier jobs,
+    the passes of `plan_passes`."""
+    stop = start + 1
+    while stop < len(rows) and not earlier.has_all([rows[stop].row_id]):
+        stop += 1
+    first = next(plan_passes([row.token_ids.numel() for row in rows[start:stop]], batch_tokens))
+    return rows[start:start + first.stop]
 
 
 def _capture_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat, background: BackgroundWriter,
