@@ -18,7 +18,7 @@ POSITIONS = (0.8, 0.7, 0.6)
 
 def trained(jobs: Jobs, name: str, ends: dict[str, int], project: str = "default") -> str:
     """A job whose candidates have metrics up to the given steps."""
-    job_id = jobs.submit(job_spec(name=name, serve={"enabled": False}), project=project).id
+    job_id = jobs.submit(job_spec(name=name, serve={"endpoint": f"{project}-endpoint"}), project=project).id
     for number, (key, end) in enumerate(ends.items()):
         record(jobs, job_id, key, range(10, end + 1, 10), 1.0 + 0.2 * number)
     return job_id
@@ -161,7 +161,7 @@ def test_the_mathematics_of_curves(guarded: tuple[str, Database], open_page: Ope
     assert computed("smoothed([1, null, 3, 3], 0)") == [1, None, 3, 3]
     assert computed("smoothed([2, 2, null, 2], 0.9)") == pytest.approx([2, 2, None, 2])
     assert computed("smoothed([0, 3], 0.5)") == [0, 2], "(0.25 * 0 + 0.5 * 3) / 0.75"
-    page.evaluate("""window.one = (steps, values, name) => ({ name, points: steps.map((step, i) => ({ step, value: values[i] })) })""")
+    page.evaluate("""() => { window.one = (steps, values) => ({ points: steps.map((step, i) => ({ step, value: values[i] })) }); }""")
     assert computed("aligned([one([1, 2], [5, 6]), one([2, 3], [7, 8])])") == [[1, 2, 3], [5, 6, None], [None, 7, 8]]
     assert computed("aligned([one([1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1, 1])], 3)") == [[1, 3, 5], [1, 9, 1]], "spikes stay"
     depths = computed("speedupByDepth([one([1, 2], [0.5, 0.8]), one([2], [0.5]), one([2], [0.1])])")

@@ -9,6 +9,7 @@ const CHARTS = [
 const LAST_VALUES = [["Loss", "loss"], ["Evaluation loss", "evaluation_loss"], ["Speed-up", "theoretical_speedup"]];
 const COLOURS = ["#3b82f6", "#d97706", "#10b981", "#e11d48", "#8b5cf6", "#0891b2", "#65a30d", "#db2777"];
 const DASHES = [[], [8, 4], [2, 3], [12, 3, 2, 3], [5, 2], [1, 5], [14, 5], [8, 3, 2, 3, 2, 3]];
+const STROKES = ["solid", "long dashes", "dots", "dash-dot", "short dashes", "sparse dots", "longest dashes", "dash-dot-dot"];
 const MAX_POINTS = 1000, MAX_COLUMNS = 10000, MAX_LEGEND = 12, REFRESH_MS = 5000;
 
 // Pure functions.
@@ -67,7 +68,9 @@ function nearest(values, place) {
 }
 
 function short(value) {
-  return value == null ? "" : String(Number(value.toPrecision(4)));
+  if (value == null) return "";
+  const rounded = Number(value.toPrecision(4));
+  return rounded !== 0 && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
 }
 
 // Runs by job and key, each with its series by name.
@@ -174,13 +177,13 @@ function newPlot(figure, series, made, isLog, said) {
     scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
     axes: [{ stroke: ink, grid: line, ticks: line, label: "optimiser step" },
       { stroke: ink, grid: line, ticks: line, values: texts, size: 58 }],
-    legend: { show: series.length <= MAX_LEGEND },
+    legend: { show: runs.length === 1 && series.length <= MAX_LEGEND },
     focus: { alpha: 0.25 },
     cursor: { focus: { prox: 24 }, dataIdx: (plot, number, place) =>
       number === 0 ? place : made.options[number - 1].class === "raw" ? null : nearest(plot.data[number], place) },
     hooks: { setSeries: [(plot, number) => {
       const place = number ? plot.cursor.idxs[number] : null;
-      said.textContent = place == null ? "" :
+      said.textContent = place == null ? said.dataset.key :
         `${plot.series[number].label}: ${short(plot.data[number][place])} at step ${plot.data[0][place]}`;
     }] },
     series: [{ label: "step" }, ...made.options],
@@ -210,6 +213,10 @@ function place(title, series, isLog, weight) {
   before?.said.remove();
   before?.values.remove();
   const said = Object.assign(document.createElement("p"), { className: "quiet nearest" }), values = valuesOf(series);
+  const names = [...new Set(series.map((one) => one.name))];
+  said.dataset.key = runs.length > 1 && names.length > 1 ? `Lines: ${names.map((one, number) =>
+    `${STROKES[number % STROKES.length]} ${one}`).join(", ")}` : "";
+  said.textContent = said.dataset.key;
   const plot = newPlot(figure, series, made, isLog, said);
   if (before && (min > steps[0] || max < steps.at(-1))) plot.setScale("x", { min, max });
   figure.append(said, values);
@@ -226,7 +233,7 @@ function draw() {
   const weight = Number(smoothing.value);
   for (const [title, pattern] of CHARTS) {
     const series = chosen.flatMap((run) => [...run.series.values()].filter((one) => pattern.test(one.name)).map((one, number) => ({
-      points: one.points, label: runs.length > 1 ? `${run.label} ${one.name}` : one.name,
+      points: one.points, name: one.name, label: runs.length > 1 ? `${run.label} ${one.name}` : one.name,
       // Of one run its series have colours; of several the runs have them, as in the table, and their series are dashed.
       colour: COLOURS[(runs.length > 1 ? runs.indexOf(run) : number) % COLOURS.length],
       dash: runs.length > 1 ? DASHES[number % DASHES.length] : [] })));
@@ -242,8 +249,10 @@ function draw() {
 }
 
 const jobs = curves === null ? [] : JSON.parse(curves.dataset.jobs);
-let answers = [];
+let answers = [], isAsking = false;
 async function refresh() {
+  if (isAsking) return;  // an answer of a large sweep may take longer than until the next one
+  isAsking = true;
   try {
     answers = await Promise.all(jobs.map(async (job, number) => {
       if (answers[number] !== undefined && job.ended) return answers[number];
@@ -256,16 +265,20 @@ async function refresh() {
       const answer = await fetch(`${path}/metrics?stage=train&max_points=${MAX_POINTS}`, { headers });
       return answer.ok ? { job, items: (await answer.json()).items } : answers[number] ?? { job, items: [] };
     }));
-  } catch { return; /* the live part says that the server does not answer */ }
+  } catch {
+    return;  // the live part says that the server does not answer
+  } finally {
+    isAsking = false;
+  }
   runs = runsOf(answers);
   for (const part of curves.querySelectorAll("[data-with-runs]")) part.hidden = runs.length === 0;
   listRuns();
   draw();
 }
 
-async function follow_jobs() {
+async function followJobs() {
   if (!document.hidden) await refresh();
-  if (jobs.some((job) => !job.ended)) setTimeout(follow_jobs, REFRESH_MS);
+  if (jobs.some((job) => !job.ended)) setTimeout(followJobs, REFRESH_MS);
 }
 
 if (curves !== null) {
@@ -284,5 +297,5 @@ if (curves !== null) {
   if (curves.dataset.follow === undefined) {
     document.addEventListener("live", refresh);  // console.js follows the job's page
     refresh();
-  } else follow_jobs();
+  } else followJobs();
 }
