@@ -527,15 +527,13 @@ def _downsampled(query: Select[Any], max_points: int) -> Select[Any]:
     placed = select(points, number, func.count().over(partition_by=series).label("count")).subquery()
     part = ((placed.c.number - 1) * ((max_points - 2) // 2) // placed.c["count"]).label("part")
     parted = select(placed, part).subquery()
-    alike = (parted.c.stage, parted.c.key, parted.c.name, parted.c.part)
-
-    def place(*by: ColumnElement[Any]) -> ColumnElement[int]:
-        return func.row_number().over(partition_by=alike, order_by=by)
-
-    ranked = select(parted, place(parted.c.value, parted.c.step).label("least"),
-                    place(parted.c.value.desc(), parted.c.step).label("greatest")).subquery()
+    # The greatest has none after it in the order by value: two orders would be two sorts.
+    rising: dict[str, Any] = {"partition_by": (parted.c.stage, parted.c.key, parted.c.name, parted.c.part),
+                              "order_by": (parted.c.value, parted.c.step)}
+    ranked = select(parted, func.lag(parted.c.step).over(**rising).label("less"),
+                    func.lead(parted.c.step).over(**rising).label("greater")).subquery()
     kept = or_(ranked.c["count"] <= max_points, ranked.c.number == 1, ranked.c.number == ranked.c["count"],
-               ranked.c.least == 1, ranked.c.greatest == 1)
+               ranked.c.less.is_(None), ranked.c.greater.is_(None))
     return select(*(ranked.c[name] for name in query.selected_columns.keys())).where(kept)
 
 

@@ -9,7 +9,7 @@ const CHARTS = [
 const LAST_VALUES = [["Loss", "loss"], ["Evaluation loss", "evaluation_loss"], ["Speed-up", "theoretical_speedup"]];
 const COLOURS = ["#3b82f6", "#d97706", "#10b981", "#e11d48", "#8b5cf6", "#0891b2", "#65a30d", "#db2777"];
 const DASHES = [[], [8, 4], [2, 3], [12, 3, 2, 3], [5, 2], [1, 5], [14, 5], [8, 3, 2, 3, 2, 3]];
-const STROKES = ["solid", "long dashes", "dots", "dash-dot", "short dashes", "sparse dots", "longest dashes", "dash-dot-dot"];
+const STROKES = ["solid", "dashed", "dotted", "dash-dot", "short dashes", "sparse dots", "longest dashes", "dash-dot-dot"];
 const MAX_POINTS = 1000, MAX_COLUMNS = 10000, MAX_LEGEND = 12, REFRESH_MS = 5000;
 
 // Pure functions.
@@ -163,7 +163,7 @@ function drawing(series, isLog, weight) {
   const [steps, ...raw] = aligned(series);
   const values = isLog ? raw.map((one) => one.map((value) => value > 0 ? value : null)) : raw;
   const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash, width: 1.5, spanGaps: true,
-    points: { show: steps.length < 30 }, value: (_, value) => short(value) });
+    points: { show: steps.length < 30, size: 5, fill: one.colour }, value: (_, value) => short(value) });
   if (weight === 0) return { options: series.map(style), data: [steps, ...values] };
   const faint = series.map((one) => ({ ...style(one), stroke: `${one.colour}50`, width: 1, class: "raw", points: { show: false } }));
   return { options: [...faint, ...series.map(style)], data: [steps, ...values, ...values.map((one) => smoothed(one, weight))] };
@@ -215,7 +215,7 @@ function place(title, series, isLog, weight) {
   const said = Object.assign(document.createElement("p"), { className: "quiet nearest" }), values = valuesOf(series);
   const names = [...new Set(series.map((one) => one.name))];
   said.dataset.key = runs.length > 1 && names.length > 1 ? `Lines: ${names.map((one, number) =>
-    `${STROKES[number % STROKES.length]} ${one}`).join(", ")}` : "";
+    `${one} ${STROKES[number % STROKES.length]}`).join(", ")}` : "";
   said.textContent = said.dataset.key;
   const plot = newPlot(figure, series, made, isLog, said);
   if (before && (min > steps[0] || max < steps.at(-1))) plot.setScale("x", { min, max });
@@ -249,10 +249,9 @@ function draw() {
 }
 
 const jobs = curves === null ? [] : JSON.parse(curves.dataset.jobs);
-let answers = [], isAsking = false;
+let answers = [], restUntil = 0, queued = false, asked = Promise.resolve();
 async function refresh() {
-  if (isAsking) return;  // an answer of a large sweep may take longer than until the next one
-  isAsking = true;
+  const began = Date.now();
   try {
     answers = await Promise.all(jobs.map(async (job, number) => {
       if (answers[number] !== undefined && job.ended) return answers[number];
@@ -268,7 +267,7 @@ async function refresh() {
   } catch {
     return;  // the live part says that the server does not answer
   } finally {
-    isAsking = false;
+    restUntil = Date.now() + 4 * (Date.now() - began);  // a large sweep must not keep the server busy
   }
   runs = runsOf(answers);
   for (const part of curves.querySelectorAll("[data-with-runs]")) part.hidden = runs.length === 0;
@@ -276,9 +275,17 @@ async function refresh() {
   draw();
 }
 
+// One refresh at a time. One more is queued, so that none after the last change is missed.
+function refreshSoon() {
+  if (queued) return;
+  queued = true;
+  const rest = () => new Promise((done) => setTimeout(done, Math.max(0, restUntil - Date.now())));
+  asked = asked.catch(() => {}).then(rest).then(() => { queued = false; return refresh(); });
+}
+
 async function followJobs() {
   if (!document.hidden) await refresh();
-  if (jobs.some((job) => !job.ended)) setTimeout(followJobs, REFRESH_MS);
+  if (jobs.some((job) => !job.ended)) setTimeout(followJobs, Math.max(REFRESH_MS, restUntil - Date.now()));
 }
 
 if (curves !== null) {
@@ -295,7 +302,7 @@ if (curves !== null) {
   let waiting = 0;
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(draw, 200); });
   if (curves.dataset.follow === undefined) {
-    document.addEventListener("live", refresh);  // console.js follows the job's page
-    refresh();
+    document.addEventListener("live", refreshSoon);  // console.js follows the job's page
+    refreshSoon();
   } else followJobs();
 }
