@@ -131,8 +131,9 @@ def with_curves(jobs: Jobs) -> str:
     now, steps = utc_now(), range(10, 10 * _CURVE_POINTS + 1, 10)
     for run in range(_CURVES):
         noise = random.Random(run)
-        points = [{"job_id": job_id, "stage": "train", "key": f"run-{run:03d}", "name": "loss", "step": step, "time": now,
-                   "value": 1.0 + run / 200 + 4.0 / (1 + step / 5000) + noise.gauss(0.0, 0.1)} for step in steps]
+        points = [{"job_id": job_id, "stage": "train", "key": f"run-{run:03d}", "name": "loss", "step": step,
+                   "time": now, "value": run / 200 + 4.0 / (1 + step / 5000) + noise.gauss(1.0, 0.1)}
+                  for step in steps]
         with jobs.database.writing() as session:
             session.execute(insert(MetricRow), points)
     return job_id
@@ -245,8 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             paint = painted({"home": address + "/", "job": f"{address}/console/jobs/{last.id}"})
             curves = redrawn(address, drawn_id)
             streams = with_open_pages(address, Settings(home=home).resolved_database_url, last.id, options.open)
-    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "paint_ms": paint, "curves": curves, "streams": streams,
-              "cores": os.cpu_count(), "python": platform.python_version()}
+    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "paint_ms": paint, "curves": curves,
+              "streams": streams, "cores": os.cpu_count(), "python": platform.python_version()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))

@@ -53,9 +53,10 @@ def charts(page: Any) -> Any:
 
 
 def drawn(page: Any, title: str) -> Any:
-    """What uPlot drew of a chart: labels of its lines, whether its y axis is logarithmic, and its data."""
-    return page.evaluate("""(title) => { const { plot } = plots.get(title); return { labels: plot.series.map((one) => one.label),
-        log: plot.scales.y.distr === 3, data: plot.data, x: [plot.scales.x.min, plot.scales.x.max] }; }""", title)
+    """What uPlot drew of a chart: labels of its lines, whether its y axis is logarithmic, and its steps."""
+    return page.evaluate("""(title) => { const { plot } = plots.get(title);
+        return { labels: plot.series.map((one) => one.label),
+                 log: plot.scales.y.distr === 3, x: [plot.scales.x.min, plot.scales.x.max] }; }""", title)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -76,7 +77,8 @@ def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
             charts(page).nth(6).wait_for()
             page.get_by_label("Smoothing").fill("0.8")
             charts(page).first.locator("summary").click()
-            page.locator("section[aria-labelledby=training]").screenshot(path=SHOTS / f"curves-{name}-{width}-{scheme}.png")
+            shot = SHOTS / f"curves-{name}-{width}-{scheme}.png"
+            page.locator("section[aria-labelledby=training]").screenshot(path=shot)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
             assert found.violations_count == 0, f"{name} at {width}, {scheme}: {found.generate_report()}"
@@ -161,9 +163,11 @@ def test_the_mathematics_of_curves(guarded: tuple[str, Database], open_page: Ope
     assert computed("smoothed([1, null, 3, 3], 0)") == [1, None, 3, 3]
     assert computed("smoothed([2, 2, null, 2], 0.9)") == pytest.approx([2, 2, None, 2])
     assert computed("smoothed([0, 3], 0.5)") == [0, 2], "(0.25 * 0 + 0.5 * 3) / 0.75"
-    page.evaluate("""() => { window.one = (steps, values) => ({ points: steps.map((step, i) => ({ step, value: values[i] })) }); }""")
+    page.evaluate("""() => { window.one = (steps, values) =>
+        ({ points: steps.map((step, place) => ({ step, value: values[place] })) }); }""")
     assert computed("aligned([one([1, 2], [5, 6]), one([2, 3], [7, 8])])") == [[1, 2, 3], [5, 6, None], [None, 7, 8]]
-    assert computed("aligned([one([1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1, 1])], 3)") == [[1, 3, 5], [1, 9, 1]], "spikes stay"
+    spiked = computed("aligned([one([1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1, 1])], 3)")
+    assert spiked == [[1, 3, 5], [1, 9, 1]], "spikes stay"
     depths = computed("speedupByDepth([one([1, 2], [0.5, 0.8]), one([2], [0.5]), one([2], [0.1])])")
     assert [one["name"] for one in depths] == ["theoretical_speedup/1", "theoretical_speedup/2"]
     assert [[point["value"] for point in one["points"]] for one in depths] == [[1.5, 1.8], [pytest.approx(2.2)]]

@@ -451,7 +451,8 @@ class Jobs:
     def metrics(self, job_id: str, *, stage: StageName | None = None, key: str | None = None,
                 name: str | None = None, max_points: int | None = None) -> tuple[MetricSeries, ...]:
         """Series of a job, each ordered by step, and of at most `max_points` (at least 4) points. Raises NotFound."""
-        columns = (MetricRow.stage, MetricRow.key, MetricRow.name, MetricRow.step, MetricRow.time, MetricRow.value)
+        columns: tuple[Any, ...] = (MetricRow.stage, MetricRow.key, MetricRow.name, MetricRow.step, MetricRow.time,
+                                    MetricRow.value)
         query = select(*columns).where(MetricRow.job_id == job_id)
         for column, value in ((MetricRow.stage, stage), (MetricRow.key, key), (MetricRow.name, name)):
             query = query if value is None else query.where(column == value)
@@ -534,7 +535,7 @@ def _downsampled(query: Select[Any], max_points: int) -> Select[Any]:
                     func.lead(parted.c.step).over(**rising).label("greater")).subquery()
     kept = or_(ranked.c["count"] <= max_points, ranked.c.number == 1, ranked.c.number == ranked.c["count"],
                ranked.c.less.is_(None), ranked.c.greater.is_(None))
-    return select(*(ranked.c[name] for name in query.selected_columns.keys())).where(kept)
+    return select(*(ranked.c[column.name] for column in points.c)).where(kept)
 
 
 def _missing(job_id: str) -> NotFound:

@@ -90,9 +90,11 @@ function runsOf(answers) {
     while (series.has(`acceptance/${acceptance.length}`)) acceptance.push(series.get(`acceptance/${acceptance.length}`));
     for (const one of speedupByDepth(acceptance)) series.set(one.name, one);
   }
+  const byNumber = new Intl.Collator(undefined, { numeric: true });
   // `loss` before `evaluation_loss`: the first of a chart is the undashed one.
   return [...runs.values()].map(({ series, ...run }) =>
-    ({ ...run, series: new Map([...series].sort(([one], [other]) => one.length - other.length)) }));
+    ({ ...run, series: new Map([...series].sort(([one], [other]) => one.length - other.length)) }))
+    .sort((one, other) => byNumber.compare(one.label, other.label));
 }
 
 // The page.
@@ -110,7 +112,7 @@ function cellOf(row, text, number) {
 // Rows stay when newer values arrive, with their checkboxes and the focus.
 function listRuns() {
   const body = document.querySelector("#curves-runs tbody");
-  runs.forEach((run, place) => {
+  for (const run of runs) {
     if (!rows.has(run.id)) {
       const row = body.insertRow(), label = document.createElement("label"), swatch = document.createElement("span");
       const box = Object.assign(document.createElement("input"), { type: "checkbox", checked: true });
@@ -120,14 +122,16 @@ function listRuns() {
       row.insertCell().append(label);
       cellOf(row, "", true);
       LAST_VALUES.forEach(() => cellOf(row, "", true));
-      rows.set(run.id, { row, box, swatch });
+      const colour = COLOURS[rows.size % COLOURS.length];
+      swatch.style.background = colour;
+      rows.set(run.id, { row, box, swatch, colour });
     }
     const { row, swatch } = rows.get(run.id);
-    swatch.style.background = COLOURS[place % COLOURS.length];
+    swatch.hidden = runs.length === 1;
     const latest = (name) => run.series.get(name)?.points.at(-1);
     row.cells[1].textContent = Math.max(...[...run.series.values()].map((one) => one.points.at(-1).step));
     LAST_VALUES.forEach(([, name], column) => { row.cells[column + 2].textContent = short(latest(name)?.value) || "-"; });
-  });
+  }
 }
 
 function valuesOf(series) {
@@ -235,7 +239,7 @@ function draw() {
     const series = chosen.flatMap((run) => [...run.series.values()].filter((one) => pattern.test(one.name)).map((one, number) => ({
       points: one.points, name: one.name, label: runs.length > 1 ? `${run.label} ${one.name}` : one.name,
       // Of one run its series have colours; of several the runs have them, as in the table, and their series are dashed.
-      colour: COLOURS[(runs.length > 1 ? runs.indexOf(run) : number) % COLOURS.length],
+      colour: runs.length > 1 ? rows.get(run.id).colour : COLOURS[number % COLOURS.length],
       dash: runs.length > 1 ? DASHES[number % DASHES.length] : [] })));
     if (series.length === 0) {
       plots.get(title)?.plot.destroy();
