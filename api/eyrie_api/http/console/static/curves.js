@@ -166,7 +166,8 @@ function valuesOf(series) {
 function drawing(series, isLog, weight) {
   const [steps, ...raw] = aligned(series);
   const values = isLog ? raw.map((one) => one.map((value) => value > 0 ? value : null)) : raw;
-  const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash, width: 1.5, spanGaps: true,
+  const width = series.length > MAX_LEGEND ? 1 : 1.5;  // 100 lines without a GPU: 0.05 s instead of 1.2 s
+  const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash, width, spanGaps: true,
     points: { show: steps.length < 30, size: 5, fill: one.colour }, value: (_, value) => short(value) });
   if (weight === 0) return { options: series.map(style), data: [steps, ...values] };
   const faint = series.map((one) => ({ ...style(one), stroke: `${one.colour}50`, width: 1, class: "raw", points: { show: false } }));
