@@ -5,6 +5,7 @@ Chromium has looked at them by hand; no browser takes part here.
 
 import gzip
 import hashlib
+import json
 import re
 from html import unescape
 from pathlib import Path
@@ -132,9 +133,25 @@ def test_an_endpoint_shows_its_revisions_and_history(client: httpx.Client, datab
     assert client.get("/console/endpoints/none").status_code == 404
 
 
+def test_curves_of_jobs_with_one_name_are_told_apart_and_lists_without_a_job_or_with_too_many_are_refused(
+        client: httpx.Client, database: Database) -> None:
+    jobs = Jobs(database)
+    same = [jobs.submit(job_spec(name="nightly")).id for _ in range(2)]
+    hostile = jobs.submit(job_spec(labels={"note": HOSTILE})).id
+    query = "&".join(f"job={one}" for one in (*same, hostile, same[0]))
+    page = client.get(f"/console/curves?{query}")
+    shown = json.loads(unescape(re.search(r'data-jobs="([^"]*)"', page.text)[1]))  # type: ignore[index]
+    assert [one["name"] for one in shown] == [f"nightly ({same[0]})", f"nightly ({same[1]})", hostile]
+    assert not any(one["ended"] for one in shown)
+    assert f'href="/console/curves?job={same[1]}&amp;job={hostile}"' in page.text, "without the first"
+    assert client.get("/console/curves").status_code == 422
+    assert client.get("/console/curves?" + "&".join(11 * [f"job={hostile}"])).status_code == 422
+    assert client.get(f"/console/curves?job={hostile}&job=job-none").status_code == 404
+
+
 def test_pages_load_nothing_from_elsewhere_and_run_nothing_inline(client: httpx.Client, database: Database) -> None:
     job = Jobs(database).submit(job_spec(labels={"note": HOSTILE}))
-    for path in ("/", f"/console/jobs/{job.id}", "/console/new"):
+    for path in ("/", f"/console/jobs/{job.id}", f"/console/curves?job={job.id}", "/console/new"):
         page = client.get(path)
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy

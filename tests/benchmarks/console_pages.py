@@ -6,6 +6,9 @@ The control plane's API as a process, SQLite in a directory of its own; jobs are
 
     pages     one request at a time of home and of a job's page
     paint     first contentful paint of both in headless Chromium, where `make test-browser` has brought one
+    curves    100 runs of 10,000 points of one series in one job: the server's answer, reduced to at most 1000 points of
+              each, and in Chromium redrawing them all with another smoothing: until the canvas's lines are given out
+              (`draw`), and until the frame after it
     streams   one request of the REST API every 20 ms, at its scheduled time, in rounds without and with so many open
               pages, in turn: half of them home, half the page of a job that gets five events a second. The pages are
               read by another process, which takes its share of the processor too.
@@ -18,6 +21,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import shutil
 import subprocess
 import sys
@@ -28,12 +32,16 @@ from contextlib import contextmanager, nullcontext
 from multiprocessing import Process
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import httpx
+from sqlalchemy import insert
 
+from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.tables import MetricRow
 from eyrie_api.settings import Settings
 from tests.api.samples import job_spec
 from tests.benchmarks.control_plane import write_events
@@ -41,6 +49,24 @@ from tests.campaigns.live_servers import api_server
 
 _REQUESTS = 50
 _ROUNDS, _ROUND_S, _EVERY_S = 8, 15.0, 0.02
+
+_CURVES, _CURVE_POINTS = 100, 10_000
+_REDRAWS = {"redraw": "0", "redraw_smoothed": "0.9"}
+_REDRAW = """
+async (weight) => {
+  const taken = { draw: [], frame: [] };
+  smoothing.value = weight;
+  for (let number = 0; number < 11; number++) {
+    const began = performance.now();
+    draw();
+    await null;  // uPlot draws in a microtask
+    taken.draw.push(performance.now() - began);
+    await new Promise((painted) => requestAnimationFrame(() => setTimeout(painted)));
+    taken.frame.push(performance.now() - began);
+  }
+  return taken;
+}
+"""
 
 _READER = """
 import asyncio, sys
@@ -64,17 +90,28 @@ asyncio.run(main(sys.argv[1:]))
 """
 
 
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A headless Chromium, or None where `make test-browser` has brought none."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None or importlib.util.find_spec("playwright") is None:
+        yield None
+        return
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
 def painted(urls: Mapping[str, str]) -> dict[str, float] | None:
     """Median milliseconds from navigation to first contentful paint, each time in a browser context of its own; None
     without a browser."""
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None or importlib.util.find_spec("playwright") is None:
-        return None
-    from playwright.sync_api import sync_playwright
-
     taken: dict[str, list[float]] = {name: [] for name in urls}
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as browser:
+        if browser is None:
+            return None
         for _ in range(7):
             for name, url in urls.items():
                 context = browser.new_context()
@@ -85,8 +122,43 @@ def painted(urls: Mapping[str, str]) -> dict[str, float] | None:
                     page.wait_for_timeout(20)
                 taken[name].append(at_ms[0])
                 context.close()
-        browser.close()
     return {name: round(median(found), 1) for name, found in taken.items()}
+
+
+def with_curves(jobs: Jobs) -> str:
+    """The id of a job with the metrics of `curves`."""
+    job_id = jobs.submit(job_spec(name="curves")).id
+    now, steps = utc_now(), range(10, 10 * _CURVE_POINTS + 1, 10)
+    for run in range(_CURVES):
+        noise = random.Random(run)
+        points = [{"job_id": job_id, "stage": "train", "key": f"run-{run:03d}", "name": "loss", "step": step,
+                   "time": now, "value": run / 200 + 4.0 / (1 + step / 5000) + noise.gauss(1.0, 0.1)}
+                  for step in steps]
+        with jobs.database.writing() as session:
+            session.execute(insert(MetricRow), points)
+    return job_id
+
+
+def redrawn(address: str, job_id: str) -> dict[str, object]:
+    """Seconds of the answer with the points and its size, and milliseconds of redrawing all runs, where there is a
+    browser."""
+    began = time.perf_counter()
+    answer = httpx.get(f"{address}/v1alpha1/jobs/{job_id}/metrics", params={"stage": "train", "max_points": 1000},
+                       trust_env=False, timeout=120.0)
+    answer.raise_for_status()
+    found: dict[str, object] = {"answer_s": round(time.perf_counter() - began, 2), "bytes": len(answer.content),
+                                "points": sum(len(one["points"]) for one in answer.json()["items"])}
+    with chromium() as browser:
+        if browser is None:
+            return found
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(f"{address}/console/jobs/{job_id}")
+        page.locator("#curves-charts canvas").wait_for(timeout=120_000)
+        for name, setting in _REDRAWS.items():
+            taken = page.evaluate(_REDRAW, setting)
+            found[name] = {part: {"median_ms": round(median(values), 1), "most_ms": round(max(values), 1)}
+                           for part, values in taken.items()}
+    return found
 
 
 @contextmanager
@@ -166,14 +238,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         upgrade(database)
         jobs = Jobs(database)
         last = [jobs.submit(job_spec(name=f"job-{number}")) for number in range(options.jobs)][-1]
+        drawn_id = with_curves(jobs)
         database.close()
         with api_server(home) as server:
             address = f"http://127.0.0.1:{server.port}"
             found = {"home": timed(address + "/"), "job": timed(f"{address}/console/jobs/{last.id}")}
             paint = painted({"home": address + "/", "job": f"{address}/console/jobs/{last.id}"})
+            curves = redrawn(address, drawn_id)
             streams = with_open_pages(address, Settings(home=home).resolved_database_url, last.id, options.open)
-    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "paint_ms": paint, "streams": streams,
-              "cores": os.cpu_count(), "python": platform.python_version()}
+    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "paint_ms": paint, "curves": curves,
+              "streams": streams, "cores": os.cpu_count(), "python": platform.python_version()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))

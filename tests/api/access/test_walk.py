@@ -55,6 +55,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/console/endpoints/{name}"): ("one", None),
     ("GET", "/console/endpoints/{name}/live"): ("one", None),
     ("GET", "/console/endpoints/{name}/compare"): ("one", None),
+    ("GET", "/console/curves"): ("one", None),
     ("GET", "/console/reports"): ("many", None),
     ("GET", "/console/reports/{report_id}"): ("one", None),
     ("GET", "/console/admin"): ("many", None),
@@ -141,6 +142,8 @@ def filled(path: str, ids: dict[str, str]) -> str:
         made += f"?stage=benchmark&key={ids['key']}"
     if "/artifacts/" in path:
         made += f"?key={ids['key']}"
+    if path == "/console/curves":
+        made += f"?job={ids['job_id']}"
     if path.endswith("/events"):
         made += "?limit=10"
     return made

@@ -104,9 +104,11 @@ def metrics(
     stage: StageName | None = None,
     key: Annotated[str | None, Query(max_length=63)] = None,
     name: Annotated[str | None, Query(max_length=127)] = None,
+    max_points: Annotated[int | None, Query(ge=4, le=100_000)] = None,
 ) -> MetricList:
-    """Logged metric series: loss, acceptance per position, theoretical speed-up, ..."""
-    return MetricList(items=control.jobs.metrics(job_id, stage=stage, key=key, name=name))
+    """Logged metric series: loss, acceptance per position, theoretical speed-up, ... With `max_points` a longer series
+    is reduced to its first and last point and the least and greatest of equal parts between them."""
+    return MetricList(items=control.jobs.metrics(job_id, stage=stage, key=key, name=name, max_points=max_points))
 
 
 @router.get(JOBS + "/{job_id}/logs", response_class=PlainTextResponse)

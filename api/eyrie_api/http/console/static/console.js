@@ -1,76 +1,9 @@
-// Times in the reader's zone, the stream of the live part, the curves of a training, figures, signing in, actions,
-// and the document of a new job.
+// Times in the reader's zone, the stream of the live part, figures, signing in, actions, and the document of a new job.
 "use strict";
 
 function localTimes(root) {
   const format = new Intl.DateTimeFormat(undefined, { dateStyle: "short", timeStyle: "medium" });
   for (const one of root.querySelectorAll("time")) one.textContent = format.format(new Date(one.dateTime));
-}
-
-const CHARTS = [
-  ["Loss", /^(evaluation_)?loss$/], ["Acceptance by position", /^acceptance\/\d+$/], ["Accuracy by position", /^accuracy\/\d+$/],
-  ["Theoretical speed-up", /^theoretical_speedup/], ["Learning rate", /^learning_rate$/], ["Gradient norm", /^grad_norm$/],
-  ["Tokens per second", /^tokens_per_s$/],
-];
-const COLOURS = ["#3b82f6", "#d97706", "#10b981", "#e11d48", "#8b5cf6", "#0891b2", "#65a30d", "#db2777"];
-const MOST_POINTS = 1000;
-
-function aligned(series) {
-  const steps = [...new Set(series.flatMap((one) => one.points.map((point) => point.step)))].sort((a, b) => a - b);
-  const stride = Math.ceil(steps.length / MOST_POINTS);
-  const kept = steps.filter((_, place) => place % stride === 0);
-  return [kept, ...series.map((one) => {
-    const at = new Map(one.points.map((point) => [point.step, point.value]));
-    return kept.map((step) => at.get(step) ?? null);
-  })];
-}
-
-function table(series, data) {
-  const details = document.createElement("details"), summary = document.createElement("summary");
-  summary.textContent = "Latest values";
-  const body = document.createElement("ul");
-  series.forEach((one) => {
-    const item = document.createElement("li"), last = one.points[one.points.length - 1];
-    item.textContent = `${one.label}: ${last.value.toPrecision(4)} at step ${last.step}`;
-    body.append(item);
-  });
-  details.append(summary, body);
-  return details;
-}
-
-function draw(place, items) {
-  const figures = [];
-  for (const [title, pattern] of CHARTS) {
-    const series = items.filter((one) => one.stage === "train" && pattern.test(one.name) && one.points.length)
-      .map((one) => ({ ...one, label: `${one.key ? one.key + " " : ""}${one.name}` }));
-    if (series.length === 0) continue;
-    const figure = document.createElement("figure"), caption = document.createElement("figcaption");
-    caption.textContent = title;
-    figure.append(caption);
-    figures.push([figure, series]);
-  }
-  if (figures.length === 0) return;
-  place.replaceChildren(...figures.map(([figure]) => figure));
-  const ink = getComputedStyle(document.body).color;
-  for (const [figure, series] of figures) {
-    const data = aligned(series);
-    new uPlot({
-      width: Math.max(280, figure.clientWidth - 24), height: 220, scales: { x: { time: false } },
-      axes: [{ stroke: ink, label: "optimiser step" }, { stroke: ink }],
-      series: [{ label: "step" }, ...series.map((one, place) => ({
-        label: one.label, stroke: COLOURS[place % COLOURS.length], width: 1.5, spanGaps: true, points: { show: data[0].length < 30 } }))],
-    }, data, figure);
-    figure.append(table(series, data));
-  }
-}
-
-async function curves() {
-  const place = document.getElementById("curves");
-  if (place === null) return;
-  try {
-    const answer = await fetch(place.dataset.metrics, { headers: { accept: "application/json" } });
-    if (answer.ok) draw(place, (await answer.json()).items);
-  } catch { /* the live part says that the server does not answer */ }
 }
 
 // Figures: Vega-Lite specifications of the API. The libraries are loaded by the first page that has one.
@@ -224,7 +157,7 @@ function put(html) {
 function drawAgain(now) {
   if (!now && Date.now() - drawn < REDRAWN_MS) return;
   drawn = Date.now();
-  curves();
+  document.dispatchEvent(new Event("live"));  // curves.js
   showFigures();
 }
 
@@ -379,7 +312,6 @@ document.addEventListener("click", (event) => {
   if (button !== null) act(button);
 });
 localTimes(document);
-curves();
 showFigures();
 const live = document.querySelector("[data-stream]");
 if (live !== null) {

@@ -1,0 +1,173 @@
+"""Training curves as a person uses them: a real Chromium, the real API, metrics of made-up trainings."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from eyrie_api.clock import utc_now
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs, Metric
+from tests.api.samples import job_spec
+from tests.browser.conftest import SHOTS, TOKEN, key_in, within
+
+OpenPage = Callable[..., Any]
+POSITIONS = (0.8, 0.7, 0.6)
+
+
+def trained(jobs: Jobs, name: str, ends: dict[str, int], project: str = "default") -> str:
+    """A job whose candidates have metrics up to the given steps."""
+    job_id = jobs.submit(job_spec(name=name, serve={"endpoint": f"{project}-endpoint"}), project=project).id
+    for number, (key, end) in enumerate(ends.items()):
+        record(jobs, job_id, key, range(10, end + 1, 10), 1.0 + 0.2 * number)
+    return job_id
+
+
+def record(jobs: Jobs, job_id: str, key: str, steps: range, scale: float) -> None:
+    """Metrics as the train stage logs them: every ten steps, and of an evaluation every hundred."""
+    now, points = utc_now(), list[Metric]()
+    for step in steps:
+        wave = 0.3 * ((step * 7919) % 97) / 97
+        logged = {"loss": scale * (0.5 + 4.0 / (1 + step / 60)) + wave, "learning_rate": 1e-4 * (1 - step / 2000),
+                  "grad_norm": scale + wave, "tokens_per_s": 5000.0 * scale + 900 * wave}
+        if step % 100 == 0:
+            grown = 1 - 1 / (1 + step / 100)
+            logged |= {"evaluation_loss": scale * (0.6 + 4.0 / (1 + step / 60)), "theoretical_speedup": 1 + grown}
+            for place, most in enumerate(POSITIONS):
+                logged |= {f"acceptance/{place}": most * grown / scale, f"accuracy/{place}": 0.9 * most * grown / scale}
+        points += [Metric(metric, step, value, now) for metric, value in logged.items()]
+    jobs.record_metrics(job_id, "train", key, points)
+
+
+def signed_in(page: Any, url: str, key: str) -> Any:
+    page.goto(url)
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("link", name="Sign out").wait_for()
+    return page
+
+
+def charts(page: Any) -> Any:
+    return page.locator("#curves-charts figure")
+
+
+def drawn(page: Any, title: str) -> Any:
+    """What uPlot drew of a chart: labels of its lines, whether its y axis is logarithmic, and its steps."""
+    return page.evaluate("""(title) => { const { plot } = plots.get(title);
+        return { labels: plot.series.map((one) => one.label),
+                 log: plot.scales.y.distr === 3, x: [plot.scales.x.min, plot.scales.x.max] }; }""", title)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
+        scheme: str, guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    url, database = guarded
+    job = trained(Jobs(database), "sweep", {"eagle3-a": 1000, "eagle3-b": 1000, "mtp-a": 500})
+    other = trained(Jobs(database), "alone", {"": 800})
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    paths = {"job": f"/console/jobs/{job}", "jobs": f"/console/curves?job={job}&job={other}",
+             "one": f"/console/curves?job={other}"}
+    for width, height in ((375, 812), (1440, 900)):
+        page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
+        for name, path in paths.items():
+            page.goto(url + path)
+            charts(page).nth(6).wait_for()
+            page.get_by_label("Smoothing").fill("0.8")
+            charts(page).first.locator("summary").click()
+            shot = SHOTS / f"curves-{name}-{width}-{scheme}.png"
+            page.locator("section[aria-labelledby=training]").screenshot(path=shot)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
+            assert found.violations_count == 0, f"{name} at {width}, {scheme}: {found.generate_report()}"
+    assert [one for one in faults if "401" not in one] == [], "the sign-in page is a 401, which Chromium logs"
+
+
+def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_values_arrive(
+        guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+    url, database = guarded
+    jobs = Jobs(database)
+    job = trained(jobs, "sweep", {"a": 400, "b": 400})
+    page = signed_in(open_page(), url, TOKEN)
+    page.goto(f"{url}/console/curves?job={job}")
+    charts(page).nth(6).wait_for()
+    assert drawn(page, "Loss")["labels"] == ["step", "a loss", "a evaluation_loss", "b loss", "b evaluation_loss"]
+    assert not drawn(page, "Loss")["log"]
+    speedups = drawn(page, "Theoretical speed-up by depth")
+    assert speedups["labels"][1:4] == ["a theoretical_speedup", "a theoretical_speedup/1", "a theoretical_speedup/2"]
+    page.get_by_label("a", exact=True).focus()
+    page.keyboard.press("Space")
+    page.get_by_label("Logarithmic y axis").focus()
+    page.keyboard.press("Space")
+    page.get_by_label("Smoothing").focus()
+    page.keyboard.press("ArrowRight")
+    chosen = drawn(page, "Loss")
+    assert chosen["log"]
+    assert chosen["labels"] == ["step", *2 * ["b loss", "b evaluation_loss"]], "raw and smoothed"
+    row = page.locator("#curves-runs tbody tr", has_text="b")
+    assert row.locator("td").nth(1).inner_text() == "400"
+    page.evaluate("plots.get('Loss').plot.setScale('x', { min: 100, max: 200 })")
+    page.get_by_label("b", exact=True).focus()
+    record(jobs, job, "b", range(410, 501, 10), 1.2)
+    record(jobs, job, "c", range(10, 501, 10), 1.4)
+    page.locator("#curves-runs tbody tr", has_text="c").wait_for()
+    assert row.locator("td").nth(1).inner_text() == "500"
+    assert page.evaluate("document.activeElement.closest('tr').innerText").startswith("b"), "the focus stays"
+    assert not page.get_by_label("a", exact=True).is_checked()
+    after = drawn(page, "Loss")
+    assert after["log"]
+    assert after["x"] == [100, 200], "the zoom stays"
+    assert {label.split()[0] for label in after["labels"][1:]} == {"b", "c"}
+    page.get_by_label("All runs").check()
+    assert {label.split()[0] for label in drawn(page, "Loss")["labels"][1:]} == {"a", "b", "c"}
+    page.get_by_label("All runs").uncheck()
+    page.get_by_text("No run is chosen.").wait_for()
+    assert charts(page).count() == 0
+    assert [one for one in faults if "401" not in one] == []
+
+
+def test_several_jobs_are_drawn_together_and_one_of_another_project_is_not_there(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    secret, own = key_in(database, "team", "viewer"), Jobs(database, scope=within("team", database))
+    first, second = (trained(own, name, {"base": 300}, project="team") for name in ("first", "second"))
+    within("other", database)
+    foreign = trained(Jobs(database), "theirs", {"base": 300}, project="other")
+    page = signed_in(open_page(), url, secret)
+    page.goto(f"{url}/console/jobs/{first}")
+    page.get_by_role("link", name="Together with other jobs").click()
+    page.get_by_text("Add a job").click()
+    assert page.get_by_role("link", name="Add theirs").count() == 0
+    page.get_by_role("link", name="Add second").click()
+    charts(page).nth(6).wait_for()
+    assert drawn(page, "Gradient norm")["labels"] == ["step", "first base grad_norm", "second base grad_norm"]
+    assert page.locator("#curves-runs tbody tr").count() == 2
+    page.get_by_role("link", name="Remove first").click()
+    page.get_by_role("link", name="Remove").wait_for(state="detached")
+    assert page.url.endswith(f"?job={second}")
+    assert page.goto(f"{url}/console/curves?job={first}&job={foreign}").status == 404
+
+
+def test_the_mathematics_of_curves(guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    job = trained(Jobs(database), "alone", {"": 100})
+    page = signed_in(open_page(), url, TOKEN)
+    page.goto(f"{url}/console/jobs/{job}")
+    charts(page).first.wait_for()
+
+    def computed(expression: str) -> Any:
+        return json.loads(page.evaluate(f"JSON.stringify({expression})"))
+
+    assert computed("smoothed([1, null, 3, 3], 0)") == [1, None, 3, 3]
+    assert computed("smoothed([2, 2, null, 2], 0.9)") == pytest.approx([2, 2, None, 2])
+    assert computed("smoothed([0, 3], 0.5)") == [0, 2], "(0.25 * 0 + 0.5 * 3) / 0.75"
+    page.evaluate("""() => { window.one = (steps, values) =>
+        ({ points: steps.map((step, place) => ({ step, value: values[place] })) }); }""")
+    assert computed("aligned([one([1, 2], [5, 6]), one([2, 3], [7, 8])])") == [[1, 2, 3], [5, 6, None], [None, 7, 8]]
+    spiked = computed("aligned([one([1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1, 1])], 3)")
+    assert spiked == [[1, 3, 5], [1, 9, 1]], "spikes stay"
+    depths = computed("speedupByDepth([one([1, 2], [0.5, 0.8]), one([2], [0.5]), one([2], [0.1])])")
+    assert [one["name"] for one in depths] == ["theoretical_speedup/1", "theoretical_speedup/2"]
+    assert [[point["value"] for point in one["points"]] for one in depths] == [[1.5, 1.8], [pytest.approx(2.2)]]
