@@ -65,23 +65,18 @@ def test_a_log_that_is_missing_says_so_with_a_hint(plane: Plane, open_page: Open
 
 
 def test_files_are_listed_with_their_size_as_stages_finish_and_can_be_downloaded(
-        plane: Plane, rehearsal: Rehearsal, open_page: OpenPage, faults: list[str]) -> None:
-    rehearsal.plan(train__base=["hang", "ok"])
+        plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
     job, page = submitted(plane, name="nightly"), open_page()
     page.goto(address(plane, f"/console/jobs/{job}"))
-    page.locator(".pipeline li.running h3", has_text="train").wait_for(timeout=_PATIENCE_MS)
-    plane.http.post(f"/v1alpha1/jobs/{job}/cancel", json={})
-    has_phase(page, "Cancelled")
-    plane.http.post(f"/v1alpha1/jobs/{job}/retry", json={})
-    page.reload()
-    has_phase(page, "Succeeded")
+    page.evaluate("window.stays = true")
+    page.locator("h1 .badge", has_text="Succeeded").wait_for(timeout=2 * _PATIENCE_MS)
+    assert page.evaluate("window.stays"), "the page was loaded again"
     items = plane.http.get(f"/v1alpha1/jobs/{job}/artifacts").json()["items"]
     assert items
     last = items[-1]
     rows = page.locator("#files tbody tr")
     page.locator(f"#files-{last['stage']}").wait_for(timeout=_PATIENCE_MS)
-    shown = [row.split("\t") for row in rows.all_text_contents()] and rows.count()
-    assert shown == len(items)
+    assert rows.count() == len(items)
     row = rows.last.inner_text()
     assert last["path"] in row
     assert size(last["size_bytes"]) in row
@@ -148,7 +143,6 @@ def test_the_leaderboard_is_sorted_and_filtered_and_stays_so_while_the_page_chan
     page.get_by_role("heading", name="Events, changed").wait_for()
     assert names() == wanted
     assert section.get_by_label("Family").input_value() == "dflash"
-    assert head.get_by_role("button").evaluate("one => one === document.activeElement || document.hasFocus()")
     assert faults == []
 
 
