@@ -28,7 +28,9 @@ function addTo(log, text) {
 
 async function readLog(details) {
   const { id } = details, follows = details.hasAttribute("data-running"), control = new AbortController();
-  const log = { text: "", note: "Loading the log.", failed: false, cut: false, busy: true, control, attempt: details.dataset.attempt };
+  // Of a stage that has written nothing yet, the answer may begin with its first output.
+  const loading = follows ? "Waiting for output of the stage." : "Loading the log.";
+  const log = { text: "", note: loading, failed: false, cut: false, busy: true, control, attempt: details.dataset.attempt };
   logs.get(id)?.control.abort();
   logs.set(id, log);
   showLog(id);
@@ -36,10 +38,9 @@ async function readLog(details) {
     const answer = await fetch(details.dataset.log + (follows ? "&follow=true" : ""), { signal: control.signal });
     if (answer.ok) {
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-      if (follows) log.note = "No output yet; it appears as it is written.";
       for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
         addTo(log, piece.value);
-        log.note = follows ? "The last lines; more appear as they are written." : "Loading the log.";
+        log.note = follows ? "The last lines; more appear as they are written." : loading;
         showLog(id);
       }
       log.note = log.text === "" ? "The log is empty." : log.cut ? `The last ${log.text.split("\n").length} lines.` : "";
