@@ -1,4 +1,4 @@
-"""The page of a job in a real Chromium: logs, artifacts, plan, compared documents, and the leaderboard in other orders."""
+"""The page of a job in a real Chromium: logs, artifacts, plan, compared documents, the leaderboard in other orders."""
 
 from collections.abc import Callable
 from datetime import timedelta

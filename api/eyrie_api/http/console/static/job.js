@@ -157,7 +157,7 @@ async function readPart(path, id) {
 }
 
 function finished(root) {
-  return root.querySelectorAll('.pipeline a[href^="#files-"]').length;
+  return root.querySelectorAll('.pipeline a[href="#files"]').length;
 }
 
 let seen = finished(document);
