@@ -7,6 +7,7 @@ the target's files and samples the data, which is too slow for a page that is re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from pydantic import JsonValue
 from starlette.responses import HTMLResponse, Response
 
 from eyrie_api.clock import utc_now
@@ -63,5 +64,5 @@ def _other(control: Control, job_id: str) -> tuple[Job | None, NotFound | None]:
         return None, error
 
 
-def _document(spec: JobSpec) -> dict[str, object]:
+def _document(spec: JobSpec) -> dict[str, JsonValue]:
     return spec.model_dump(mode="json")
