@@ -51,6 +51,8 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/console/jobs/{job_id}"): ("one", None),
     ("GET", "/console/jobs/{job_id}/live"): ("one", None),
     ("GET", "/console/jobs/{job_id}/again"): ("one", None),
+    ("GET", "/console/jobs/{job_id}/plan"): ("one", None),
+    ("GET", "/console/jobs/{job_id}/diff"): ("one", None),
     ("GET", "/console/new"): ("nobody's", None),
     ("GET", "/console/endpoints/{name}"): ("one", None),
     ("GET", "/console/endpoints/{name}/live"): ("one", None),

@@ -32,11 +32,13 @@ from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.artifacts.stage_manifests import report_of
 from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
-from eyrie_api.errors import NotFound, Unauthorized
+from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
+from eyrie_api.http.console.job_details import by_stage
 from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.control import Control, Here
+from eyrie_api.http.routes.outcomes import list_artifacts
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.history import History
@@ -53,7 +55,8 @@ STATIC = {"console.css": "text/css", "console.js": "text/javascript",
           "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
           "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
            "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css",
-           "report.css": "text/css", "curves.js": "text/javascript", "curves.css": "text/css"}
+           "report.css": "text/css", "curves.js": "text/javascript", "curves.css": "text/css",
+           "job.js": "text/javascript", "job.css": "text/css"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -91,8 +94,17 @@ def home_values(control: Control) -> dict[str, Any]:
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
 def job(job_id: str, control: Here, request: Request) -> Response:
-    """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events and document."""
-    return render_page("job.html", control, request, **job_values(control, job_id, server_of(request)))
+    """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document."""
+    values = job_values(control, job_id, server_of(request))
+    return render_page("job.html", control, request, **values, **_artifacts(job_id, control))
+
+
+def _artifacts(job_id: str, control: Control) -> dict[str, Any]:
+    """By stage, or why they cannot be listed: the rest of the page does not need them."""
+    try:
+        return {"files": by_stage(list_artifacts(job_id, control).items), "unlisted": None}
+    except EyrieError as error:
+        return {"files": (), "unlisted": error}
 
 
 def job_values(control: Control, job_id: str, server: str) -> dict[str, Any]:

@@ -141,17 +141,36 @@ function warn(text) {
   stale.hidden = text === "";
 }
 
-// What has not changed stays in the document, with its selection, scrolling and open details.
-function put(html) {
-  const body = new DOMParser().parseFromString(html, "text/html").body;
-  localTimes(body);
-  for (const part of body.children) {
-    const shown = document.getElementById(part.id), details = part.querySelectorAll("details");
-    shown.querySelectorAll("details").forEach((one, place) => { if (details[place]) details[place].open = one.open; });
-    const before = [...shown.children], after = [...part.children];
-    if (before.length !== after.length) shown.replaceChildren(...after);
-    else before.forEach((one, place) => { if (!one.isEqualNode(after[place])) one.replaceWith(after[place]); });
+function ownText(node) {
+  return [...node.childNodes].filter((one) => one.nodeType === Node.TEXT_NODE).map((one) => one.data.trim()).join("|");
+}
+
+// What has not changed stays in the document, with its selection, scrolling and focus.
+function merge(shown, next) {
+  if (shown.isEqualNode(next)) return;
+  const before = [...shown.children], after = [...next.children];
+  const alike = before.length > 0 && before.length === after.length && ownText(shown) === ownText(next)
+    && before.every((one, place) => one.tagName === after[place].tagName);
+  if (!alike) return shown.replaceWith(next);
+  for (const name of shown.getAttributeNames()) if (!next.hasAttribute(name)) shown.removeAttribute(name);
+  for (const { name, value } of next.attributes) if (shown.getAttribute(name) !== value) shown.setAttribute(name, value);
+  before.forEach((one, place) => merge(one, after[place]));
+}
+
+// Details with an id stay open or closed. The page's own script prepares the new part as it did the one in the document.
+function replace(part) {
+  const shown = document.getElementById(part.id);
+  for (const one of shown.querySelectorAll("details[id]")) {
+    const same = part.querySelector(`#${CSS.escape(one.id)}`);
+    if (same !== null) same.open = one.open;
   }
+  localTimes(part);
+  document.dispatchEvent(new CustomEvent("replacing", { detail: part }));
+  merge(shown, part);
+}
+
+function put(html) {
+  for (const part of [...new DOMParser().parseFromString(html, "text/html").body.children]) replace(part);
 }
 
 function drawAgain(now) {

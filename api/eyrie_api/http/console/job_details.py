@@ -1,0 +1,126 @@
+"""What the pages of one job derive from the API's answers: files by stage, planned beside actual, differences of two
+documents. Pure.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import JsonValue
+
+from eyrie_api.v1alpha1.plan import Plan, StagePlan
+from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.status import StageFile, StageStatus
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """The files of one stage, of all its keys."""
+
+    stage: str
+    files: tuple[StageFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(one.size_bytes for one in self.files)
+
+
+def by_stage(files: Iterable[StageFile]) -> tuple[StageFiles, ...]:
+    """In order of stage; stages without files are left out."""
+    listed = tuple(files)
+    found = (StageFiles(stage, tuple(one for one in listed if one.stage == stage)) for stage in STAGES)
+    return tuple(one for one in found if one.files)
+
+
+@dataclass(frozen=True)
+class StageComparison:
+    """What was planned for a stage and what it took."""
+
+    stage: str
+    planned: StagePlan | None
+    seconds: float | None
+    """Time in which any part of the stage ran, so far; None before it has started."""
+
+    is_running: bool
+    size_bytes: int | None
+    """Of its files; None until it has finished: what an unfinished stage has written is not known."""
+
+    @property
+    def planned_seconds(self) -> float | None:
+        """Of the plan, by its middle."""
+        return None if self.planned is None else self.planned.hours * 3600
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Actual over planned time of a stage that has ended."""
+        if self.seconds is None or self.is_running or not self.planned_seconds:
+            return None
+        return self.seconds / self.planned_seconds
+
+
+def planned_and_actual(plan: Plan, stages: Sequence[StageStatus], files: Sequence[StageFiles],
+                       now: datetime) -> tuple[StageComparison, ...]:
+    """A row for every stage of the plan or the job, in order."""
+    planned, sizes = {one.stage: one for one in plan.stages}, {one.stage: one.size_bytes for one in files}
+    found = []
+    for stage in STAGES:
+        boxes = [one for one in stages if one.stage == stage]
+        if stage not in planned and not boxes:
+            continue
+        spans = [(one.started_at, one.finished_at or now) for one in boxes if one.started_at is not None]
+        is_over = bool(boxes) and all(one.state in ("Succeeded", "Skipped") for one in boxes)
+        found.append(StageComparison(
+            stage, planned.get(stage), _covered_s(spans) if spans else None,
+            any(one.state == "Running" for one in boxes), sizes.get(stage) if is_over else None))
+    return tuple(found)
+
+
+def _covered_s(spans: Iterable[tuple[datetime, datetime]]) -> float:
+    """Seconds that at least one span covers: parts that run together are not counted twice, pauses not at all."""
+    total, end = 0.0, None
+    for start, stop in sorted(spans):
+        begin = start if end is None else max(start, end)
+        total += max(0.0, (stop - begin).total_seconds())
+        end = stop if end is None else max(stop, end)
+    return total
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field that two documents do not have with the same value."""
+
+    pointer: str
+    """JSON pointer (RFC 6901)."""
+
+    mine: str | None
+    """JSON text; None where the document has no such field."""
+
+    other: str | None
+
+
+def differences(mine: JsonValue, other: JsonValue, pointer: str = "") -> tuple[Difference, ...]:
+    """Fields in which two JSON documents differ, in order of the first one. Lists are compared by index.
+
+    Objects and lists are descended into where both documents have one, else shown whole. Equal fields are left out.
+    """
+    if isinstance(mine, dict) and isinstance(other, dict):
+        names = (*mine, *(name for name in other if name not in mine))
+        pairs = [(name.replace("~", "~0").replace("/", "~1"), name in mine, mine.get(name), name in other,
+                  other.get(name)) for name in names]
+    elif isinstance(mine, list) and isinstance(other, list):
+        pairs = [(str(at), at < len(mine), mine[at] if at < len(mine) else None, at < len(other),
+                  other[at] if at < len(other) else None) for at in range(max(len(mine), len(other)))]
+    else:
+        texts = json.dumps(mine, ensure_ascii=False), json.dumps(other, ensure_ascii=False)
+        return () if texts[0] == texts[1] else (Difference(pointer, *texts),)
+    found: list[Difference] = []
+    for name, in_mine, my_value, in_other, other_value in pairs:
+        below = f"{pointer}/{name}"
+        if in_mine and in_other:
+            found += differences(my_value, other_value, below)
+        else:
+            found.append(Difference(below, json.dumps(my_value, ensure_ascii=False) if in_mine else None,
+                                    json.dumps(other_value, ensure_ascii=False) if in_other else None))
+    return tuple(found)

@@ -1,0 +1,127 @@
+"""Pages beside that of a job: its files, its plan against what it took, its document against another job's."""
+
+from datetime import UTC, datetime, timedelta
+from html import unescape
+
+import httpx
+import pytest
+
+from eyrie_api.access.scope import Scope
+from eyrie_api.database.api_keys import ApiKeys, KeyRequest
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.projects import Projects
+from eyrie_api.http.authentication import LOCAL
+from eyrie_api.http.console.job_details import Difference, by_stage, differences, planned_and_actual
+from eyrie_api.http.server import create_app
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import CreateProject
+from eyrie_api.v1alpha1.plan import Plan, StagePlan
+from eyrie_api.v1alpha1.status import StageFile, StageStatus
+from tests.api.samples import job_spec
+
+T0 = datetime(2026, 1, 1, tzinfo=UTC)
+HOSTILE = '"><script>alert(1)</script>'
+
+
+@pytest.fixture
+def client(settings: Settings, database: Database) -> httpx.Client:
+    from starlette.testclient import TestClient
+
+    return TestClient(create_app(settings, database=database), base_url="http://127.0.0.1:8642")
+
+
+def test_fields_that_differ_are_found_at_any_depth_and_equal_ones_left_out() -> None:
+    mine = {"name": "a", "train": {"epochs": 1, "lr": 0.1}, "sources": [{"path": "x"}, {"path": "y"}], "same": [1]}
+    other = {"name": "b", "train": {"epochs": 2, "lr": 0.1}, "sources": [{"path": "x"}], "same": [1]}
+    assert differences(mine, other) == (
+        Difference("/name", '"a"', '"b"'), Difference("/train/epochs", "1", "2"),
+        Difference("/sources/1", '{"path": "y"}', None))
+    assert differences(other, other) == ()
+
+
+def test_a_missing_field_is_not_null_and_a_number_is_not_a_truth_value() -> None:
+    assert differences({"a": None}, {}) == (Difference("/a", "null", None),)
+    assert differences({}, {"a": None}) == (Difference("/a", None, "null"),)
+    assert differences({"a": True}, {"a": 1}) == (Difference("/a", "true", "1"),)
+    assert differences({"a": {"b": 1}}, {"a": [1]}) == (Difference("/a", '{"b": 1}', "[1]"),)
+
+
+def test_names_with_slashes_and_tildes_are_escaped_as_json_pointers_are() -> None:
+    assert [one.pointer for one in differences({"a/b~c": 1}, {"a/b~c": 2})] == ["/a~1b~0c"]
+
+
+def _plan(*stages: StagePlan) -> Plan:
+    return Plan(stages=stages, total_tokens=0, total_bytes_on_disk=0, total_hours=0.0, bytes_per_token=0,
+                assumptions=())
+
+
+def _part(key: str, start_s: int, stop_s: int | None, state: str = "Succeeded") -> StageStatus:
+    stop = None if stop_s is None else T0 + timedelta(seconds=stop_s)
+    return StageStatus(stage="train", key=key, state=state, started_at=T0 + timedelta(seconds=start_s),  # type: ignore[arg-type]
+                       finished_at=stop)
+
+
+def _file(stage: str, size: int) -> StageFile:
+    return StageFile(stage=stage, key="", path="f", size_bytes=size, sha256="0", url="/f")  # type: ignore[arg-type]
+
+
+def test_parts_of_a_stage_that_ran_together_are_counted_once_and_pauses_not_at_all() -> None:
+    plan = _plan(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01))
+    stages = (_part("a", 0, 100), _part("b", 50, 120), _part("c", 200, 210))
+    (row,) = planned_and_actual(plan, stages, by_stage((_file("train", 3), _file("train", 4))), T0)
+    assert row.seconds == 130.0
+    assert row.time_ratio == pytest.approx(130 / 36)
+    assert row.size_bytes == 7
+
+
+def test_a_running_stage_has_its_time_so_far_and_no_ratio_nor_size() -> None:
+    plan = _plan(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01))
+    (row,) = planned_and_actual(plan, (_part("a", 0, 20), _part("b", 20, None, "Running")),
+                                by_stage((_file("train", 3),)), T0 + timedelta(seconds=60))
+    assert (row.seconds, row.is_running, row.time_ratio, row.size_bytes) == (60.0, True, None, None)
+
+
+def test_a_stage_that_has_not_started_or_was_not_planned_has_a_row_too() -> None:
+    rows = planned_and_actual(_plan(StagePlan(stage="capture", tokens=1, bytes_on_disk=5, hours=1.0)),
+                              (StageStatus(stage="prove"),), (), T0)
+    assert [(row.stage, row.planned_seconds, row.seconds) for row in rows] == [
+        ("capture", 3600.0, None), ("prove", None, None)]
+
+
+def test_the_plan_of_a_job_whose_target_is_gone_is_a_reason_with_a_hint(
+        client: httpx.Client, database: Database) -> None:
+    job = Jobs(database).submit(job_spec(target={"model": "/gone"}))
+    page = client.get(f"/console/jobs/{job.id}/plan")
+    assert page.status_code == 200
+    assert "No plan can be made now" in page.text
+    assert "/gone" in page.text
+
+
+def test_compared_documents_show_fields_as_text(client: httpx.Client, database: Database) -> None:
+    mine, other = (Jobs(database).submit(job_spec(name=name, labels=labels)) for name, labels in (
+        ("mine", {"note": HOSTILE}), ("other", {})))
+    page = client.get(f"/console/jobs/{mine.id}/diff", params={"with": other.id})
+    assert HOSTILE not in page.text
+    assert "/labels/note" in page.text
+    assert "script" in unescape(page.text)
+    assert "form-action 'self'" in page.headers["content-security-policy"]
+    assert client.get(f"/console/jobs/{mine.id}/diff").status_code == 200
+
+
+def test_a_job_that_the_caller_may_not_read_is_not_compared_with(settings: Settings, database: Database) -> None:
+    from starlette.testclient import TestClient
+
+    scopes = []
+    for project in ("team", "others"):
+        Projects(database).create(CreateProject(name=project))
+        scopes.append(Scope(LOCAL, project))
+    secret = ApiKeys(database, scope=scopes[0]).create(KeyRequest(name="k", role="viewer"))[1]
+    mine = Jobs(database, scope=scopes[0]).submit(job_spec(name="mine"))
+    other = Jobs(database, scope=scopes[1]).submit(job_spec(name="theirs", serve={"endpoint": "theirs"}))
+    app = create_app(settings.model_copy(update={"token": "installation-token-of-these-tests"}), database=database)
+    client = TestClient(app, base_url="http://127.0.0.1:8642", headers={"authorization": f"Bearer {secret}"})
+    page = client.get(f"/console/jobs/{mine.id}/diff", params={"with": other.id})
+    assert page.status_code == 404
+    assert "theirs" not in page.text
+    assert client.get(f"/console/jobs/{other.id}/diff", params={"with": mine.id}).status_code == 404

@@ -1,0 +1,217 @@
+"""The page of a job in a real Chromium: logs, artifacts, plan, compared documents, the leaderboard in other orders."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.clock import utc_now
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.results import Results
+from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
+from tests.api.figures.job_values import tune_report
+from tests.api.samples import finish_stage, job_spec
+from tests.browser.conftest import SHOTS, TOKEN
+from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
+
+OpenPage = Callable[..., Any]
+Server = tuple[str, Database]
+_SPEEDUPS = {"a-step-1": 1.5, "b-step-1": 1.9, "b-step-2": 0.9}
+_FAMILIES = {"a-step-1": "eagle3", "b-step-1": "dflash", "b-step-2": "dflash"}
+
+
+def job_in(server: Server, tmp_path: Path, name: str = "nightly", **fields: Any) -> tuple[str, Path]:
+    """A job whose stages no worker runs, and the directory of its stages."""
+    job = Jobs(server[1]).submit(job_spec(name=name, target={"model": "quickstart"}, **fields))
+    return job.id, tmp_path / "guarded" / "jobs" / job.id / "stages"
+
+
+def set_stages(server: Server, job: str, phase: Any, *stages: StageStatus) -> None:
+    for one in stages:
+        Jobs(server[1]).set_stage(job, one)
+    Jobs(server[1]).save_status(job, JobStatus(phase=phase, stages=stages, started_at=utc_now()))
+
+
+def stage(name: Any, state: Any = "Succeeded", key: str = "", **fields: Any) -> StageStatus:
+    now = utc_now()
+    return StageStatus(stage=name, key=key, state=state, attempt=1, started_at=now - timedelta(seconds=90),
+                       finished_at=None if state == "Running" else now, **fields)
+
+
+def write_log(directory: Path, text: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "log.txt").open("a") as log:
+        log.write(text)
+
+
+def measure(server: Server, job: str) -> None:
+    """Three checkpoints of two families."""
+    for checkpoint, speedup in _SPEEDUPS.items():
+        Results(server[1]).record(Measured(job_id=job, target="quickstart", family=_FAMILIES[checkpoint], tuned=False,
+                                           report=benchmark_report(checkpoint, speedup)), f"/{checkpoint}")
+
+
+def signed_in(server: Server, open_page: OpenPage, path: str, **options: Any) -> Any:
+    page = open_page(**options)
+    answer = page.request.post(server[0] + "/console/sign-in", headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.status == 204
+    page.goto(server[0] + path)
+    return page
+
+
+def test_the_log_of_a_running_stage_is_followed_and_stays_open_when_the_stage_ends(
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    job, stages = job_in(guarded, tmp_path)
+    set_stages(guarded, job, "Running", stage("train", "Running", "base"))
+    page = signed_in(guarded, open_page, f"/console/jobs/{job}")
+    page.locator("details.log summary").click()
+    page.get_by_text("Waiting for output of the stage.").wait_for()
+    write_log(stages / "train" / "base", "".join(f"step {step}\n" for step in range(900)) + "<b>not bold</b>\n")
+    shown = page.get_by_role("region", name="Log of train base")
+    shown.filter(has_text="<b>not bold</b>").wait_for()
+    assert "step 100\n" not in shown.inner_text(), "the last lines"
+    shown.focus()
+    set_stages(guarded, job, "Running", stage("train", "Running", "base", progress=Progress(done=1, total=2)))
+    page.locator(".pipeline progress").wait_for()
+    write_log(stages / "train" / "base", "the last line\n")
+    shown.filter(has_text="the last line").wait_for()
+    set_stages(guarded, job, "Cancelled", stage("train", "Cancelled", "base"))
+    page.locator("h1 .badge", has_text="Cancelled").wait_for()
+    page.get_by_text("The last 500 lines.").wait_for()
+    assert "the last line" in shown.inner_text()
+    assert shown.evaluate("one => one === document.activeElement"), "focus stays in the log"
+    assert shown.evaluate("one => one.scrollTop > 0"), "and so does its position"
+    assert faults == []
+
+
+def test_a_log_that_is_empty_or_missing_says_so_with_a_hint(
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    job, stages = job_in(guarded, tmp_path)
+    set_stages(guarded, job, "Failed", stage("capture"), stage("train", "Failed", "base", reason="Crashed"))
+    write_log(stages / "capture", "")
+    page = signed_in(guarded, open_page, f"/console/jobs/{job}")
+    for name, said in (("capture", "The log is empty."), ("train", "has no log; hint: it has: capture, train base")):
+        box = page.locator(".pipeline li", has=page.locator("h3", has_text=name))
+        box.locator("summary").click()
+        box.get_by_text(said).wait_for()
+    assert [one for one in faults if "404" not in one] == [], "Chromium logs the answer that there is no log"
+
+
+def test_files_are_listed_as_stages_finish_and_can_be_downloaded(
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    job, stages = job_in(guarded, tmp_path)
+    set_stages(guarded, job, "Running", stage("tune", "Running"))
+    page = signed_in(guarded, open_page, f"/console/jobs/{job}")
+    page.get_by_text("No files yet").wait_for()
+    page.evaluate("window.stays = true")
+    finish_stage(stages / "tune", "tune", tune_report(), {"a/tree.json": bytes(2048), "b.txt": b"text"}, job)
+    set_stages(guarded, job, "Running", stage("tune"))
+    page.get_by_text("tune: 2 files, 2.0 KiB").wait_for()
+    assert page.locator("#files tbody tr").all_inner_texts() == ["tune\t\ta/tree.json\t2.0 KiB", "tune\t\tb.txt\t4 B"]
+    assert page.evaluate("window.stays"), "the page was loaded again"
+    with page.expect_download() as download:
+        page.get_by_role("link", name="a/tree.json").click()
+    assert download.value.path().read_bytes() == bytes(2048)
+    assert faults == []
+
+
+def test_plan_and_actual_are_side_by_side_when_asked_for(
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    job, _ = job_in(guarded, tmp_path)
+    set_stages(guarded, job, "Running", stage("regenerate"), stage("capture", "Running"))
+    page = signed_in(guarded, open_page, f"/console/jobs/{job}")
+    page.get_by_text("Plan it now and compare").click()
+    rows = page.locator("#plan tbody tr")
+    rows.first.wait_for()
+    assert [one.split("\t")[0] for one in rows.all_inner_texts()][:3] == ["regenerate", "capture", "train"]
+    assert rows.all_inner_texts()[0].split("\t")[2] == "1m30s"
+    assert "so far" in rows.all_inner_texts()[1].split("\t")[2]
+    assert "Planned now" in page.locator("#plan").inner_text()
+    assert faults == []
+
+
+def test_two_documents_are_compared_by_a_form_that_needs_no_script(
+        guarded: Server, tmp_path: Path, open_page: OpenPage) -> None:
+    mine, _ = job_in(guarded, tmp_path, "mine", serve={"endpoint": "e"})
+    other, _ = job_in(guarded, tmp_path, "other", serve={"endpoint": "e"}, train={"epochs": 3})
+    page = signed_in(guarded, open_page, f"/console/jobs/{mine}", java_script_enabled=False)
+    page.get_by_role("link", name="compare with another job").click()
+    page.get_by_label("Id of the other job").fill("none-of-that-name")
+    page.get_by_role("button", name="Compare").click()
+    page.locator("#missing", has_text="none-of-that-name").wait_for()
+    page.get_by_label("Id of the other job").fill(other)
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("heading", name="2 differences from other").wait_for()
+    assert [row.split("\t")[0] for row in page.locator("tbody tr").all_inner_texts()] == ["/name", "/train/epochs"]
+
+
+def test_the_leaderboard_is_sorted_and_filtered_and_stays_so_while_the_page_changes(
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    job, _ = job_in(guarded, tmp_path)
+    measure(guarded, job)
+    set_stages(guarded, job, "Running", stage("tune", "Running"))
+    page = signed_in(guarded, open_page, f"/console/jobs/{job}")
+    section = page.locator("section[aria-labelledby=leaderboard]")
+
+    def names() -> list[str]:
+        return [row.split("\t")[1] for row in section.locator("tbody tr:visible").all_inner_texts()]
+
+    assert names() == ["b-step-1", "a-step-1", "b-step-2"], "in the server's order"
+    head = section.locator("th", has_text="checkpoint")
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert names() == ["a-step-1", "b-step-1", "b-step-2"]
+    speedup = section.locator("th", has_text="speed-up")
+    speedup.get_by_role("button").click()
+    assert names() == ["b-step-1", "a-step-1", "b-step-2"], "numbers begin with the largest"
+    speedup.get_by_role("button").press("Enter")
+    assert speedup.get_attribute("aria-sort") == "ascending"
+    assert section.locator("th[aria-sort]").count() == 1
+    section.get_by_label("Family").select_option("dflash")
+    assert names() == ["b-step-2", "b-step-1"]
+    Jobs(guarded[1]).record_event(job, "Measured", "another event")
+    Results(guarded[1]).record(Measured(job_id=job, target="quickstart", family="dflash", tuned=False,
+                                        report=benchmark_report("b-step-3", 1.2)), "/b-step-3")
+    set_stages(guarded, job, "Running", stage("tune", "Running", progress=Progress(done=1, total=2)))
+    section.locator("tbody tr:visible", has_text="b-step-3").wait_for()
+    assert names() == ["b-step-2", "b-step-3", "b-step-1"]
+    assert section.get_by_label("Family").input_value() == "dflash"
+    assert faults == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible_and_fits_with_everything_open(
+        scheme: str, guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    job, stages = job_in(guarded, tmp_path, labels={"note": "a long value " * 12})
+    other, _ = job_in(guarded, tmp_path, "other", train={"epochs": 3}, serve={"endpoint": "elsewhere"})
+    measure(guarded, job)
+    finish_stage(stages / "tune", "tune", tune_report(),
+                 {f"shard-{number:05}.states": bytes(1000 * number) for number in range(12)}, job)
+    write_log(stages / "capture", "".join(f"row {row}: a line that is rather longer than a telephone is wide {row}\n"
+                                          for row in range(600)))
+    set_stages(guarded, job, "Failed", stage("regenerate"), stage("capture"), stage("train", key="a"),
+               stage("train", key="b"), stage("tune"), stage("prove", "Failed", reason="Crashed", message="exit 1"))
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for width, height in ((375, 812), (1440, 900)):
+        options = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+        page = signed_in(guarded, open_page, f"/console/jobs/{job}", **options)
+        for name, path in (("job-page", ""), ("job-diff", f"/diff?with={other}"), ("job-plan", "/plan")):
+            page.goto(f"{guarded[0]}/console/jobs/{job}{path}")
+            page.wait_for_load_state("networkidle")
+            if not path:
+                page.locator("#log-capture- summary").click()
+                page.get_by_text("The last 500 lines.").wait_for()
+                page.get_by_text("Plan it now and compare").click()
+                page.locator("#plan table").wait_for()
+                page.locator("#files summary").click()
+            page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=True)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than {width}"
+            found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
+            assert found.violations_count == 0, f"{name} at {width}, {scheme}: {found.generate_report()}"
+    assert faults == []
