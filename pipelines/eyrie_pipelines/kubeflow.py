@@ -2,7 +2,7 @@
 
 Run `<job id>-<attempt>.<n>` is the n-th start of an attempt. Runs are found by name, so that no state is kept between
 two observations but the start from which deaths are counted (`run/counting.json`): a run that got further than those
-before it begins the count anew, as on one machine. `start` observes first and creates a run only when the attempt has
+before it restarts the count, as on one machine. `start` observes first and creates a run only when the attempt has
 none that is alive: a run whose creation succeeded but whose response was lost is found by the next call. The lease of a
 job prevents two drivers from creating runs concurrently.
 
@@ -120,7 +120,7 @@ class KubeflowRunner:
             "job_dir": str(self._dir(job_id)), "spec_digest": digest_model(job), "code_version": code_version()})
 
     def _count_progress(self, job_id: str, spec: JobSpec, attempt: int, number: int) -> None:
-        """Count deaths anew from this start where the job has got further since the last count."""
+        """Count deaths from this start on where the job has got further since the last count."""
         self.refresh(job_id, spec)
         done, counting = work_done(self._dir(job_id)), self._counting(job_id, attempt, fetch=True)
         if number == 1 or done > counting.work:

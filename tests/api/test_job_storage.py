@@ -1,4 +1,4 @@
-"""Storage by REST: what the files of jobs occupy, by project and by job, and to whom it is shown."""
+"""Storage by REST: what the files of jobs occupy, by project and by job, and which callers see it."""
 
 import shutil
 import threading

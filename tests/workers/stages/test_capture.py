@@ -112,6 +112,7 @@ def test_states_of_earlier_jobs_are_copied_row_by_row_and_only_the_others_are_co
     data[len(data) // 2] ^= 1
     states.write_bytes(bytes(data))
     assert captured("damaged", "some").rows_reused == 24
+    assert "1 rows of earlier jobs cannot be read" in (tmp_path / "damaged" / "events.jsonl").read_text()
     assert artifact(tmp_path / "damaged") == wanted
     # All rows: the target is not even loaded.
     monkeypatch.setattr("eyrie_workers.stages.capture.open_source", None)

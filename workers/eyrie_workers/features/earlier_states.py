@@ -2,7 +2,7 @@
 
 A state is a function of the target, the layers, the codec and the tokens up to its position. The first three are the
 format of a store, so a store with another format is left out. The tokens and the loss mask of each row are compared: an
-answer may have been generated anew, or cut elsewhere.
+answer may have been generated again, or cut at another length.
 
 What is copied is the encoded row, each block compared with its digest as it is read. An earlier job's states may be
 removed while they are read (`eyrie storage --clean`): a row that cannot be read is computed.
@@ -25,17 +25,17 @@ class EarlierStates:
     """The stores of earlier jobs, by row."""
 
     _places: dict[str, list[tuple[FeatureStore, int]]] = field(default_factory=dict)
+    num_unreadable: int = 0
+    """Rows that a store has and that could not be read."""
 
-    def add(self, store: FeatureStore, fmt: StoreFormat, wanted: set[str]) -> int:
-        """Use a store for those of the wanted rows that it has; their number. Raises ArtifactCorrupt when it has
-        another format."""
+    def add(self, store: FeatureStore, fmt: StoreFormat, wanted: set[str]) -> None:
+        """Use a store for those of the wanted rows that it has. Raises ArtifactCorrupt when it has another format."""
         if store.format != fmt:
             names = [name for name in StoreFormat.model_fields if getattr(store.format, name) != getattr(fmt, name)]
             raise ArtifactCorrupt(f"the states in {store.backend.name} have another format ({', '.join(names)})")
-        found = [(row_id, index) for index, row_id in enumerate(store.row_ids) if row_id in wanted]
-        for row_id, index in found:
-            self._places.setdefault(row_id, []).append((store, index))
-        return len(found)
+        for index, row_id in enumerate(store.row_ids):
+            if row_id in wanted:
+                self._places.setdefault(row_id, []).append((store, index))
 
     def has_all(self, row_ids: Sequence[str]) -> bool:
         """Whether some store has each row, as far as ids tell."""
@@ -49,5 +49,5 @@ class EarlierStates:
                 if torch.equal(token_ids, row.token_ids) and torch.equal(loss_mask, row.loss_mask):
                     return store.encoded(index)
             except (ArtifactCorrupt, ArtifactMissing, StoreUnavailable, OSError):
-                continue
+                self.num_unreadable += 1
         return None

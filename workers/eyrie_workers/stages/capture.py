@@ -306,6 +306,9 @@ def _write_shards_of(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: S
         writer = FeatureWriter(stage.out_dir, fmt, alone=False)
     damaged, began = sorted(writer.damaged), time.monotonic()
     work = write_shards(spec, stage, plan, target.get, writer, (dist.rank, dist.size), earlier)
+    if earlier.num_unreadable:
+        stage.event("StatesNotReused", f"{earlier.num_unreadable:,} rows of earlier jobs cannot be read; their states "
+                    "are computed", warning=True)
     # Every process waits here until all shards are on disk.
     counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s, work.rows_reused], dtype=torch.float64,
                                        device="cpu"))
