@@ -127,3 +127,12 @@ def within(project: str, database: Database) -> Scope:
 def key_in(database: Database, project: str, role: Role) -> str:
     """The secret of a new key of a project."""
     return ApiKeys(database, scope=within(project, database)).create(KeyRequest(name="k", role=role))[1]
+
+
+def signed_in(page: Any, url: str, secret: str, path: str = "") -> Any:
+    """The page at a path, after signing in with a key on the way to it."""
+    page.goto(url + path)
+    page.get_by_label("API key").fill(secret)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("link", name="Sign out").wait_for()
+    return page

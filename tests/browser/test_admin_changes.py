@@ -14,19 +14,11 @@ from eyrie_api.database.projects import Projects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.v1alpha1.access import CreateMember, CreateWebhook
 from eyrie_pipelines.processes import wait_until
-from tests.browser.conftest import SHOTS, TOKEN, key_in, within
+from tests.browser.conftest import SHOTS, TOKEN, key_in, signed_in, within
 
 OpenPage = Callable[..., Any]
 ISSUER = "https://issuer.example/realms/team"
 RULES = ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]
-
-
-def signed_in(page: Any, url: str, secret: str, path: str = "/console/admin") -> Any:
-    page.goto(url + path)
-    page.get_by_label("API key").fill(secret)
-    page.get_by_role("button", name="Sign in").click()
-    page.get_by_role("link", name="Sign out").wait_for()
-    return page
 
 
 def answering(page: Any, accepts: bool = True) -> list[str]:
@@ -54,7 +46,7 @@ def test_a_key_is_created_used_copied_and_revoked(
         guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
-    signed_in(page, url, key_in(database, "team", "admin"))
+    signed_in(page, url, key_in(database, "team", "admin"), "/console/admin")
     asked = answering(page)
     page.get_by_text("Create a key", exact=True).focus()
     page.keyboard.press("Enter")
@@ -91,7 +83,7 @@ def test_a_key_is_created_used_copied_and_revoked(
 def test_a_question_answered_with_no_changes_nothing(
         guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
-    page = signed_in(open_page(), url, key_in(database, "team", "admin"))
+    page = signed_in(open_page(), url, key_in(database, "team", "admin"), "/console/admin")
     asked = answering(page, accepts=False)
     row = page.locator("section[aria-labelledby=keys] tbody tr").first
     row.locator("summary").click()
@@ -139,7 +131,7 @@ def test_members_are_added_change_their_role_and_are_removed(
 def test_a_project_is_created_and_its_quotas_are_set_and_lifted(
         guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
-    page = signed_in(open_page(), url, TOKEN)
+    page = signed_in(open_page(), url, TOKEN, "/console/admin")
     page.get_by_text("Create a project", exact=True).click()
     name = page.locator("#new-project-name")
     name.fill("No spaces")
@@ -177,7 +169,7 @@ def test_a_project_is_created_and_its_quotas_are_set_and_lifted(
 def test_a_webhook_is_created_tested_given_another_secret_and_deleted(
         guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
-    page = signed_in(open_page(), url, key_in(database, "team", "admin"))
+    page = signed_in(open_page(), url, key_in(database, "team", "admin"), "/console/admin")
     answering(page)
     page.get_by_text("Create a webhook", exact=True).click()
     page.locator("#new-webhook-url").fill("http://127.0.0.1:9/arrivals")
@@ -215,7 +207,7 @@ def test_a_webhook_is_created_tested_given_another_secret_and_deleted(
 
 def test_who_may_change_nothing_sees_no_button_and_why(guarded: tuple[str, Database], open_page: OpenPage) -> None:
     url, database = guarded
-    page = signed_in(open_page(), url, key_in(database, "team", "operator"))
+    page = signed_in(open_page(), url, key_in(database, "team", "operator"), "/console/admin")
     for path in ("/console/admin", "/console/admin/projects/team"):
         page.goto(url + path)
         page.get_by_text("No permission").first.wait_for()
@@ -224,7 +216,7 @@ def test_who_may_change_nothing_sees_no_button_and_why(guarded: tuple[str, Datab
 
 def test_a_revoked_session_is_told_so_beside_the_form(guarded: tuple[str, Database], open_page: OpenPage) -> None:
     url, database = guarded
-    page = signed_in(open_page(), url, key_in(database, "team", "admin"))
+    page = signed_in(open_page(), url, key_in(database, "team", "admin"), "/console/admin")
     (key,) = ApiKeys(database).list()
     page.get_by_text("Create a key", exact=True).click()
     page.locator("#new-key-name").fill("late")
@@ -247,7 +239,8 @@ def test_open_forms_refusals_and_a_new_secret_are_accessible_and_fit_a_phone_and
     key_in(database, "team", "operator")
     SHOTS.mkdir(parents=True, exist_ok=True)
     for width, height in ((375, 812), (1440, 900)):
-        page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
+        page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
+                         "/console/admin")
         for name, path, button in (("admin", "/console/admin", "Create the project"),
                                    ("project", "/console/admin/projects/team", "Add the member")):
             page.goto(url + path)

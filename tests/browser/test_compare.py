@@ -12,7 +12,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.engines.process import EngineCommand, start_engine
-from tests.browser.conftest import SHOTS, TOKEN, key_in
+from tests.browser.conftest import SHOTS, TOKEN, key_in, signed_in
 from tests.workers.engines.request_fields import behind_gateway
 
 OpenPage = Callable[..., Any]
@@ -29,14 +29,6 @@ def endpoint_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield f"{str(served.client.base_url).rstrip('/')}/v1"
     finally:
         engine.stop()
-
-
-def signed_in(page: Any, url: str, key: str) -> Any:
-    page.goto(url)
-    page.get_by_label("API key").fill(key)
-    page.get_by_role("button", name="Sign in").click()
-    page.get_by_role("link", name="Sign out").wait_for()
-    return page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -10,7 +10,7 @@ from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
 from tests.api.samples import job_spec
-from tests.browser.conftest import SHOTS, TOKEN, key_in, within
+from tests.browser.conftest import SHOTS, TOKEN, key_in, signed_in, within
 
 OpenPage = Callable[..., Any]
 POSITIONS = (0.8, 0.7, 0.6)
@@ -38,14 +38,6 @@ def record(jobs: Jobs, job_id: str, key: str, steps: range, scale: float) -> Non
                 logged |= {f"acceptance/{place}": most * grown / scale, f"accuracy/{place}": 0.9 * most * grown / scale}
         points += [Metric(metric, step, value, now) for metric, value in logged.items()]
     jobs.record_metrics(job_id, "train", key, points)
-
-
-def signed_in(page: Any, url: str, key: str) -> Any:
-    page.goto(url)
-    page.get_by_label("API key").fill(key)
-    page.get_by_role("button", name="Sign in").click()
-    page.get_by_role("link", name="Sign out").wait_for()
-    return page
 
 
 def charts(page: Any) -> Any:

@@ -14,7 +14,7 @@ from eyrie_workers.comparison.answer import answer, decision
 from eyrie_workers.comparison.page import html
 from eyrie_workers.comparison.report import CompareReport
 from tests.api.samples import report_body
-from tests.browser.conftest import SHOTS, key_in
+from tests.browser.conftest import SHOTS, key_in, signed_in
 from tests.browser.test_report_page import VARIANTS
 from tests.workers.comparison.ledger import report_of
 
@@ -34,14 +34,6 @@ def comparison() -> CompareReport:
 def store(url: str, key: str, report: StoreReport) -> StoredReport:
     with Client(url, token=key) as client:
         return client.store_report(report)
-
-
-def signed_in(page: Any, url: str, key: str) -> Any:
-    page.goto(url)
-    page.get_by_label("API key").fill(key)
-    page.get_by_role("button", name="Sign in").click()
-    page.get_by_role("link", name="Sign out").wait_for()
-    return page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
