@@ -7,8 +7,11 @@ tasks then find their manifests. Otherwise it returns at once, and a cluster's p
 
 On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local. For a cluster `placement` passes a
 function to `define` that places each task, and compiles the result (`python -m eyrie_pipelines.drafter --compile
-out.yaml` writes the pipeline without placements). The components install nothing at run time and contain one call into
-`tasks`, so that all logic is testable without kfp.
+out.yaml` writes the pipeline without placements). The components install nothing at run time and contain calls into
+`tasks` and `run_artifacts` alone, so that all logic is testable without kfp.
+
+Stages find their inputs in the work area, by references in parameters. Artifacts are for people: what a stage made
+becomes a typed artifact (`run_artifacts`), and the stages that use it receive it, so that Kubeflow shows the lineage.
 
 Differences of kfp.local 2.17 from a cluster, and how the definition avoids them:
 
@@ -46,19 +49,24 @@ def _component(function: Any) -> Any:
 
 
 @_component
-def regenerate(job_dir: str, spec_digest: str, code_version: str) -> str:
+def regenerate(job_dir: str, spec_digest: str, code_version: str, answers: dsl.Output[dsl.Dataset]) -> str:
     """Regenerate the answers of the conversations with the target."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.regenerate(job_dir, spec_digest)
+    done = tasks.regenerate(job_dir, spec_digest)
+    run_artifacts.write_dataset(job_dir, done, answers)
+    return done
 
 
 @_component
-def capture(job_dir: str, spec_digest: str, code_version: str, rows: str) -> str:
+def capture(job_dir: str, spec_digest: str, code_version: str, rows: str, answers: dsl.Input[dsl.Dataset],
+            states: dsl.Output[dsl.Dataset]) -> str:
     """Record the target's hidden states."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.capture(job_dir, spec_digest, rows)
+    done = tasks.capture(job_dir, spec_digest, rows)
+    run_artifacts.write_dataset(job_dir, done, states)
+    return done
 
 
 @_component
@@ -70,7 +78,7 @@ def list_candidates(job_dir: str, spec_digest: str, code_version: str) -> list: 
 
 
 @_component
-def sweep(job_dir: str, spec_digest: str, code_version: str, store: str) -> str:
+def sweep(job_dir: str, spec_digest: str, code_version: str, store: str, states: dsl.Input[dsl.Dataset]) -> str:
     """Train all candidates in one process."""
     from eyrie_pipelines import tasks
 
@@ -78,51 +86,75 @@ def sweep(job_dir: str, spec_digest: str, code_version: str, store: str) -> str:
 
 
 @_component
-def train(job_dir: str, spec_digest: str, code_version: str, store: str, candidate: str) -> str:
+def train(job_dir: str, spec_digest: str, code_version: str, store: str, candidate: str,
+          states: dsl.Input[dsl.Dataset], drafter: dsl.Output[dsl.Model], learning: dsl.Output[dsl.Metrics]) -> str:
     """Train one candidate."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.train(job_dir, spec_digest, store, candidate)
+    done = tasks.train(job_dir, spec_digest, store, candidate)
+    run_artifacts.write_training(job_dir, done, drafter, learning)
+    return done
 
 
 @_component
-def list_checkpoints(job_dir: str, spec_digest: str, code_version: str, trained: list) -> list:  # type: ignore[type-arg]
+def list_checkpoints(job_dir: str, spec_digest: str, code_version: str, trained: list,  # type: ignore[type-arg]
+                     drafters: dsl.Input[list[dsl.Model]], checkpoints: dsl.Output[dsl.Model]) -> list:  # type: ignore[type-arg]
     """Name the exported drafters."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.list_checkpoints(job_dir, spec_digest, trained)
+    names = tasks.list_checkpoints(job_dir, spec_digest, trained)
+    run_artifacts.write_checkpoints(job_dir, spec_digest, names, checkpoints)
+    return names
 
 
 @_component
-def benchmark(job_dir: str, spec_digest: str, code_version: str, checkpoint: str) -> str:
+def benchmark(job_dir: str, spec_digest: str, code_version: str, checkpoint: str,
+              checkpoints: dsl.Input[dsl.Model], figures: dsl.Output[dsl.Metrics]) -> str:
     """Measure one checkpoint."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.benchmark(job_dir, spec_digest, checkpoint)
+    done = tasks.benchmark(job_dir, spec_digest, checkpoint)
+    run_artifacts.write_metrics(job_dir, done, figures)
+    return done
 
 
 @_component
-def select(job_dir: str, code_version: str, benchmarked: list) -> str:  # type: ignore[type-arg]
+def select(job_dir: str, code_version: str, benchmarked: list, checkpoints: dsl.Input[dsl.Model],  # type: ignore[type-arg]
+           figures: dsl.Input[list[dsl.Metrics]], winner: dsl.Output[dsl.Model]) -> str:
     """Select the checkpoint with the best average over suites."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.select(job_dir, benchmarked)
+    best = tasks.select(job_dir, benchmarked)
+    run_artifacts.write_winner(job_dir, best, winner)
+    return best
 
 
 @_component
-def tune(job_dir: str, spec_digest: str, code_version: str, checkpoint: str) -> str:
+def tune(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, winner: dsl.Input[dsl.Model],
+         tuning: dsl.Output[dsl.Metrics]) -> str:
     """Measure the grid of draft-tree shapes."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.tune(job_dir, spec_digest, checkpoint)
+    done = tasks.tune(job_dir, spec_digest, checkpoint)
+    run_artifacts.write_metrics(job_dir, done, tuning)
+    return done
 
 
 @_component
-def prove(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, tuned: str) -> str:
+def prove(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, tuned: str,
+          winner: dsl.Input[dsl.Model], tuning: dsl.Input[dsl.Metrics], proof: dsl.Output[dsl.Metrics],
+          report: dsl.Output[dsl.HTML]) -> str:
     """Measure the tuned drafter in the engine that will serve it."""
-    from eyrie_pipelines import tasks
+    from eyrie_pipelines import run_artifacts, tasks
 
-    return tasks.prove(job_dir, spec_digest, checkpoint, tuned)
+    done = tasks.prove(job_dir, spec_digest, checkpoint, tuned)
+    run_artifacts.write_metrics(job_dir, done, proof)
+    run_artifacts.write_report(job_dir, spec_digest, report)
+    return done
+
+
+train_all = sweep
+"""The parameter `sweep` of the pipeline hides the component of that name."""
 
 
 def _unplaced(task: Any, _stage: StageName | None) -> Any:
@@ -145,24 +177,32 @@ def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings:
         return place(task.set_caching_options(False), stage)
 
     @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
-    def train_drafter(job_dir: str, spec_digest: str, code_version: str) -> str:
-        """The whole job. `job_dir` contains `job.json`; all output of the run is written below it."""
+    def train_drafter(job_dir: str, spec_digest: str, code_version: str, target: str, data: str, sweep: str) -> str:
+        """The whole job. `job_dir` contains `job.json`; all output of the run is written below it. `target`, `data` and
+        `sweep` are for people (`steps.run_parameters`)."""
         job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
         code = {"job_dir": job_dir, "code_version": code_version}
         rows = placed(regenerate(**job), "regenerate")
-        store = placed(capture(**job, rows=rows.output), "capture")
+        store = placed(capture(**job, rows=rows.outputs["Output"], answers=rows.outputs["answers"]), "capture")
+        states = store.outputs["states"]
         candidates = placed(list_candidates(**job))
-        ready = placed(sweep(**job, store=store.output), "train") if together else store
+        ready = placed(train_all(**job, store=store.outputs["Output"], states=states), "train") if together else store
         with dsl.ParallelFor(candidates.output, parallelism=trainings) as candidate:
             # After the sweep task it only reads a manifest, which needs no GPU.
-            trained = placed(train(**job, store=ready.output, candidate=candidate), None if together else "train")
-        checkpoints = placed(list_checkpoints(**job, trained=dsl.Collected(trained.output)))
-        with dsl.ParallelFor(checkpoints.output, parallelism=benchmarks) as checkpoint:
-            measured = placed(benchmark(**job, checkpoint=checkpoint), "benchmark")
-        best = placed(select(**code, benchmarked=dsl.Collected(measured.output)))
-        tuned = placed(tune(**job, checkpoint=best.output), "tune")
-        proven = placed(prove(**job, checkpoint=best.output, tuned=tuned.output), "prove")
-        return proven.output  # type: ignore[no-any-return]
+            trained = placed(train(**job, store=ready.outputs["Output"], candidate=candidate, states=states),
+                             None if together else "train")
+        exported = placed(list_checkpoints(**job, trained=dsl.Collected(trained.outputs["Output"]),
+                                           drafters=dsl.Collected(trained.outputs["drafter"])))
+        checkpoints = exported.outputs["checkpoints"]
+        with dsl.ParallelFor(exported.outputs["Output"], parallelism=benchmarks) as checkpoint:
+            measured = placed(benchmark(**job, checkpoint=checkpoint, checkpoints=checkpoints), "benchmark")
+        best = placed(select(**code, benchmarked=dsl.Collected(measured.outputs["Output"]), checkpoints=checkpoints,
+                             figures=dsl.Collected(measured.outputs["figures"])))
+        chosen, winner = best.outputs["Output"], best.outputs["winner"]
+        tuned = placed(tune(**job, checkpoint=chosen, winner=winner), "tune")
+        proven = placed(prove(**job, checkpoint=chosen, tuned=tuned.outputs["Output"], winner=winner,
+                              tuning=tuned.outputs["tuning"]), "prove")
+        return proven.outputs["Output"]  # type: ignore[no-any-return]
 
     return train_drafter
 

@@ -43,7 +43,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
-from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, job_file
+from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, job_file, run_parameters
 from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_pipelines.work_done import work_done
 from eyrie_workers.catalog import stage_dir
@@ -117,7 +117,8 @@ class KubeflowRunner:
         number = self._runs(job_id)[-1][1] + 1 if seen.attempt == attempt else 1
         self._count_progress(job_id, spec, attempt, number)
         self._api.create_run(f"{job_id}-{attempt}.{number}", pipeline, {
-            "job_dir": str(self._dir(job_id)), "spec_digest": digest_model(job), "code_version": code_version()})
+            "job_dir": str(self._dir(job_id)), "spec_digest": digest_model(job), "code_version": code_version(),
+            **run_parameters(job)})
 
     def _count_progress(self, job_id: str, spec: JobSpec, attempt: int, number: int) -> None:
         """Count deaths from this start on where the job has got further since the last count."""

@@ -46,7 +46,7 @@ from eyrie_pipelines.processes import ProcessId, group_members, identify, is_ali
 from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
-from eyrie_pipelines.steps import JOB_FILE, JobFile, job_file
+from eyrie_pipelines.steps import JOB_FILE, JobFile, job_file, run_parameters
 from eyrie_pipelines.tasks import load_job
 from eyrie_pipelines.work_done import work_done
 
@@ -298,7 +298,8 @@ def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(run_dir / "root"),
                enable_caching=False)
     try:
-        train_drafter(job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version())
+        train_drafter(job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version(),
+                      **run_parameters(job))
     except RuntimeError as error:  # raised by kfp.local when a task failed
         return str(error)
     finally:

@@ -39,6 +39,9 @@ HELD_OUT = "held-out"
 RIVAL_DIR = "drafter"
 """Where the benchmark stage of a rival keeps its drafter."""
 
+_NAMED_CANDIDATES = 16
+"""In a run's parameters."""
+
 
 class JobFile(Frozen):
     """`job.json` in the job directory: the input of every task of the pipeline."""
@@ -67,6 +70,19 @@ def job_file(before: JobFile | None, new: JobFile) -> JobFile:
     if (before.spec, before.attempt) == (new.spec, new.attempt):
         return before
     return new.model_copy(update={"reuse": before.reuse})
+
+
+def run_parameters(job: JobFile) -> dict[str, str]:
+    """What the parameters of a run in Kubeflow say of its job, for people: nothing reads them."""
+    target, data = job.spec.target, job.spec.data
+    sources = (f"{name}: {source.path}" for name, source in zip(data.source_names, data.sources, strict=True))
+    names = [candidate.name for candidate in job.candidates]
+    more = f" and {len(names) - _NAMED_CANDIDATES} more" if len(names) > _NAMED_CANDIDATES else ""
+    return {
+        "target": f"{target.model}@{target.revision}" if target.revision else target.model,
+        "data": f"{', '.join(sources)}; at most {data.max_conversations} conversations",
+        "sweep": f"{len(names)} {'candidate' if len(names) == 1 else 'candidates'}: "
+                 f"{', '.join(names[:_NAMED_CANDIDATES])}{more}"}
 
 
 class CheckpointRef(Frozen):

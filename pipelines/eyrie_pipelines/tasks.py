@@ -21,7 +21,7 @@ from eyrie_api.decisions.sweep import trains_together
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage, StageName, StageSpec, TrainStage
+from eyrie_api.v1alpha1.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
 from eyrie_pipelines import steps, trainjob
 from eyrie_pipelines.gpu_shares import Share, measure_on_shares, shares_here
 from eyrie_pipelines.run_failure import (
@@ -50,7 +50,7 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
         job = load_job(job_dir, spec_digest)
         done = _run(job_dir, steps.regenerate_spec(job, Path(job_dir)))
         # Checked here: the benchmark stage would fail for the same reason after hours of training.
-        steps.check_held_out(job, _report(job_dir, done, RegenerateReport))
+        steps.check_held_out(job, stage_report(job_dir, done, RegenerateReport))
         return done
 
 
@@ -121,14 +121,14 @@ def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> lis
     """Names of the exported drafters of all candidates, and of the rivals."""
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
-        return [checkpoint.name for checkpoint in steps.benchmarked(job.spec, _train_reports(job_dir, job))]
+        return [checkpoint.name for checkpoint in steps.benchmarked(job.spec, train_reports(job_dir, job))]
 
 
 def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     """Measure one checkpoint."""
     with _recording_failure(job_dir, "benchmark", checkpoint):
         job = load_job(job_dir, spec_digest)
-        reports = _train_reports(job_dir, job)
+        reports = train_reports(job_dir, job)
         ref = steps.find_checkpoint(job.spec, reports, checkpoint)
         if shares := shares_here():
             _benchmark_on_shares(job_dir, spec_digest, job, reports, shares)
@@ -158,7 +158,7 @@ def select(job_dir: str, benchmarked: list[str]) -> str:
     """Select the checkpoint with the best average over suites; a rival only with `promotion.rivals: promote`."""
     with _recording_failure(job_dir, "benchmark"):
         rivals = load_job(job_dir).spec.promotion.rivals == "promote"
-        return select_for_proof([_report(job_dir, ref, BenchmarkReport) for ref in benchmarked],
+        return select_for_proof([stage_report(job_dir, ref, BenchmarkReport) for ref in benchmarked],
                                 rivals=rivals).checkpoint
 
 
@@ -166,8 +166,8 @@ def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     """Tune the draft tree of the selected checkpoint; with `promotion.beat: rivals` that of the best rival too."""
     with _recording_failure(job_dir, "tune"):
         job = load_job(job_dir, spec_digest)
-        trained = _train_reports(job_dir, job)
-        benchmarks = [_report(job_dir, steps.reference("benchmark", one.name), BenchmarkReport)
+        trained = train_reports(job_dir, job)
+        benchmarks = [stage_report(job_dir, steps.reference("benchmark", one.name), BenchmarkReport)
                       for one in steps.benchmarked(job.spec, trained)]
         return _run(job_dir, steps.tune_spec(
             job, Path(job_dir), steps.find_checkpoint(job.spec, trained, checkpoint),
@@ -178,7 +178,7 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
     """Measure the tuned checkpoint in the engine that will serve it."""
     with _recording_failure(job_dir, "prove"):
         job = load_job(job_dir, spec_digest)
-        trained, rival = _train_reports(job_dir, job), _report(job_dir, tuned, TuneReport).rival
+        trained, rival = train_reports(job_dir, job), stage_report(job_dir, tuned, TuneReport).rival
         spec = steps.prove_spec(
             job, Path(job_dir), steps.find_checkpoint(job.spec, trained, checkpoint), tuned,
             None if rival is None else steps.find_checkpoint(job.spec, trained, rival.checkpoint))
@@ -231,15 +231,21 @@ def load_job(job_dir: str, spec_digest: str | None = None) -> steps.JobFile:
     return job
 
 
-def _train_reports(job_dir: str, job: steps.JobFile) -> list[TrainReport]:
+def train_reports(job_dir: str, job: steps.JobFile) -> list[TrainReport]:
     """Reports of every candidate. Read from the manifests rather than passed between tasks: kfp does not accept the
     collected outputs of one fan-out as input of another."""
-    return [_report(job_dir, steps.reference("train", candidate.name), TrainReport) for candidate in job.candidates]
+    return [stage_report(job_dir, steps.reference("train", candidate.name), TrainReport)
+            for candidate in job.candidates]
 
 
-def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
+def stage_manifest(job_dir: str, ref: str) -> Manifest:
+    """The manifest of a finished stage, by its reference. Raises ArtifactMissing or ArtifactCorrupt."""
     WorkArea.of(Path(job_dir)).download_manifest(Path(job_dir) / ref)
-    report = read_manifest(Path(job_dir) / ref).report_as(kind)
+    return read_manifest(Path(job_dir) / ref)
+
+
+def stage_report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
+    report = stage_manifest(job_dir, ref).report_as(kind)
     assert isinstance(report, kind)
     return report
 

@@ -179,10 +179,13 @@ class WorkArea:
                     self._store.write(marker, b"its bytes in the artifact store differ from their digest")
             raise ArtifactCorrupt(error.message, "retry the job: capture rebuilds the damaged files") from error
 
+    def address(self, path: Path) -> str:
+        """Where everyone finds a path of the job: its URL in the artifact store, or the path itself."""
+        return str(path) if self._store is None else f"{self._store.url}/{self._key(path)}"
+
     def _write_address(self, directory: Path) -> None:
-        assert self._store is not None
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / STORE_ADDRESS_FILE).write_text(f"{self._store.url}/{self._key(directory)}\n")
+        (directory / STORE_ADDRESS_FILE).write_text(f"{self.address(directory)}\n")
 
     def _differs(self, path: Path, digest: str) -> bool:
         assert self._store is not None

@@ -93,16 +93,18 @@ class Double:
 
 @contextmanager
 def doubling(namespace: str, home: Path, own: Programs, env: Mapping[str, str] | None = None) -> Iterator[Double]:
-    """A double for one namespace, whose pods find this machine's programs and have `env` besides."""
+    """A double for one namespace, whose pods find this machine's programs and have `env` besides. Files of artifacts
+    lie in `home/objects` of the node."""
     port = free_port()
     result = dict(env or {})
     if own.on_host:
         result["PATH"] = f"{Path(own.python[0]).parent}:/usr/bin:/bin"
     patch = home / "pod-patch.yaml"
     patch.write_text(yaml.safe_dump({
-        "spec": {"volumes": own.volumes()},
+        "spec": {"volumes": [*own.volumes(), {"name": "objects", "hostPath": {
+            "path": str(home / "objects"), "type": "DirectoryOrCreate"}}]},
         "container": {"env": [{"name": name, "value": value} for name, value in result.items()],
-                      "volumeMounts": own.mounts()}}))
+                      "volumeMounts": [*own.mounts(), {"name": "objects", "mountPath": "/minio"}]}}))
     log = home / "double.log"
 
     def start() -> "subprocess.Popen[bytes]":

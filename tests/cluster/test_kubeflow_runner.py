@@ -4,9 +4,11 @@ Stages are rehearsed: everything about a run is real but the work. The work area
 machine, which the job's pods and the test see at the same path.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -30,6 +32,8 @@ class Stage:
     double: Double
     rehearsal: Rehearsal
     home: Path
+    objects: Path
+    """Files of the run's artifacts."""
 
 
 @pytest.fixture
@@ -54,7 +58,8 @@ def stage(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Stage]:
                 "kubeflow": {"url": f"http://127.0.0.1:{double.port}"}, "home": str(home), "python": own.python,
                 "stages": {"image": own.image, "work": {"kind": "volume", "claim": "work", "mount_path": str(home)},
                            "host_paths": [{"path": str(REHEARSAL), "mount_path": str(REHEARSAL)}]}})
-            yield Stage(KubeflowRunner(profile, home, None), double, Rehearsal(home / "rehearsal"), home)
+            yield Stage(KubeflowRunner(profile, home, None), double, Rehearsal(home / "rehearsal"), home,
+                        tmp_path / "objects")
     finally:
         cluster.delete("v1", "PersistentVolume", "", volume)
 
@@ -75,7 +80,15 @@ def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: St
     assert stage.rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
                                         "benchmark/base-step-20", "tune", "prove"]
     assert (stage.home / "jobs" / "dj-1" / "stages" / "prove" / "manifest.json").exists()
-    assert len(stage.double.runs.run_service_list_runs().runs) == 1
+    (run,) = stage.double.runs.run_service_list_runs().runs
+    (prove,) = (one for one in run.run_details.task_details if one.display_name == "prove")
+    assert set(prove.inputs) == {"winner", "tuning"}
+    artifacts = {name: json.loads(urlopen(f"http://127.0.0.1:{stage.double.port}/artifacts/{listed.artifact_ids[0]}",
+                                          timeout=30).read()) for name, listed in prove.outputs.items()}
+    assert artifacts["proof"]["type"]["schemaTitle"] == "system.Metrics"
+    assert artifacts["proof"]["metadata"]["data"] == str(stage.home / "jobs" / "dj-1" / "stages" / "prove")
+    page = stage.objects / artifacts["report"]["uri"].removeprefix("minio://")
+    assert "By the figures of this run" in page.read_text()
 
 
 def test_a_stages_failure_is_reported_while_the_run_lives_and_ends_it(stage: Stage) -> None:

@@ -334,6 +334,8 @@ def audit(release: "Release", killed: dict[str, int], say: Diary) -> None:
         tasks = [one for one in runs[f"{job_id}-1.1"]["run_details"]["task_details"] if one.get("child_tasks")]
         more = {one["display_name"]: len(one["child_tasks"]) - 1 for one in tasks}
         assert sum(more.values()) == pods, more
+        (prove,) = (one for one in tasks if one["display_name"] == "prove")
+        assert (set(prove["inputs"]), set(prove["outputs"])) == ({"winner", "tuning"}, {"proof", "report"})
         listed = release.get_json(f"/jobs/{job_id}")["status"]["stages"]
         assert {one["state"] for one in listed} == {"Succeeded"}, listed
     say(f"{len(jobs)} jobs, {len(runs)} runs, a manifest for each of their {len(STAGES)} stages")

@@ -194,6 +194,7 @@ class Backend:
         try:
             job = job_of(pipeline, node, run_id=run.run_id, attempt=start.attempt, within_s=start.within_s,
                          namespace=self._cluster.name, service_account=run.service_account,
+                         pipeline_root=run.pipeline_root,
                          owner=self._cluster.owner(run.run_id), patch=self._pod_patch)
             self._cluster.make_job(job)
         except Refused as error:
@@ -205,7 +206,7 @@ class Backend:
             refused(run, node, f"the cluster refused its Job: {said}", _now())
         else:
             log.info("run %s: task %s starts as Job %s", run.run_id, node.path, job["metadata"]["name"])
-            begun(run, node, _now())
+            begun(run, pipeline, node, _now())
 
     def _keep(self, run: Run) -> None:
         self._cluster.keep_run(run)

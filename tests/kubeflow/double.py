@@ -15,14 +15,18 @@ and it goes on. One at a time: two would write over each other.
     double        HTTP, and this program
 
 What the real backend does otherwise: it is multi-user if set up so (this is not: a namespace given must be its own, or
-none); it keeps pipelines, versions and recurring runs; it passes artifacts by an object store and caches tasks; Argo
+none); it keeps pipelines, versions and recurring runs; it has an object store (see `jobs`) and caches tasks; Argo
 makes pods and no Jobs; a retried run is a Workflow made again. What this double does not read of a pipeline it refuses
 when the run is made.
+
+Artifacts are listed by their ids in a task's `inputs` and `outputs`. The real backend keeps them in ML Metadata, which
+its pages read by gRPC; here `GET /artifacts/{id}` answers with name, type, URI and metadata.
 
 The JSON is the API's: snake_case names, enums by name, times in RFC 3339, errors as gRPC's gateway writes them.
 """
 
 import argparse
+import hashlib
 import json
 import logging
 import threading
@@ -41,6 +45,7 @@ from starlette.routing import Route
 
 from tests.kubeflow.backend import ALREADY_EXISTS, FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, Backend, Wrong
 from tests.kubeflow.cluster import Namespace
+from tests.kubeflow.interpreter import Artifacts
 from tests.kubeflow.runs import Change, Run, Runtime, Task
 
 HTTP_STATUS = {INVALID_ARGUMENT: 400, FAILED_PRECONDITION: 400, NOT_FOUND: 404, ALREADY_EXISTS: 409}
@@ -103,6 +108,10 @@ def application(backend: Backend, namespace: str) -> Starlette:
         backend.delete_experiment(request.path_params["named"])
         return {}
 
+    async def artifact(request: Request) -> JSONResponse:
+        found = await run_in_threadpool(_find_artifact, backend, request.path_params["named"])
+        return JSONResponse(found)
+
     return Starlette(routes=[
         answered(lambda *_: {"multi_user": False, "pipeline_store": "database"}, "GET", path="/healthz"),
         answered(create_experiment, "POST", path="/experiments"),
@@ -115,6 +124,7 @@ def application(backend: Backend, namespace: str) -> Starlette:
         answered(list_runs, "GET", path="/runs"),
         answered(lambda request, _: rendered(backend.run(request.path_params["named"])), "GET", path="/runs/{named}"),
         answered(delete_run, "DELETE", path="/runs/{named}"),
+        Route("/artifacts/{named}", artifact),
         answered(run_verb, "POST", path="/runs/{named}"),
     ], exception_handlers={Wrong: _error})
 
@@ -133,6 +143,25 @@ def _acted(named: str, verbs: Mapping[str, Callable[[str], None]]) -> Any:
         raise Wrong(NOT_FOUND, f"no such thing to do: {named!r}")
     verbs[verb](one)
     return {}
+
+
+def _find_artifact(backend: Backend, artifact_id: str) -> dict[str, Any]:
+    for run in backend.runs():
+        for task in run.tasks.values():
+            for listed in task.artifacts.values():
+                for one in listed:
+                    if _artifact_id(one) == artifact_id:
+                        return one
+    raise Wrong(NOT_FOUND, f"artifact {artifact_id} not found")
+
+
+def _artifact_id(artifact: Mapping[str, Any]) -> str:
+    """The URI that a task was handed is its own; one that its component set may be another's too."""
+    return hashlib.sha256(json.dumps(artifact, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _listed(artifacts: Artifacts) -> dict[str, Any]:
+    return {name: {"artifact_ids": [_artifact_id(one) for one in listed]} for name, listed in artifacts.items()}
 
 
 def rendered(run: Run) -> dict[str, Any]:
@@ -169,6 +198,11 @@ def _task(run: Run, task: Task) -> dict[str, Any]:
         "run_id": run.run_id, "task_id": f"{run.run_id}-{task.path}".replace("/", "."),
         "display_name": task.path, "state": task.state, "parent_task_id": run.run_id,
         "state_history": [_change(one) for one in task.history]}
+    given = task.handed.get("inputs", {}).get("artifacts", {})
+    if given:
+        shown["inputs"] = _listed({name: one["artifacts"] for name, one in given.items()})
+    if task.artifacts:
+        shown["outputs"] = _listed(task.artifacts)
     if task.attempts:
         first, latest = task.attempts[0], task.attempts[-1]
         shown |= {"create_time": _time(first.created), "start_time": _time(first.started or first.created),

@@ -9,7 +9,11 @@ What the compiler writes and this reads: constants with placeholders, a DAG's in
 into a loop item (`parseJson(string_value)["a"]`), items given raw or by an input, limits of parallelism, outputs of
 DAGs and of loops (`dsl.Collected`: one list in the items' order; of loops in loops one flat list, since that is what
 the real backend collects). What it does not read is refused when a run is made, so that no run does something else
-than it says: artifacts (this double carries parameters alone), conditions, exit handlers, importers, `dsl.Concat`.
+than it says: conditions, exit handlers, importers, optional artifacts, `dsl.OneOf`, `dsl.Concat`.
+
+Artifacts are the launcher's (`merged_artifacts`): each output has a URI below the run's root before its container
+starts, the same for every attempt; afterwards the executor's output file may set another URI and adds metadata. An
+artifact is passed on as a list, of one element except where a loop collects.
 
 Numbers cross a box border as the real backend writes them: a whole number is written without its point. Once a task of
 a DAG has failed nothing new starts in that DAG or below; what runs there finishes, and then the DAG has failed. So does
@@ -31,6 +35,7 @@ OUTPUT_PARAMETERS = "/tmp/kfp/outputs"
 _PLACEHOLDER = re.compile(r"\{\{\$(.*?)\}\}")
 _INPUT = re.compile(r"\.inputs\.parameters\[(?:'|\"|'')([^'\"\]]+)(?:'|\"|'')\](?:\.value)?$")
 _OUTPUT = re.compile(r"\.outputs\.parameters\[(?:'|\"|'')([^'\"\]]+)(?:'|\"|'')\]\.output_file$")
+_ARTIFACT = re.compile(r"\.(inputs|outputs)\.artifacts\[(?:'|\"|'')([^'\"\]]+)(?:'|\"|'')\]\.(uri|path)$")
 _PATH = re.compile(r'^parseJson\(string_value\)((?:\["[^"]+"\])*)$')
 
 
@@ -49,12 +54,17 @@ class State(StrEnum):
     FAILED = "FAILED"
 
 
+Artifacts = Mapping[str, list[dict[str, Any]]]
+"""By the name of an input or output: runtime artifacts (name, type, uri, metadata), as the launcher has them."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """What is known of one container: begun and not ended, or how it ended."""
 
     state: State
     outputs: Mapping[str, Any] = field(default_factory=dict)
+    artifacts: Artifacts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class Scope:
     inputs: Mapping[str, Any]
     produced: Mapping[str, Mapping[str, Any]]
     """Output parameters of the sibling tasks that have ended well, by the task's name."""
+    artifacts: Artifacts = field(default_factory=dict)
+    produced_artifacts: Mapping[str, Artifacts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,8 @@ class Node:
     task: Mapping[str, Any]
     inputs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] = field(default_factory=dict)
+    input_artifacts: Artifacts = field(default_factory=dict)
+    output_artifacts: Artifacts = field(default_factory=dict)
     scope: Scope = field(default_factory=lambda: Scope({}, {}))
     gathered: frozenset[str] = frozenset()
     """Outputs that a loop has collected, here or below."""
@@ -154,9 +168,12 @@ def refuse_what_is_not_read(pipeline: Pipeline) -> None:
             known = {"taskInfo", "inputs", "dependentTasks", "cachingOptions", "componentRef", "parameterIterator",
                      "iteratorPolicy", "retryPolicy"}
             _refuse_others(f"task {where}/{name}", task, known)
-            _refuse_others(f"the inputs of task {where}/{name}", task.get("inputs", {}), {"parameters"})
+            _refuse_others(f"the inputs of task {where}/{name}", task.get("inputs", {}), {"parameters", "artifacts"})
             _refuse_parts(pipeline, f"task {where}/{name}", task)
-        _refuse_others(f"the outputs of DAG {where}", dag.get("outputs", {}), {"parameters"})
+        _refuse_others(f"the outputs of DAG {where}", dag.get("outputs", {}), {"parameters", "artifacts"})
+        for name, output in dag.get("outputs", {}).get("artifacts", {}).items():
+            if len(output["artifactSelectors"]) != 1:
+                raise Refused(f"output {name} of DAG {where}: one of several artifacts is not read by this double")
         for name, output in dag.get("outputs", {}).get("parameters", {}).items():
             _refuse_others(f"output {name} of DAG {where}", output, {"valueFromParameter"})
 
@@ -164,7 +181,11 @@ def refuse_what_is_not_read(pipeline: Pipeline) -> None:
 def _refuse_parts(pipeline: Pipeline, where: str, task: Mapping[str, Any]) -> None:
     component = pipeline.component(task["componentRef"]["name"])
     for kind in ("inputDefinitions", "outputDefinitions"):
-        _refuse_others(f"{kind} of {where}", component.get(kind, {}), {"parameters"})
+        _refuse_others(f"{kind} of {where}", component.get(kind, {}), {"parameters", "artifacts"})
+        for name, one in component.get(kind, {}).get("artifacts", {}).items():
+            _refuse_others(f"artifact {name} of {where}", one, {"artifactType", "isArtifactList", "description"})
+    for name, one in task.get("inputs", {}).get("artifacts", {}).items():
+        _refuse_others(f"input {name} of {where}", one, {"componentInputArtifact", "taskOutputArtifact"})
     for name, one in task.get("inputs", {}).get("parameters", {}).items():
         _refuse_others(f"input {name} of {where}", one, {"componentInputParameter", "runtimeValue",
                                                           "taskOutputParameter", "parameterExpressionSelector"})
@@ -196,7 +217,7 @@ def _dags(pipeline: Pipeline) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def walk(pipeline: Pipeline, arguments: Mapping[str, Any], seen: Mapping[str, Seen]) -> Node:
     """The whole tree as it stands, `seen` being what is known of each container by its path."""
-    return _Walk(pipeline, seen).dag("", "root", "root", {}, pipeline.spec["root"], arguments, Scope({}, {}))
+    return _Walk(pipeline, seen).dag("", "root", "root", {}, pipeline.spec["root"], arguments, {}, Scope({}, {}))
 
 
 def startable(node: Node) -> Iterator[Node]:
@@ -222,23 +243,29 @@ class _Walk:
     seen: Mapping[str, Seen]
 
     def dag(self, path: str, name: str, reference: str, task: Mapping[str, Any], component: Mapping[str, Any],
-            inputs: Mapping[str, Any], scope: Scope) -> Node:
+            inputs: Mapping[str, Any], artifacts: Artifacts, scope: Scope) -> Node:
         """A DAG whose inputs are known."""
         tasks: Mapping[str, Mapping[str, Any]] = component["dag"].get("tasks", {})
         done: dict[str, Node] = {}
         for one in in_order(tasks):
-            produced = {other: node.outputs for other, node in done.items() if node.state is State.SUCCEEDED}
-            done[one] = self.task(f"{path}/{one}".lstrip("/"), one, tasks[one], Scope(inputs, produced))
+            ended = {other: node for other, node in done.items() if node.state is State.SUCCEEDED}
+            around = Scope(inputs, {other: node.outputs for other, node in ended.items()}, artifacts,
+                           {other: node.output_artifacts for other, node in ended.items()})
+            done[one] = self.task(f"{path}/{one}".lstrip("/"), one, tasks[one], around)
         children = tuple(done.values())
         state = _state_of(children)
-        outputs, gathered = {}, set()
+        outputs, gathered, handed_on = {}, set(), {}
         if state is State.SUCCEEDED:
+            for key, selectors in component["dag"].get("outputs", {}).get("artifacts", {}).items():
+                (selector,) = selectors["artifactSelectors"]
+                handed_on[key] = done[selector["producerSubtask"]].output_artifacts[selector["outputArtifactKey"]]
             for key, selector in component["dag"].get("outputs", {}).get("parameters", {}).items():
                 source = selector["valueFromParameter"]
                 producer, name_there = done[source["producerSubtask"]], source["outputParameterKey"]
                 outputs[key] = producer.outputs[name_there]
                 gathered |= {key} if name_there in producer.gathered else set()
-        return Node(path, name, state, reference, task, inputs, outputs, scope, frozenset(gathered), children)
+        return Node(path, name, state, reference, task, inputs, outputs, artifacts, handed_on, scope,
+                    frozenset(gathered), children)
 
     def task(self, path: str, name: str, task: Mapping[str, Any], scope: Scope) -> Node:
         """A task of a DAG."""
@@ -246,31 +273,44 @@ class _Walk:
         if any(needed not in scope.produced for needed in needs(task)):
             return Node(path, name, State.WAITING, reference, task, scope=scope)
         inputs = _inputs(self.pipeline.component(reference), task, scope)
+        artifacts = {key: _artifacts_of(selector, scope)
+                     for key, selector in task.get("inputs", {}).get("artifacts", {}).items()}
         iterator = task.get("parameterIterator")
         if iterator is None:
-            return self.component(path, name, task, inputs, scope)
+            return self.component(path, name, task, inputs, artifacts, scope)
         items = iterator["items"]
         listed = items["raw"] if "raw" in items else inputs[items["inputParameter"]]
         values = json.loads(listed) if isinstance(listed, str) else listed
         children = tuple(self.component(f"{path}/{index}", f"{name}-{index}", task,
-                                        {**inputs, iterator["itemInput"]: value}, scope)
+                                        {**inputs, iterator["itemInput"]: value}, artifacts, scope)
                          for index, value in enumerate(values))
         state = _state_of(children)
-        outputs = {}
+        outputs, collected = {}, {}
         if state is State.SUCCEEDED:
-            keys = self.pipeline.component(reference).get("outputDefinitions", {}).get("parameters", {})
-            outputs = {key: _collected(children, key) for key in keys}
+            defined = self.pipeline.component(reference).get("outputDefinitions", {})
+            outputs = {key: _collected(children, key) for key in defined.get("parameters", {})}
+            collected = {key: [one for child in children for one in child.output_artifacts[key]]
+                         for key in defined.get("artifacts", {})}
         limit = int(task.get("iteratorPolicy", {}).get("parallelismLimit", 0))
-        return Node(path, name, state, reference, task, inputs, outputs, scope, frozenset(outputs), children, limit)
+        return Node(path, name, state, reference, task, inputs, outputs, artifacts, collected, scope,
+                    frozenset(outputs), children, limit)
 
     def component(self, path: str, name: str, task: Mapping[str, Any], inputs: Mapping[str, Any],
-                  scope: Scope) -> Node:
+                  artifacts: Artifacts, scope: Scope) -> Node:
         reference = task["componentRef"]["name"]
         component = self.pipeline.component(reference)
         if "dag" in component:
-            return self.dag(path, name, reference, task, component, inputs, scope)
+            return self.dag(path, name, reference, task, component, inputs, artifacts, scope)
         seen = self.seen.get(path, Seen(State.READY))
-        return Node(path, name, seen.state, reference, task, inputs, seen.outputs, scope)
+        return Node(path, name, seen.state, reference, task, inputs, seen.outputs, artifacts, seen.artifacts, scope)
+
+
+def _artifacts_of(selector: Mapping[str, Any], scope: Scope) -> list[dict[str, Any]]:
+    """The artifacts that an input names in its DAG."""
+    if "taskOutputArtifact" in selector:
+        source = selector["taskOutputArtifact"]
+        return scope.produced_artifacts[source["producerTask"]][source["outputArtifactKey"]]
+    return scope.artifacts[selector["componentInputArtifact"]]
 
 
 def _collected(iterations: tuple[Node, ...], key: str) -> list[Any]:
@@ -283,8 +323,10 @@ def _collected(iterations: tuple[Node, ...], key: str) -> list[Any]:
 
 def needs(task: Mapping[str, Any]) -> set[str]:
     """The siblings a task waits for, named outright or by their outputs."""
-    by_value = (one["taskOutputParameter"]["producerTask"] for one in task.get("inputs", {}).get("parameters", {})
-                .values() if "taskOutputParameter" in one)
+    inputs = task.get("inputs", {})
+    selectors = (*inputs.get("parameters", {}).values(), *inputs.get("artifacts", {}).values())
+    by_value = (one[kind]["producerTask"] for one in selectors for kind in ("taskOutputParameter", "taskOutputArtifact")
+                if kind in one)
     return {*task.get("dependentTasks", ()), *by_value}
 
 
@@ -378,13 +420,51 @@ def as_written(value: Any) -> Any:
     return value
 
 
-def executor_input(pipeline: Pipeline, node: Node) -> dict[str, Any]:
-    """What the launcher hands a component: its inputs, and where it may put its outputs."""
-    declared = pipeline.component(node.component).get("outputDefinitions", {}).get("parameters", {})
+def executor_input(pipeline: Pipeline, node: Node, root: str = "") -> dict[str, Any]:
+    """What the launcher hands a component: its inputs, and where it may put its outputs.
+
+    root   URI below which the run's artifacts lie; the driver of the real backend adds a random part for each task
+    """
+    defined = pipeline.component(node.component).get("outputDefinitions", {})
     outputs: dict[str, Any] = {"outputFile": OUTPUT_FILE}
-    if declared:
+    if declared := defined.get("parameters", {}):
         outputs["parameters"] = {name: {"outputFile": f"{OUTPUT_PARAMETERS}/{name}"} for name in declared}
-    return {"inputs": {"parameterValues": dict(node.inputs)}, "outputs": outputs}
+    if declared := defined.get("artifacts", {}):
+        outputs["artifacts"] = {name: {"artifacts": [{
+            "name": name, "type": one["artifactType"], "uri": f"{root}/{node.path}/{name}", "metadata": {}}]}
+            for name, one in declared.items()}
+    inputs: dict[str, Any] = {"parameterValues": dict(node.inputs)}
+    if node.input_artifacts:
+        inputs["artifacts"] = {name: {"artifacts": given} for name, given in node.input_artifacts.items()}
+    return {"inputs": inputs, "outputs": outputs}
+
+
+def local_path(uri: str) -> str | None:
+    """Where the launcher has an artifact's file in the pod; None for a URI that it does not know."""
+    for scheme, folder in (("gs://", "/gcs/"), ("s3://", "/s3/"), ("minio://", "/minio/")):
+        if uri.startswith(scheme):
+            return folder + uri.removeprefix(scheme)
+    return None
+
+
+def merged_artifacts(handed: Mapping[str, Any], files: Mapping[str, bytes], root: str) -> Artifacts:
+    """A component's output artifacts, from what it was handed and the file that its executor wrote.
+
+    Like `uploadOutputArtifacts` of the real launcher (kubeflow/pipelines, backend/src/v2/component/launcher_v2.go): of
+    each the first is merged, URI and metadata; one whose URI is known and not below the run's root fails the task, one
+    of another scheme is recorded and nothing is uploaded. All numbers are doubles, as protobuf has them.
+    """
+    written = json.loads(files.get(OUTPUT_FILE, b"{}") or b"{}").get("artifacts", {})
+    found = {}
+    for name, given in handed["outputs"].get("artifacts", {}).items():
+        (artifact,) = given["artifacts"]
+        said = next(iter(written.get(name, {}).get("artifacts", ())), {})
+        uri = said.get("uri") or artifact["uri"]
+        if local_path(uri) is not None and not uri.startswith(f"{root}/"):
+            raise Refused(f"failed to upload output artifact {name!r}: URI {uri!r} does not have expected bucket "
+                          f"prefix {root!r}")
+        found[name] = [{**artifact, "uri": uri, "metadata": artifact["metadata"] | said.get("metadata", {})}]
+    return found
 
 
 def outputs_of(pipeline: Pipeline, component: str, files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -406,9 +486,11 @@ def outputs_of(pipeline: Pipeline, component: str, files: Mapping[str, bytes]) -
 
 
 def filled(text: str, inputs: Mapping[str, Any], *, outputs: Mapping[str, Any] | None = None,
-           constants: Mapping[str, str] | None = None) -> str:
-    """A text with its placeholders replaced. `outputs` and the whole executor input are known to containers alone."""
-    whole = {"inputs": {"parameterValues": dict(inputs)}, "outputs": dict(outputs or {})}
+           constants: Mapping[str, str] | None = None, artifacts: Mapping[str, Any] | None = None) -> str:
+    """A text with its placeholders replaced. `outputs`, `artifacts` (those of the inputs) and the whole executor input
+    are known to containers alone."""
+    whole = {"inputs": {"parameterValues": dict(inputs), **({"artifacts": artifacts} if artifacts else {})},
+             "outputs": dict(outputs or {})}
 
     def one(match: re.Match[str]) -> str:
         inside = match.group(1)
@@ -424,6 +506,10 @@ def filled(text: str, inputs: Mapping[str, Any], *, outputs: Mapping[str, Any] |
             return value if isinstance(value, str) else json.dumps(value)
         if outputs is not None and (named := _OUTPUT.match(inside)) is not None:
             return str(outputs["parameters"][named.group(1)]["outputFile"])
+        if outputs is not None and (named := _ARTIFACT.match(inside)) is not None:
+            side, name, what = named.groups()
+            uri = str(whole[side]["artifacts"][name]["artifacts"][0]["uri"])
+            return uri if what == "uri" else str(local_path(uri))
         return (constants or {}).get(match.group(0), match.group(0))
 
     return _PLACEHOLDER.sub(one, text)

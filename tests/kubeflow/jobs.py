@@ -4,11 +4,14 @@ One Job is one attempt and makes one pod: it never tries again by itself (`backo
 late to try again is the pipeline's own to say. It is kept until its run is deleted.
 
 The real backend puts a launcher before the component's command; it reads inputs, runs the command, and writes outputs
-to a metadata store and an object store. This double has neither. Its launcher is the few lines of shell in `LAUNCHER`:
-they run the command in a process group of its own (a pod's end reaches the whole group, as with Argo's emissary), and
-then pack the files in which the component put its output parameters into the container's termination message, from
-where `unpacked` takes them. That message holds 4096 bytes; packed, JSON of usual repetitiveness is some 20 KB. What
-does not fit fails the task and says so: nothing is cut off. The image needs sh, setsid, tar, gzip and base64.
+to a metadata store and an object store. This double's object store is what is mounted where a pod has its artifacts'
+files: a directory of the node if the pod patch mounts one there, with files that later pods read; else an emptyDir,
+whose files end with the pod, and later pods have metadata and URI alone. Its launcher is the few lines of shell in
+`LAUNCHER`: they make the folders of output artifacts, run the command in a process group of its own (a pod's end
+reaches the whole group, as with Argo's emissary), and then pack the files in which the component put its output
+parameters into the container's termination message, from where `unpacked` takes them. That message holds 4096 bytes;
+packed, JSON of usual repetitiveness is some 20 KB. What does not fit fails the task and says so: nothing is cut off.
+The image needs sh, setsid, tar, gzip and base64.
 
 The annotation `eyrie.dev/pod` (see eyrie_pipelines.placement) says in JSON what kfp-kubernetes cannot: directories of
 the node, a priority class, a task's own service account. Real Kubeflow only passes it on; this double turns it into
@@ -30,7 +33,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from tests.kubeflow.interpreter import OUTPUT_FILE, OUTPUT_PARAMETERS, Node, Pipeline, Refused, executor_input, filled
+from tests.kubeflow.interpreter import (
+    OUTPUT_FILE,
+    OUTPUT_PARAMETERS,
+    Node,
+    Pipeline,
+    Refused,
+    executor_input,
+    filled,
+    local_path,
+)
 from tests.kubeflow.interpreter import look_up as found_in
 
 MESSAGE_BYTES = 4096
@@ -46,8 +58,15 @@ CONTAINER = "main"
 _LOST_AFTER = timedelta(seconds=60)
 """A pod that is to be gone and is not for so long is on a node that does not answer: nobody waits for it."""
 
+ARTIFACT_FOLDERS = "KUBEFLOW_DOUBLE_FOLDERS"
+"""Variable of a pod: the folders in which its artifacts' files will lie, a line each."""
+
+PIPELINE_ROOT = "minio://mlpipeline/v2/artifacts"
+"""Of runs that name none, as in the real backend."""
+
 LAUNCHER = f"""
 mkdir -p {OUTPUT_FILE.rpartition("/")[0]} {OUTPUT_PARAMETERS} || exit 70
+printf '%s' "${{{ARTIFACT_FOLDERS}:-}}" | while IFS= read -r folder; do mkdir -p "$folder" || exit 70; done || exit 70
 setsid "$@" &
 child=$!
 trap 'kill -s TERM -- "-$child"' TERM
@@ -124,19 +143,25 @@ def job_name(run_id: str, path: str, attempt: int) -> str:
     return f"kfp-{run_id[:8]}-{words}-{digest}-{attempt}"
 
 
+def artifacts_root(pipeline: Pipeline, run_id: str, pipeline_root: str) -> str:
+    """Below which a run's artifacts lie."""
+    return f"{(pipeline_root or PIPELINE_ROOT).rstrip('/')}/{pipeline.name}/{run_id}"
+
+
 def job_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespace: str, service_account: str = "",
-           within_s: int | None = None, owner: Mapping[str, Any] | None = None,
+           pipeline_root: str = "", within_s: int | None = None, owner: Mapping[str, Any] | None = None,
            patch: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The Job of one attempt at a container. `within_s` goes before a deadline of the task's own, as with Argo."""
     declared = pipeline.container(node.component)
     asked = pipeline.kubernetes(node.component)
-    handed = executor_input(pipeline, node)
+    handed = executor_input(pipeline, node, artifacts_root(pipeline, run_id, pipeline_root))
     constants = {"{{$.pipeline_job_name}}": pipeline.name, "{{$.pipeline_job_uuid}}": run_id,
                  "{{$.pipeline_job_resource_name}}": f"{pipeline.name}/{run_id}",
                  "{{$.pipeline_task_name}}": node.name, "{{$.pipeline_task_uuid}}": node.path}
 
     def text(one: str) -> str:
-        return filled(one, handed["inputs"]["parameterValues"], outputs=handed["outputs"], constants=constants)
+        return filled(one, handed["inputs"]["parameterValues"], outputs=handed["outputs"], constants=constants,
+                      artifacts=handed["inputs"].get("artifacts"))
 
     command = [text(one) for one in (*declared.get("command", ()), *declared.get("args", ()))]
     if not command:
@@ -160,11 +185,12 @@ def job_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespa
     spec: dict[str, Any] = {"restartPolicy": "Never", "volumes": [], "containers": [container]}
     if service_account:
         spec["serviceAccountName"] = service_account
+    laid = patch or {}
+    _give_room(handed["outputs"], laid, spec, container)
     _place(asked, node, metadata, spec, container)
     _go_beyond(metadata["annotations"], spec, container)
     if within_s is not None:
         spec["activeDeadlineSeconds"] = within_s
-    laid = patch or {}
     template = {"metadata": _laid_under(laid.get("metadata", {}), metadata),
                 "spec": {**_laid_under(laid.get("spec", {}), spec),
                          "containers": [_laid_under(laid.get("container", {}), container)]}}
@@ -175,6 +201,22 @@ def job_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespa
         of_job["ownerReferences"] = [dict(owner)]
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": of_job,
             "spec": {"parallelism": 1, "completions": 1, "backoffLimit": 0, "template": template}}
+
+
+def _give_room(outputs: Mapping[str, Any], patch: Mapping[str, Any], spec: dict[str, Any],
+               container: dict[str, Any]) -> None:
+    """Room for the files of output artifacts. The real backend mounts an emptyDir for each scheme."""
+    paths = [local_path(one["uri"]) for listed in outputs.get("artifacts", {}).values() for one in listed["artifacts"]]
+    if None in paths:
+        raise Refused("the pipeline root is not of gs://, s3:// or minio://")
+    folders = sorted({str(path).rpartition("/")[0] for path in paths})
+    if not folders:
+        return
+    container["env"].append({"name": ARTIFACT_FOLDERS, "value": "".join(f"{one}\n" for one in folders)})
+    scheme = folders[0].split("/")[1]
+    if not any(one["mountPath"] == f"/{scheme}" for one in patch.get("container", {}).get("volumeMounts", ())):
+        spec["volumes"].append({"name": f"{scheme}-scratch", "emptyDir": {}})
+        container["volumeMounts"].append({"name": f"{scheme}-scratch", "mountPath": f"/{scheme}"})
 
 
 def _resources(asked: Mapping[str, Any], text: Any) -> dict[str, Any]:

@@ -28,8 +28,19 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tests.kubeflow.interpreter import Node, Pipeline, Refused, Seen, State, outputs_of, startable, walk
-from tests.kubeflow.jobs import Found, job_name, phase_of, unpacked
+from tests.kubeflow.interpreter import (
+    Node,
+    Pipeline,
+    Refused,
+    Seen,
+    State,
+    executor_input,
+    merged_artifacts,
+    outputs_of,
+    startable,
+    walk,
+)
+from tests.kubeflow.jobs import Found, artifacts_root, job_name, phase_of, unpacked
 
 
 class Runtime(StrEnum):
@@ -75,6 +86,10 @@ class Task(BaseModel):
     forgiven: int = 0
     """Attempts before the run was last retried: they count no more."""
     outputs: dict[str, Any] = Field(default_factory=dict)
+    handed: dict[str, Any] = Field(default_factory=dict)
+    """The executor input of its attempts: the artifacts that it was given, and those that it is to put out."""
+    artifacts: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
+    """Output artifacts, once it has ended well."""
     error: str = ""
     history: list[Change] = Field(default_factory=list)
 
@@ -132,7 +147,8 @@ def advanced(run: Run, pipeline: Pipeline, found: Mapping[str, Found], now: date
     for task in run.tasks.values():
         if not task.state.ended and len(task.attempts) > task.forgiven:
             job = task.attempts[-1].job
-            if not _look(task, pipeline, found.get(job, Found(None)), now):
+            root = artifacts_root(pipeline, run.run_id, run.pipeline_root)
+            if not _look(task, pipeline, root, found.get(job, Found(None)), now):
                 deleting.append(job)
             _give_up(task, _policy(pipeline, task.path), now, may_retry=run.state is not Runtime.CANCELING)
     if run.state is Runtime.CANCELING:
@@ -160,9 +176,11 @@ def advanced(run: Run, pipeline: Pipeline, found: Mapping[str, Found], now: date
     return run, starting, deleting
 
 
-def begun(run: Run, node: Node, now: datetime) -> None:
+def begun(run: Run, pipeline: Pipeline, node: Node, now: datetime) -> None:
     """Write down that a Job was made for `node`."""
     task = run.tasks.setdefault(node.path, Task(path=node.path, component=node.component))
+    handed = executor_input(pipeline, node, artifacts_root(pipeline, run.run_id, run.pipeline_root))
+    task.handed = {side: {"artifacts": handed[side].get("artifacts", {})} for side in ("inputs", "outputs")}
     task.attempts.append(Attempt(job=job_name(run.run_id, node.path, len(task.attempts)), created=now))
     task.becomes(Runtime.PENDING, now)
 
@@ -193,21 +211,21 @@ def retried(run: Run, now: datetime) -> Run:
 
 def _seen(task: Task) -> Seen:
     if task.state is Runtime.SUCCEEDED:
-        return Seen(State.SUCCEEDED, task.outputs)
+        return Seen(State.SUCCEEDED, task.outputs, task.artifacts)
     if task.state.ended:
         return Seen(State.FAILED)
     # A retried run's task waits for its turn again.
     return Seen(State.READY if task.forgiven == len(task.attempts) else State.RUNNING)
 
 
-def _look(task: Task, pipeline: Pipeline, found: Found, now: datetime) -> bool:
+def _look(task: Task, pipeline: Pipeline, root: str, found: Found, now: datetime) -> bool:
     """See what has become of the task's latest Job. Whether that Job may stay."""
     attempt = task.attempts[-1]
     if attempt.ended is not None:
         return True
     condition = found.condition
     if condition.get("type") == "Complete":
-        _succeed(task, pipeline, found, now)
+        _succeed(task, pipeline, root, found, now)
     elif condition or found.deleted:
         if not found.alive(now):
             _fail(attempt, found, now)
@@ -238,14 +256,16 @@ def _note(attempt: Attempt, pod: Mapping[str, Any]) -> Mapping[str, Any]:
     return container
 
 
-def _succeed(task: Task, pipeline: Pipeline, found: Found, now: datetime) -> None:
+def _succeed(task: Task, pipeline: Pipeline, root: str, found: Found, now: datetime) -> None:
     """Of a Job that is complete: the outputs its pod tells."""
     attempt = task.attempts[-1]
     pod = next((one for one in found.pods if phase_of(one) == "Succeeded"), None)
     ended = {} if pod is None else _note(attempt, pod).get("terminated", {})
     attempt.ended = _time(ended, now)
     try:
-        task.outputs = outputs_of(pipeline, task.component, unpacked(ended.get("message", "")))
+        files = unpacked(ended.get("message", ""))
+        task.outputs = outputs_of(pipeline, task.component, files)
+        task.artifacts = dict(merged_artifacts(task.handed, files, root))
         attempt.problem = ""
         task.becomes(Runtime.SUCCEEDED, now)
     except (Refused, ValueError, OSError) as error:

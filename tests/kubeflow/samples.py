@@ -87,6 +87,21 @@ def greet(name: str, greeting: dsl.OutputPath(str)) -> dsl.ContainerSpec:  # typ
                              args=[f"hello {name}", greeting])
 
 
+@box
+def gather(rows: dsl.Output[dsl.Dataset]) -> str:
+    return "gathered"
+
+
+@box
+def fit(number: int, rows: dsl.Input[dsl.Dataset], model: dsl.Output[dsl.Model]) -> int:
+    return number
+
+
+@box
+def judge(fitted: list, models: dsl.Input[list[dsl.Model]], figures: dsl.Output[dsl.Metrics]) -> int:  # type: ignore[type-arg]
+    return len(fitted)
+
+
 @dsl.pipeline(name="doubled")
 def doubled(num: int = 3, name: str = "me") -> int:
     """Three steps: a list, each of it doubled, the sum."""
@@ -166,3 +181,13 @@ def two_branches() -> None:
     first = step()
     second = step(after=first.output)
     step(after=second.output)
+
+
+@dsl.pipeline(name="fitted")
+def fitted() -> int:
+    """Artifacts into a loop, out of it as a list, and on."""
+    gathered = gather()
+    with dsl.ParallelFor([1, 2]) as number:
+        one = fit(number=number, rows=gathered.outputs["rows"])
+    return judge(fitted=dsl.Collected(one.outputs["Output"]),  # type: ignore[no-any-return]
+                 models=dsl.Collected(one.outputs["model"])).outputs["Output"]

@@ -21,12 +21,15 @@ from tests.kubeflow.interpreter import (
     arguments_of,
     executor_input,
     filled,
+    local_path,
+    merged_artifacts,
     outputs_of,
     refuse_what_is_not_read,
     startable,
     walk,
 )
 
+ROOT = "minio://bucket/run"
 Play = Callable[[Node], Mapping[str, Any]]
 
 
@@ -42,7 +45,8 @@ def played(pipeline: Pipeline, play: Play, **arguments: Any) -> tuple[list[list[
         if not wave:
             return waves, tree
         waves.append(wave)
-        seen |= {node.path: Seen(State.SUCCEEDED, play(node)) for node in wave}
+        seen |= {node.path: Seen(State.SUCCEEDED, play(node), merged_artifacts(
+            executor_input(pipeline, node, ROOT), {}, ROOT)) for node in wave}
 
 
 def counting(node: Node) -> dict[str, Any]:
@@ -130,6 +134,45 @@ def test_outputs_are_read_from_the_one_file_or_from_the_parameters_own() -> None
         outputs_of(pipeline, "comp-count", {})
 
 
+def test_artifacts_go_into_loops_and_come_out_of_them_as_one_list() -> None:
+    waves, tree = played(samples.read(samples.fitted), lambda node: {"Output": node.name})
+    assert tree.state is State.SUCCEEDED
+    (gather,), fits, (judge,) = waves
+    assert gather.input_artifacts == {}
+    rows = {"name": "rows", "type": {"schemaTitle": "system.Dataset", "schemaVersion": "0.0.1"},
+            "uri": f"{ROOT}/gather/rows", "metadata": {}}
+    assert [node.input_artifacts for node in fits] == [{"rows": [rows]}] * 2
+    assert [one["uri"] for one in judge.input_artifacts["models"]] == [
+        f"{ROOT}/for-loop-2/{number}/fit/model" for number in (0, 1)]
+    given = executor_input(samples.read(samples.fitted), fits[0], ROOT)
+    assert given["inputs"]["artifacts"] == {"rows": {"artifacts": [rows]}}
+    text = filled("{{$.inputs.artifacts['rows'].path}} {{$.outputs.artifacts['model'].uri}}", {},
+                  outputs=given["outputs"], artifacts=given["inputs"]["artifacts"])
+    assert text == f"/minio/bucket/run/gather/rows {ROOT}/for-loop-2/0/fit/model"
+
+
+@pytest.mark.parametrize(("uri", "kept"), [
+    ("", f"{ROOT}/gather/rows"), (f"{ROOT}/elsewhere", f"{ROOT}/elsewhere"), ("eyrie://data", "eyrie://data"),
+    ("s3://ours/data", None), ("minio://bucket/running/data", None)])
+def test_a_component_may_set_metadata_but_no_uri_that_the_launcher_would_upload_elsewhere(
+        uri: str, kept: str | None) -> None:
+    pipeline = samples.read(samples.fitted)
+    handed = executor_input(pipeline, next(startable(walk(pipeline, {}, {}))), ROOT)
+    said = {"artifacts": {"rows": {"artifacts": [{"name": "rows", "uri": uri, "metadata": {"rows": 3}}]}}}
+    files = {"/tmp/kfp_outputs/output_metadata.json": json.dumps(said).encode()}
+    if kept is None:
+        with pytest.raises(Refused, match="does not have expected bucket prefix"):
+            merged_artifacts(handed, files, ROOT)
+        return
+    (artifact,) = merged_artifacts(handed, files, ROOT)["rows"]
+    assert (artifact["uri"], artifact["metadata"]) == (kept, {"rows": 3})
+
+
+def test_the_launcher_knows_three_schemes() -> None:
+    uris = ("gs://b/k", "s3://b/k", "minio://b/k", "file:///k", "/k")
+    assert [local_path(uri) for uri in uris] == ["/gcs/b/k", "/s3/b/k", "/minio/b/k", None, None]
+
+
 def test_after_a_failure_nothing_new_starts_and_what_runs_decides_when_it_is_over() -> None:
     pipeline = samples.read(samples.two_branches)
     first = [node.path for node in startable(walk(pipeline, {}, {}))]
@@ -176,7 +219,8 @@ def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last(together: boo
         lists = {"list-candidates": ["c0", "c1"], "list-checkpoints": ["c0-e1", "c1-e1", "c1-e2"]}
         return {"Output": lists.get(node.name, f"{node.name} of {node.inputs.get('checkpoint')}")}
 
-    waves, tree = played(pipeline, stage, job_dir="/job", spec_digest="d", code_version="v")
+    waves, tree = played(pipeline, stage, job_dir="/job", spec_digest="d", code_version="v", target="t", data="d",
+                         sweep="s")
     names = [sorted({node.name for node in wave}) for wave in waves]
     assert names == [["list-candidates", "regenerate"], ["capture"], *([["sweep"]] if together else []), ["train"],
                      ["list-checkpoints"], ["benchmark"], ["benchmark"], ["benchmark"], ["select"], ["tune"], ["prove"]]

@@ -122,3 +122,19 @@ def test_files_come_out_of_a_termination_message_as_they_went_in() -> None:
     for other in ("Traceback: no archive", "", base64.b64encode(packed.getvalue()[:40]).decode()):
         with pytest.raises(ValueError, match=r"base64|padding|no archive"):
             unpacked(other)
+
+
+def test_files_of_artifacts_have_room_in_the_pod_unless_the_patch_has_a_place_for_them() -> None:
+    pipeline = samples.read(samples.fitted)
+    container = (pod := first_pod(pipeline))["spec"]["containers"][0]
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    assert env["KUBEFLOW_DOUBLE_FOLDERS"] == "/minio/mlpipeline/v2/artifacts/fitted/0123456789/gather\n"
+    assert {"name": "minio-scratch", "mountPath": "/minio"} in container["volumeMounts"]
+    assert {"name": "minio-scratch", "emptyDir": {}} in pod["spec"]["volumes"]
+    place = {"name": "objects", "mountPath": "/minio"}
+    patch = {"spec": {"volumes": [{"name": "objects", "hostPath": {"path": "/objects"}}]},
+             "container": {"volumeMounts": [place]}}
+    patched = first_pod(pipeline, patch)["spec"]
+    assert [one["name"] for one in patched["volumes"]] == ["objects"]
+    assert patched["containers"][0]["volumeMounts"] == [place]
+    assert not first_pod(samples.read(samples.doubled))["spec"]["volumes"], "no artifacts, no room"

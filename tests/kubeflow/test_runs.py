@@ -6,12 +6,14 @@ import base64
 import io
 import json
 import tarfile
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kfp import dsl
 
 from tests.kubeflow import samples
+from tests.kubeflow.double import rendered
 from tests.kubeflow.interpreter import OUTPUT_FILE, Node, Pipeline, arguments_of
 from tests.kubeflow.jobs import Found
 from tests.kubeflow.runs import Run, Runtime, advanced, begun, retried
@@ -43,7 +45,7 @@ class Driven:
         return [self._start(one.node) for one in starting]
 
     def _start(self, node: Node) -> str:
-        begun(self.run, node, self.now)
+        begun(self.run, self.pipeline, node, self.now)
         name = self.run.tasks[node.path].attempts[-1].job
         self.jobs[name] = {"metadata": {"name": name}, "status": {}}
         self.gets_a_pod(name)
@@ -64,8 +66,10 @@ class Driven:
         self.pods.pop(job, None)
         del self.jobs[job]
 
-    def ends(self, job: str, **outputs: Any) -> None:
-        content = json.dumps({"parameterValues": outputs}).encode()
+    def ends(self, job: str, metadata: Mapping[str, Mapping[str, Any]] | None = None, **outputs: Any) -> None:
+        """`metadata` of output artifacts by their names."""
+        artifacts = {name: {"artifacts": [{"metadata": one}]} for name, one in (metadata or {}).items()}
+        content = json.dumps({"parameterValues": outputs, "artifacts": artifacts}).encode()
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             member = tarfile.TarInfo(OUTPUT_FILE[1:])
@@ -272,3 +276,25 @@ def test_a_retried_run_starts_again_what_had_not_ended_well_and_nothing_else() -
     assert again not in (first, second)
     driven.ends(again, Output=4)
     assert len(driven.step()) == 1
+
+
+def test_the_api_names_the_artifacts_of_tasks_and_the_next_task_gets_what_was_put_out() -> None:
+    driven = Driven(samples.fitted)
+    (gathered,) = driven.step()
+    driven.ends(gathered, {"rows": {"rows": 3}}, Output="gathered")
+    for number, job in enumerate(driven.step(), 1):
+        driven.ends(job, {"model": {"number": number}}, Output=number)
+    (judged,) = driven.step()
+    driven.ends(judged, {"figures": {"tau": 2.5}}, Output=2)
+    driven.step()
+    driven.run = Run.model_validate_json(driven.run.model_dump_json())
+    assert driven.run.state is Runtime.SUCCEEDED
+    (figures,) = driven.run.tasks["judge"].artifacts["figures"]
+    assert figures == {"name": "figures", "type": {"schemaTitle": "system.Metrics", "schemaVersion": "0.0.1"},
+                       "uri": "minio://mlpipeline/v2/artifacts/fitted/r/judge/figures", "metadata": {"tau": 2.5}}
+    tasks = {one["display_name"]: one for one in rendered(driven.run)["run_details"]["task_details"]}
+    (rows,) = tasks["gather"]["outputs"]["rows"]["artifact_ids"]
+    models = [tasks[f"for-loop-2/{number}/fit"]["outputs"]["model"]["artifact_ids"][0] for number in (0, 1)]
+    assert tasks["for-loop-2/1/fit"]["inputs"] == {"rows": {"artifact_ids": [rows]}}
+    assert tasks["judge"]["inputs"] == {"models": {"artifact_ids": models}}
+    assert "inputs" not in tasks["gather"]

@@ -3,12 +3,11 @@
 import json
 import os
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import code_version, digest_model, read_manifest, write_model
+from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
@@ -20,23 +19,20 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
-from eyrie_api.v1alpha1.stages import Manifest, StageSpec
+from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.driver import Driver
-from eyrie_pipelines import local, steps, tasks
+from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import identify
 from eyrie_workers.catalog import stage_dir
 from tests.pipelines.conftest import spec_of
-from tests.pipelines.rehearsal.rehearsal_stage import report_of
-
-NOW = datetime(2026, 1, 2, tzinfo=UTC)
+from tests.pipelines.finished_job import NOW, lay_out
 
 
 class Harness:
@@ -55,34 +51,14 @@ class Harness:
         return job_id
 
     def lay_out(self, job_id: str, spec: JobSpec, attempt: int) -> None:
-        root, job = self.settings.job_dir(job_id), steps.JobFile(id=job_id, spec=spec)
-        write_model(root / steps.JOB_FILE, job)
-        train = steps.train_spec(job, root, "base")
-        trained = report_of(train)
-        assert isinstance(trained, TrainReport)
-        refs = steps.benchmarked(spec, [trained])
-        self._finish(root, steps.regenerate_spec(job, root))
-        self._finish(root, steps.capture_spec(job, root))
-        self._finish(root, train, "base")
-        for ref in refs:
-            self._finish(root, steps.benchmark_spec(job, root, ref, first=False), ref.name)
-        chosen = tasks.select(str(root), [steps.reference("benchmark", ref.name) for ref in refs])
-        best = next(ref for ref in refs if ref.name == chosen)
-        benchmarks = [report_of(steps.benchmark_spec(job, root, ref, first=False)) for ref in refs]
-        rival = steps.rival_to_beat(spec, [trained], benchmarks, chosen)  # type: ignore[arg-type]
-        self._finish(root, steps.tune_spec(job, root, best, rival))
-        self._finish(root, steps.prove_spec(job, root, best, steps.reference("tune"), rival))
+        root = self.settings.job_dir(job_id)
+        lay_out(root, job_id, spec)
         process = identify(os.getpid())
         assert process is not None
         gone = process.model_copy(update={"boot": "the boot before"})  # its leader has ended long ago
         write_model(root / "run" / "run.json", local.RunHandle(run_id="r1", job_id=job_id, attempt=attempt,
                                                                process=gone, started_at=NOW))
         write_model(root / "run" / "result.json", local.RunResult(run_id="r1", state="succeeded", finished_at=NOW))
-
-    def _finish(self, root: Path, spec: StageSpec, key: str = "") -> None:
-        write_model(stage_dir(root, spec.stage, key) / "manifest.json", Manifest(
-            stage=spec.stage, job_id=spec.job_id, spec_digest=digest_model(spec), code_version=code_version(),
-            started_at=NOW.isoformat(), finished_at=NOW.isoformat(), files=(), report=report_of(spec)))
 
     def found(self, job_id: str, proof: ProveReport) -> None:
         """The proof of a finished job said this instead."""

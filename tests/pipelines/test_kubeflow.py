@@ -97,7 +97,11 @@ def test_a_run_contains_the_pipeline_the_platform_spec_and_the_parameters(harnes
     assert run["service_account"] == "runs"
     assert run["experiment_id"] == server.experiments[0]["experiment_id"]
     assert set(run["pipeline_spec"]) == {"pipeline_spec", "platform_spec"}
-    assert run["runtime_config"]["parameters"]["job_dir"] == str(harness.home / "jobs" / "job-1")
+    parameters = run["runtime_config"]["parameters"]
+    assert parameters["job_dir"] == str(harness.home / "jobs" / "job-1")
+    assert {name: parameters[name] for name in ("target", "data", "sweep")} == {
+        "target": "quickstart", "data": "quickstart: quickstart; at most 1000 conversations",
+        "sweep": "1 candidate: base"}
     assert json.loads(harness.store.read("jobs/job-1/job.json"))["id"] == "job-1"
 
 

@@ -50,7 +50,7 @@ from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision
+from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision, TuneReport
 from eyrie_api.v1alpha1.targets import HELD_OUT
 
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
@@ -109,6 +109,27 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),
         candidate_speedup=proven_speedup(candidate, proof),
         incumbent_speedup=None if incumbent is None else mean_speedup(incumbent))
+
+
+def decide_job(spec: JobSpec, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport, proof: ProveReport,
+               incumbent: BenchmarkReport | None) -> PromotionDecision:
+    """`decide` on the reports of a job's stages; `benchmarks` has the tuned checkpoint and the tuned rival."""
+    final, rival = tuned_finals(tuned, benchmarks)
+    required = [suite.name for suite in spec.benchmark.suites if suite.required]
+    return decide(spec.promotion, final, incumbent, required, proof, benchmarks, rival)
+
+
+def tuned_finals(tuned: TuneReport, benchmarks: Sequence[BenchmarkReport]) \
+        -> tuple[BenchmarkReport, BenchmarkReport | None]:
+    """The final measurements of tuning: of the selected checkpoint, and of the best rival if it was tuned too. Tuning
+    does not know whether a checkpoint is a rival, and of which family: their benchmarks say so."""
+    of = {one.checkpoint: one for one in benchmarks}
+    mine = of[tuned.final.checkpoint]
+    final = tuned.final.model_copy(update={"rival": mine.rival, "family": mine.family})
+    if tuned.rival is None:
+        return final, None
+    its = of[tuned.rival.checkpoint]
+    return final, tuned.rival.final.model_copy(update={"rival": True, "family": its.family})
 
 
 def comparable_suites(ours: JobSpec, its: JobSpec) -> frozenset[str]:

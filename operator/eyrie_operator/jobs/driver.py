@@ -36,11 +36,12 @@ from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, no_drafter
 from eyrie_api.decisions.promotion import (
     comparable_suites,
-    decide,
+    decide_job,
     on_suites,
     proven_speedup,
     proven_tau,
     summarize_decision,
+    tuned_finals,
     without_drafter,
 )
 from eyrie_api.decisions.reuse import jobs_with_answers
@@ -226,20 +227,13 @@ class Driver:
             if named.method == "off":
                 baseline = next(one for one in benchmarks if one.dropped is None)
                 self._record(job, no_drafter(named.checkpoint, baseline), tuned=False)
-        untuned = next(one for one in benchmarks if one.checkpoint == tuned.final.checkpoint)
-        final = tuned.final.model_copy(update={"rival": untuned.rival, "family": untuned.family})
+        final, rival = tuned_finals(tuned, benchmarks)
         self._record(job, final, tuned=True)
-        rival = None
-        if tuned.rival is not None:
-            its_name = tuned.rival.checkpoint
-            its = next(one for one in benchmarks if one.checkpoint == its_name)
-            rival = tuned.rival.final.model_copy(update={"rival": True, "family": its.family})
+        if rival is not None:
             self._record(job, rival, tuned=True)
         proof = read_manifest(stage_dir(job_dir, "prove")).report
         assert isinstance(proof, ProveReport)
-        required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
-        decision = decide(job.spec.promotion, final, self._incumbent(job.spec), required, proof,
-                          benchmarks, rival)
+        decision = decide_job(job.spec, benchmarks, tuned, proof, self._incumbent(job.spec))
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         self._write_outcome(job.id, AttemptOutcome(attempt=attempt, decision=decision))
 

@@ -55,7 +55,9 @@ class Section:
 class ReportPage:
     """What a page says. `eyrie reports push` reads kind, title and decision from the HTML."""
 
-    kind: ReportKind
+    kind: ReportKind | None
+    """None for a page that is not pushed to the server, which has its figures already."""
+
     title: str
     decision: Sequence[str]
     """One sentence each."""
