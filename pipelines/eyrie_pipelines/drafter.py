@@ -1,6 +1,7 @@
 """The pipeline: the order in which the stages of a job run. One definition for both runners.
 
     regenerate -> capture -> sweep -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
+    -> with prove.hardware: the first profile -> each other profile
 
 The sweep task trains all candidates of a job in one program where that is cheaper (`sweep.trains_together`); the train
 tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
@@ -26,7 +27,7 @@ Differences of kfp.local 2.17 from a cluster, and how the definition avoids them
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,24 +126,34 @@ def prove(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, tu
     return tasks.prove(job_dir, spec_digest, checkpoint, tuned)
 
 
-def _unplaced(task: Any, _stage: StageName | None) -> Any:
+@_component
+def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, profile: str, after: str) -> str:
+    """Measure the proven drafter on one kind of hardware."""
+    from eyrie_pipelines import tasks
+
+    return tasks.hardware(job_dir, spec_digest, checkpoint, profile)
+
+
+def _unplaced(task: Any, _stage: StageName | None, _profile: str) -> Any:
     """One machine: tasks need no placement."""
     return task
 
 
-def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings: int | None = 1,
-           benchmarks: int | None = 1, *, together: bool = True) -> Any:
+def define(place: Callable[[Any, StageName | None, str], Any] = _unplaced, trainings: int | None = 1,
+           benchmarks: int | None = 1, *, together: bool = True, profiles: Sequence[str] = ()) -> Any:
     """The whole job as a kfp pipeline.
 
-    place       applies a placement to a task, given its stage (None for the small tasks between stages)
+    place       applies a placement to a task, given its stage (None for the small tasks between stages) and the name
+                of its hardware profile, if it is measured on one
     trainings   how many candidates are trained in parallel; None for no limit
     benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
     together    whether there is a task that trains all candidates; it is placed like a training
+    profiles    names of `prove.hardware`: a task each, since each is placed on hardware of its own
     """
 
-    def placed(task: Any, stage: StageName | None = None) -> Any:
+    def placed(task: Any, stage: StageName | None = None, profile: str = "") -> Any:
         # No kfp cache: its key does not cover what a stage program reads.
-        return place(task.set_caching_options(False), stage)
+        return place(task.set_caching_options(False), stage, profile)
 
     @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
     def train_drafter(job_dir: str, spec_digest: str, code_version: str) -> str:
@@ -162,6 +173,11 @@ def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings:
         best = placed(select(**code, benchmarked=dsl.Collected(measured.output)))
         tuned = placed(tune(**job, checkpoint=best.output), "tune")
         proven = placed(prove(**job, checkpoint=best.output, tuned=tuned.output), "prove")
+        after = proven
+        for number, profile in enumerate(profiles):
+            compared = placed(hardware(**job, checkpoint=best.output, profile=profile, after=after.output), "hardware",
+                              profile)
+            after = compared if number == 0 else after  # the others are compared with the first
         return proven.output  # type: ignore[no-any-return]
 
     return train_drafter

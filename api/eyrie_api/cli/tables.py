@@ -267,7 +267,8 @@ def plan_view(plan: Plan) -> RenderableType:
     heads = ["TOKENS", "DISK", "TIME", *(["RANGE", "GPUS", "GPU HOURS", "COST"] if on_gpus else [])]
     table = _table("STAGE", *heads, *(["BOUND BY"] if on_gpus else []), right=tuple(heads))
     for stage in plan.stages:
-        cells = [stage.stage, count(stage.tokens), size(stage.bytes_on_disk), duration(stage.hours * 3600)]
+        cells = [f"{stage.stage} {stage.key}".rstrip(), count(stage.tokens), size(stage.bytes_on_disk),
+                 duration(stage.hours * 3600)]
         if on_gpus:
             seen = stage.hours_range
             cells += ["-" if seen is None else f"{duration(seen.low * 3600)} - {duration(seen.high * 3600)}",

@@ -21,6 +21,9 @@ class StagePlan(Frozen):
     """One stage's share."""
 
     stage: str
+    key: str = later("", 4)
+    """Of a profile of `prove.hardware`, its name: it has a row of its own."""
+
     tokens: int = Field(ge=0)
     bytes_on_disk: int = Field(ge=0)
     hours: float = Field(ge=0.0)
@@ -36,7 +39,8 @@ class StagePlan(Frozen):
     """The type whose rates were used."""
 
     cost: float | None = None
-    """GPU hours at the price of EYRIE_GPU_HOUR_PRICES, in its currency; None where the type has no price."""
+    """GPU hours at the price of EYRIE_GPU_HOUR_PRICES, in its currency; None where the type has no price. Of a hardware
+    profile, hours at its own price."""
 
     bound_by: Literal["", "compute", "memory bandwidth", "storage"] = ""
     """What the hours are limited by; empty on CPUs."""
@@ -45,6 +49,29 @@ class StagePlan(Frozen):
     def gpu_hours(self) -> float:
         """Hours times GPUs."""
         return self.hours * self.num_gpus
+
+
+class Present(Frozen):
+    """What earlier jobs of the project have of this job (`reuse: auto`)."""
+
+    answers: int = Field(ge=0)
+    """Generated before, and not generated again."""
+
+    all_answers: int = Field(ge=0)
+    """Rows of this job."""
+
+    answers_in: str
+    """The job that has them."""
+
+    state_bytes: int = Field(0, ge=0)
+    """Hidden states captured before, in this job's format: they are copied instead of computed."""
+
+    all_state_bytes: int = Field(0, ge=0)
+    states_in: str = ""
+    """The job that has them; empty where none has."""
+
+    words: str
+    """The same as a sentence."""
 
 
 class Plan(Frozen):
@@ -65,6 +92,9 @@ class Plan(Frozen):
     candidate_rows: dict[str, dict[str, int]] = later({}, 1)
     """With `data.mix`: about how many rows of each source every candidate trains on, by candidate and source. All
     candidates have the same number of rows in total; a few of the captured rows are kept for evaluation."""
+
+    present: Present | None = later(None, 4)
+    """None: no earlier job has answers of this one."""
 
     bottleneck: str = ""
     """The stage that takes most of the time, its share, and what limits it."""
