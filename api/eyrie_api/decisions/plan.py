@@ -34,6 +34,7 @@ from pydantic import ValidationError
 from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu
 from eyrie_api.decisions.row_draw import expected_union, quotas, shares
+from eyrie_api.decisions.store_cost import ObjectStore, StageTransfer, month_cost, with_store_use
 from eyrie_api.decisions.sweep import Candidate, families_of, may_train_together
 from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import GPU_TOKENS, TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
@@ -162,7 +163,7 @@ class DataFacts:
 
 def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
-              gpu_hour_prices: Mapping[str, float] | None = None) -> Plan:
+              gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None) -> Plan:
     """The cost of `spec` and its sweep's candidates for a target, stage by stage.
 
     free_bytes        free space where the job would write, None when unknown
@@ -170,6 +171,7 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
                       ones of a CPU
     on_gpus           whether the job computes on GPUs although it requests none: those of its machine
     gpu_hour_prices   by node label of the type
+    store             where the job's stages exchange files; None: on this machine, or on a volume
     """
     data_facts = data_facts or DataFacts()
     work = _Work(spec, target_facts, data_facts, candidates)
@@ -185,6 +187,10 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
     else:
         stages = tuple(one.model_copy(update={"bound_by": ""}) for one in stages)
     stages += _hardware(work, rates, counts["prove"])
+    if store is not None:
+        stages = with_store_use(stages, _transfers(work, candidates, store), store)
+    uses = [stage.store for stage in stages if stage.store is not None]
+    ranges = [use.cost_range for use in uses if use.cost_range is not None]
     total = sum(stage.bytes_on_disk for stage in stages)
     warnings = list(_warnings(work, candidates))
     if rates is None:
@@ -201,8 +207,11 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
         bottleneck=_bottleneck(stages), total_gpu_hours=sum(stage.gpu_hours for stage in stages),
         total_cost=sum(cost for cost in costs if cost is not None) if costs and None not in costs else None,
-        assumptions=_assumptions(work, candidates, used, counts), warnings=tuple(warnings),
-        present=present,
+        total_store_cost=sum(use.cost or 0.0 for use in uses) if ranges else None,
+        total_store_cost_range=Interval(low=sum(one.low for one in ranges), high=sum(one.high for one in ranges))
+        if ranges else None, store_month_cost=None if store is None else month_cost(total, store),
+        assumptions=(*_assumptions(work, candidates, used, counts), *_store_assumptions(store)),
+        warnings=tuple(warnings), present=present,
         notes=(*((present.words,) if present else ()), *(description(family) for family in families_of(candidates)),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
                  for rival in spec.benchmarked_rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
@@ -346,6 +355,51 @@ def _num_stored(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
     chosen = spec.capture.aux_layers or ()
     named = set(named_layers(candidates)) - set(chosen if default else ())
     return (len(chosen) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
+
+
+def _transfers(work: _Work, candidates: Sequence[Candidate], store: ObjectStore) -> dict[str, StageTransfer]:
+    """What each stage writes to the object store and reads of it."""
+    spec, rows_bytes = work.spec, (round(work.rows * (work.prompt + work.answer)) * ROW_JSON_BYTES_PER_TOKEN)
+    per_token = work.state_bytes + ID_AND_MASK_BYTES
+    states = work.captured * ID_AND_MASK_BYTES if work.streamed else work.store_bytes
+    shards = max(1, math.ceil(states / spec.capture.shard_size_bytes))
+    per_row = store.parts(work.row_tokens * per_token)
+    drafters = [work.target.drafter_parameters(one) * 4 for one in candidates]
+    together = may_train_together(spec.sweep)
+    if store.ranged and not work.streamed:
+        read = round(_shared_tokens(work, candidates) * per_token)
+        gets = round(_shared_tokens(work, candidates) / max(1.0, work.row_tokens)) * per_row + shards
+    else:
+        read = states * (1 if together else len(candidates))
+        gets = store.parts(read)
+    exported = [(size, one.train.num_checkpoints) for one, size in zip(candidates, drafters, strict=True)]
+    one_drafter = StageTransfer(get_requests=store.parts(max(drafters)), read_bytes=max(drafters))
+    copied = round(states * work.states_share)
+    return {
+        "regenerate": StageTransfer(2, store.put_requests(rows_bytes), 0, 0),
+        "capture": StageTransfer(
+            shards, shards * store.put_requests(states / shards),
+            # Of each uploaded shard size and end are read back.
+            store.parts(rows_bytes) + 2 * shards + round(work.rows * work.states_share) * per_row,
+            rows_bytes + copied),
+        "train": StageTransfer(
+            sum(number for _, number in exported), sum(store.put_requests(size) * number for size, number in exported),
+            gets, read),
+        "benchmark": StageTransfer(
+            0, 0, sum(store.parts(size) * number for size, number in exported),
+            sum(size * number for size, number in exported)),
+        "tune": one_drafter, "prove": one_drafter, "hardware": one_drafter}
+
+
+def _store_assumptions(store: ObjectStore | None) -> tuple[Assumption, ...]:
+    if store is None or store.prices is None:
+        return ()
+    prices = store.prices
+    return tuple(Assumption(name=f"{prices.name}: {name}", value=value, unit=unit, source=prices.source)
+                 for name, value, unit in (
+        ("storage", round(prices.storage, 3), "per TB (10^12 bytes) and month"),
+        ("writing requests", prices.put, "per million"), ("reading requests", prices.get, "per million"),
+        ("traffic", prices.traffic, "per TB read; 0 within the provider's region")))
 
 
 def _hours(flops: float, gflops: float) -> float:

@@ -17,6 +17,25 @@ class Assumption(Frozen):
     """Measured here, read from the target's config, given by the spec, or a default."""
 
 
+class StoreUse(Frozen):
+    """What a stage does with the object store through which a cluster's jobs exchange files."""
+
+    objects: int = Field(ge=0)
+    """Written."""
+
+    put_requests: int = Field(ge=0)
+    """Requests that write; large objects are written in parts."""
+
+    get_requests: int = Field(ge=0)
+    read_bytes: int = Field(ge=0)
+    cost: float | None = None
+    """Of its requests and traffic, and of storing, while the stage runs, what the job has written so far. None where
+    the store's prices are not known (EYRIE_STORE_PRICES)."""
+
+    cost_range: Interval | None = None
+    """By the range of the stage's hours."""
+
+
 class StagePlan(Frozen):
     """One stage's share."""
 
@@ -44,6 +63,9 @@ class StagePlan(Frozen):
 
     bound_by: Literal["", "compute", "memory bandwidth", "storage"] = ""
     """What the hours are limited by; empty on CPUs."""
+
+    store: StoreUse | None = later(None, 4)
+    """None where files are exchanged on one machine or a volume."""
 
     @property
     def gpu_hours(self) -> float:
@@ -102,6 +124,14 @@ class Plan(Frozen):
     total_gpu_hours: float = 0.0
     total_cost: float | None = None
     """Of all stages on GPUs; None where one has no price."""
+
+    total_store_cost: float | None = later(None, 4)
+    """Of all stages together, beside `total_cost`; None where the store's prices are not known."""
+
+    total_store_cost_range: Interval | None = later(None, 4)
+    store_month_cost: float | None = later(None, 4)
+    """What the files cost for each month that they stay after the job. Most of it are hidden states, which `eyrie
+    storage --clean` removes."""
 
     fits_disk: bool | None = None
     """Whether the free space where the job would write holds it; None when unknown."""
