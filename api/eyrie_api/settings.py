@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host
 from eyrie_api.v1alpha1.model import Frozen
@@ -132,6 +133,12 @@ class Settings(Frozen):
     gpu_hour_prices: str | None = Field(None, pattern=r"^ *[^\s,=]+=[0-9.]+ *(, *[^\s,=]+=[0-9.]+ *)*$")
     """What an hour of a GPU costs, for plans: `NVIDIA-H100-80GB-HBM3=2.5,NVIDIA-B200=5`, by node label of the type."""
 
+    store_prices: str | None = Field(None, max_length=256)
+    """What the object store of a cluster's jobs costs, for plans: `aws-s3`, `gcs` or `r2` for its list prices, or
+    prices of your own, of a TB (10^12 bytes) for a month, of a million requests that write and that read, and of a TB
+    that is read: `storage=20,put=5,get=0.4,traffic=0`. Prices after a name replace single ones of it. Default: by the
+    store's address."""
+
     # Effective throughput of the machine, for plans. Measured on a 2-core AVX-512 CPU with the 16 x 256 quickstart
     # target: 63k tokens generated in 75 CPU seconds, captured in 18, 236k tokens trained (TTT 7) in 150.
     decode_gflops: float = Field(22.0, gt=0.0)
@@ -151,6 +158,13 @@ class Settings(Frozen):
     def _check_keys(cls, value: str | None) -> str | None:
         if value is not None and not _FERNET_KEYS.fullmatch(value):
             raise ValueError(_NOT_KEYS)
+        return value
+
+    @field_validator("store_prices")
+    @classmethod
+    def _check_prices(cls, value: str | None) -> str | None:
+        # A store that the table does not name has to have every price; which one it is is known with the profile.
+        store_prices(value, None)
         return value
 
     @classmethod

@@ -1,6 +1,7 @@
 """The pipeline: the order in which the stages of a job run. One definition for both runners.
 
     regenerate -> capture -> sweep -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
+    -> with prove.hardware: the first profile -> each other profile
 
 The sweep task trains all candidates of a job in one program where that is cheaper (`sweep.trains_together`); the train
 tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
@@ -29,7 +30,7 @@ Differences of kfp.local 2.17 from a cluster, and how the definition avoids them
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,24 +158,37 @@ train_all = sweep
 """The parameter `sweep` of the pipeline hides the component of that name."""
 
 
-def _unplaced(task: Any, _stage: StageName | None) -> Any:
+@_component
+def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, profile: str, after: str,
+             winner: dsl.Input[dsl.Model], served: dsl.Output[dsl.Metrics]) -> str:
+    """Measure the proven drafter on one kind of hardware."""
+    from eyrie_pipelines import run_artifacts, tasks
+
+    done = tasks.hardware(job_dir, spec_digest, checkpoint, profile)
+    run_artifacts.write_metrics(job_dir, done, served)
+    return done
+
+
+def _unplaced(task: Any, _stage: StageName | None, _profile: str) -> Any:
     """One machine: tasks need no placement."""
     return task
 
 
-def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings: int | None = 1,
-           benchmarks: int | None = 1, *, together: bool = True) -> Any:
+def define(place: Callable[[Any, StageName | None, str], Any] = _unplaced, trainings: int | None = 1,
+           benchmarks: int | None = 1, *, together: bool = True, profiles: Sequence[str] = ()) -> Any:
     """The whole job as a kfp pipeline.
 
-    place       applies a placement to a task, given its stage (None for the small tasks between stages)
+    place       applies a placement to a task, given its stage (None for the small tasks between stages) and the name
+                of its hardware profile, if it is measured on one
     trainings   how many candidates are trained in parallel; None for no limit
     benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
     together    whether there is a task that trains all candidates; it is placed like a training
+    profiles    names of `prove.hardware`: a task each, since each is placed on hardware of its own
     """
 
-    def placed(task: Any, stage: StageName | None = None) -> Any:
+    def placed(task: Any, stage: StageName | None = None, profile: str = "") -> Any:
         # No kfp cache: its key does not cover what a stage program reads.
-        return place(task.set_caching_options(False), stage)
+        return place(task.set_caching_options(False), stage, profile)
 
     @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
     def train_drafter(job_dir: str, spec_digest: str, code_version: str, target: str, data: str, sweep: str) -> str:
@@ -202,6 +216,11 @@ def define(place: Callable[[Any, StageName | None], Any] = _unplaced, trainings:
         tuned = placed(tune(**job, checkpoint=chosen, winner=winner), "tune")
         proven = placed(prove(**job, checkpoint=chosen, tuned=tuned.outputs["Output"], winner=winner,
                               tuning=tuned.outputs["tuning"]), "prove")
+        after = proven
+        for number, profile in enumerate(profiles):
+            compared = placed(hardware(**job, checkpoint=chosen, profile=profile, after=after.outputs["Output"],
+                                       winner=winner), "hardware", profile)
+            after = compared if number == 0 else after  # the others are compared with the first
         return proven.outputs["Output"]  # type: ignore[no-any-return]
 
     return train_drafter

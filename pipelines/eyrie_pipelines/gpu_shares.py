@@ -10,9 +10,8 @@ On a cluster each benchmark task is a pod with GPUs of its own, and nothing is s
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 
 from eyrie_api.v1alpha1.engine import EngineSpec
@@ -21,16 +20,6 @@ SHARES = "EYRIE_GPU_SHARES"
 """Set by the runner of one machine with several GPUs: groups of GPU ids, `0,1;2,3`."""
 
 Share = tuple[str, ...]
-
-
-def gpus_of(environment: Mapping[str, str], devices: Path = Path("/dev")) -> Share:
-    """Ids of this machine's NVIDIA GPUs for CUDA_VISIBLE_DEVICES, without loading torch; none with EYRIE_DEVICE=cpu."""
-    if environment.get("EYRIE_DEVICE") == "cpu":
-        return ()
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return tuple(part for part in given.split(",") if part not in ("", "-1"))
-    return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
 
 
 def gpu_shares(gpus: Sequence[str], engine: EngineSpec) -> tuple[Share, ...]:

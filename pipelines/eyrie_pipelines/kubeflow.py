@@ -111,7 +111,7 @@ class KubeflowRunner:
 
         gpus = resolve_stage_placement(self._profile, spec.placement, "train").num_gpus
         together = trains_together(spec, len(expand(spec)), gpus, on_cluster=True)
-        pipeline = compile_for(self._profile, spec.placement, together=together)
+        pipeline = compile_for(self._profile, spec.placement, together=together, hardware=spec.prove.hardware)
         job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
         self._remove_failure(job_id)
         number = self._runs(job_id)[-1][1] + 1 if seen.attempt == attempt else 1
@@ -204,6 +204,8 @@ class KubeflowRunner:
             reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in candidates]
             trained = [report for report in reports if isinstance(report, TrainReport)]
             return [checkpoint.name for checkpoint in benchmarked(spec, trained)]
+        if stage == "hardware":
+            return list(spec.prove.profile_names)
         return [""]
 
     def persist(self, job_id: str, name: str) -> None:

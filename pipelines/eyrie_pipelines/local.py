@@ -38,10 +38,11 @@ from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
 from eyrie_api.full_disk import require_room
 from eyrie_api.processes import last_lines
 from eyrie_api.program_exit import report_error
+from eyrie_api.submission.devices import gpus_of
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_pipelines.gpu_shares import SHARES, gpu_shares, gpus_of, written
+from eyrie_pipelines.gpu_shares import SHARES, gpu_shares, written
 from eyrie_pipelines.processes import ProcessId, group_members, identify, is_alive, stop_group
 from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
@@ -293,13 +294,13 @@ def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     # Imported here: it takes about a second, which a second leader refused at the lock must not spend.
     from kfp import local
 
-    from eyrie_pipelines.drafter import train_drafter
+    from eyrie_pipelines.drafter import define
 
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(run_dir / "root"),
                enable_caching=False)
     try:
-        train_drafter(job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version(),
-                      **run_parameters(job))
+        define(profiles=job.spec.prove.profile_names)(
+            job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version(), **run_parameters(job))
     except RuntimeError as error:  # raised by kfp.local when a task failed
         return str(error)
     finally:

@@ -34,8 +34,9 @@ import yaml
 from kfp import compiler, kubernetes
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.submission.placement import resolve_stage_placement
+from eyrie_api.submission.placement import resolve_hardware_placement, resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.hardware import HardwareSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
@@ -65,27 +66,36 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TASK_COMMAND = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
 
 
-def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: bool = False) -> dict[str, Any]:
+def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: bool = False,
+                hardware: HardwareSpec | None = None) -> dict[str, Any]:
     """The pipeline with every task placed, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
 
     together   whether one task trains all candidates. It then gets the training's placement, and the candidates' own
                tasks get small requests. Otherwise there is no such task: it would wait for a GPU to do nothing.
+    hardware   of the job's `prove`: a task for each profile, placed there.
 
     Raises InvalidInput for what Kubeflow cannot do.
     """
-    documents: dict[str, Any] = json.loads(_compiled(profile.model_dump_json(), requested.model_dump_json(), together))
+    documents: dict[str, Any] = json.loads(_compiled(
+        profile.model_dump_json(), requested.model_dump_json(), together,
+        "" if hardware is None else hardware.model_dump_json()))
     return documents
 
 
 @lru_cache(maxsize=64)
-def _compiled(profile_text: str, requested_text: str, together: bool) -> str:
+def _compiled(profile_text: str, requested_text: str, together: bool, hardware_text: str) -> str:
     """The pipeline as JSON. Cached: compiling takes a tenth of a second, and most jobs request the same placement."""
     profile = ClusterProfile.model_validate_json(profile_text)
     requested = JobPlacement.model_validate_json(requested_text)
+    hardware = HardwareSpec.model_validate_json(hardware_text).profiles if hardware_text else ()
+    pools = {one.name: one for one in hardware}
 
-    def placed(task: Any, stage: StageName | None) -> Any:
+    def placed(task: Any, stage: StageName | None, name: str) -> Any:
         if stage is None:
             return place(task, small(profile.stages), profile)
+        if stage == "hardware":
+            task.set_display_name(f"hardware {name}")
+            return place(task, resolve_hardware_placement(profile, requested, pools[name]), profile)
         given = resolve_stage_placement(profile, requested, stage)
         if stage not in DIVIDED_STAGES:
             return place(task, given, profile)
@@ -103,7 +113,8 @@ def _compiled(profile_text: str, requested_text: str, together: bool) -> str:
         # server's or a test runner's stack it takes seconds, from an empty one a tenth of a second.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(lambda: compiler.Compiler().compile(
-                define(placed, trainings=None, benchmarks=benchmarks, together=together), str(path))).result()
+                define(placed, trainings=None, benchmarks=benchmarks, together=together, profiles=tuple(pools)),
+                str(path))).result()
         documents = list(yaml.load_all(path.read_text(), _LOADER))
     for executor in documents[0]["deploymentSpec"]["executors"].values():
         command = executor["container"]["command"]

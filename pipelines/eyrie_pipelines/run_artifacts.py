@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eyrie_api.artifacts import MANIFEST
+from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
@@ -73,12 +74,14 @@ def write_checkpoints(job_dir: str, spec_digest: str, names: Sequence[str], arti
 
 
 def write_metrics(job_dir: str, ref: str, artifact: OutputArtifact) -> None:
-    """The figures of benchmark, tune or prove."""
+    """The figures of benchmark, tune, prove or hardware."""
     report = tasks.stage_manifest(job_dir, ref).report
     if isinstance(report, BenchmarkReport):
         metadata = of_benchmark(report)
     elif isinstance(report, TuneReport):
         metadata = of_tuning(report)
+    elif isinstance(report, HardwareMeasurement):
+        metadata = of_hardware(report)
     else:
         assert isinstance(report, ProveReport)
         metadata = of_proof(report)
@@ -195,6 +198,12 @@ def of_proof(report: ProveReport) -> Metadata:
         found |= {"serves what was trained": parity.passed, "identical answers": parity.identical,
                   "answers compared": parity.prompts, f"tau (greedy, {parity.tree.label()})": parity.tau}
     return found | dict(_loads(report.load, "")) | dict(_loads(report.changed_prompt, ", other system prompt"))
+
+
+def of_hardware(measured: HardwareMeasurement) -> Metadata:
+    """One kind of hardware, compared with the first one without a drafter."""
+    return {"profile": measured.profile.name, "price per hour": measured.profile.price_per_hour,
+            "skipped": measured.skipped or None} | dict(_loads(measured.load, ""))
 
 
 def _loads(report: LoadReport | None, suffix: str) -> Iterator[tuple[str, float]]:

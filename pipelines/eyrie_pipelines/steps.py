@@ -19,11 +19,14 @@ from eyrie_api.decisions.leaderboard import best_rival
 from eyrie_api.decisions.sweep import Candidate, expand, row_draw
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.model import Frozen, later
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
+from eyrie_api.v1alpha1.requests import StageKey
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
+    HardwareStage,
     ProveStage,
     RegenerateStage,
     RivalDrafter,
@@ -128,7 +131,7 @@ def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
                         reuse=tuple(str(stage_dir(job_dir.parent / earlier, "capture")) for earlier in job.reuse))
 
 
-def stage_gpus(spec: JobSpec, stage: StageName) -> int:
+def stage_gpus(spec: JobSpec, stage: StageKey) -> int:
     """GPUs that a job requests for one program of a stage: on one machine, the only part of its placement that is used.
     """
     named = spec.placement.stages.get(stage, spec.placement.every).num_gpus
@@ -211,10 +214,30 @@ def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: st
     """The tuned checkpoint in the serving engine, compared with the incumbent and the tuned rival."""
     return ProveStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
-        benchmark=job.spec.benchmark, prove=job.spec.prove, drafter_dir=str(job_dir / checkpoint.path),
+        benchmark=job.spec.benchmark, prove=job.spec.prove.model_copy(update={"hardware": None}),
+        drafter_dir=str(job_dir / checkpoint.path),
         tune_dir=str(job_dir / tuned), engine=job.spec.engine, max_concurrency=job.spec.serve.max_concurrency,
         rival_dir=None if rival is None else str(job_dir / rival.path), incumbent=job.incumbent,
         held_out_file=_held_out_file(job, job_dir))
+
+
+def hardware_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, profile: str) -> HardwareStage:
+    """The proven checkpoint and no drafter on one of the job's profiles. Raises InvalidInput for a name that is not
+    one."""
+    prove, hardware = job.spec.prove, job.spec.prove.hardware
+    found = next((one for one in hardware.profiles if one.name == profile), None) if hardware is not None else None
+    if hardware is None or found is None:
+        raise InvalidInput(f"profile {profile!r} is not in this job's prove.hardware",
+                           f"profiles are {', '.join(prove.profile_names) or '(none)'}")
+    first = hardware.profiles[0].name
+    # The incumbent may be another in a later attempt, and is not measured here.
+    proof = prove_spec(job, job_dir, checkpoint, reference("tune")).model_copy(update={"incumbent": None})
+    return HardwareStage(
+        job_id=job.id, candidate=checkpoint.candidate, profile=found, baseline=first,
+        baseline_dir=None if profile == first else str(stage_dir(job_dir, "hardware", first)), proof=proof,
+        proof_dir=str(stage_dir(job_dir, "prove")),
+        load=LoadSpec(concurrencies=hardware.concurrencies or prove.loads, requests=max(1, prove.requests // 2),
+                      repeats=2, max_new_tokens=prove.max_new_tokens, seed=job.spec.benchmark.seed))
 
 
 def _held_out_file(job: JobFile, job_dir: Path) -> str | None:

@@ -186,6 +186,14 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
         return _run(job_dir, spec)
 
 
+def hardware(job_dir: str, spec_digest: str, checkpoint: str, profile: str) -> str:
+    """Measure the proven checkpoint, and no drafter, on one kind of hardware."""
+    with _recording_failure(job_dir, "hardware", profile):
+        job = load_job(job_dir, spec_digest)
+        found = steps.find_checkpoint(job.spec, train_reports(job_dir, job), checkpoint)
+        return _run(job_dir, steps.hardware_spec(job, Path(job_dir), found, profile), profile)
+
+
 def _remove_stale_proof(spec: StageSpec, directory: Path) -> None:
     """Remove a finished prove stage that was run from another spec. The incumbent is the only input of a stage that is
     not part of the job: by the time of a retry the endpoint may serve another drafter, and the comparison is void."""

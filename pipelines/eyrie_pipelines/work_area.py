@@ -34,6 +34,7 @@ from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
+    HardwareStage,
     ProveStage,
     RegenerateStage,
     StageSpec,
@@ -44,7 +45,7 @@ from eyrie_pipelines.directory_sync import LEDGER_PARTS, SYNC_SHARE, DirectorySy
 from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR
 from eyrie_pipelines.steps import JOB_FILE
 from eyrie_pipelines.torchrun import is_first_node
-from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN, STATE_DIR, STORE_ADDRESS_FILE
+from eyrie_workers.catalog import DAMAGED_SUFFIX, LOAD_RESULTS_FILE, SHARD_PATTERN, STATE_DIR, STORE_ADDRESS_FILE
 
 SYNC_VARIABLE = "EYRIE_SYNC_S"
 """If set, the store of EYRIE_ARTIFACTS_* is the work area, and unfinished work is uploaded this often."""
@@ -218,6 +219,12 @@ class WorkArea:
                 self._download_drafter(Path(spec.drafter_dir))
             if spec.held_out_file is not None:
                 self._download_file(Path(spec.held_out_file))
+        elif isinstance(spec, HardwareStage):
+            self._download_drafter(Path(spec.proof.drafter_dir))
+            self.download_manifest(Path(spec.proof_dir))
+            for path in (spec.proof.held_out_file, spec.baseline_dir and f"{spec.baseline_dir}/{LOAD_RESULTS_FILE}"):
+                if path:
+                    self._download_file(Path(path))
         if isinstance(spec, TuneStage) and spec.rival is not None:
             self._download_drafter(Path(spec.rival.drafter_dir))
         if isinstance(spec, ProveStage):

@@ -13,7 +13,7 @@ from eyrie_api.submission.placement import merge_placement, read_profile, resolv
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
-from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.stages import JOB_STAGES
 
 WORK = {"kind": "s3", "url": "s3://bucket/eyrie"}
 
@@ -24,7 +24,7 @@ def profile(**changes: Any) -> ClusterProfile:
 
 
 def test_a_job_may_name_every_stage_there_is() -> None:
-    assert set(get_args(StageKey)) == set(STAGES)
+    assert set(get_args(StageKey)) == set(JOB_STAGES)
 
 
 def test_a_request_changes_what_it_names_and_leaves_the_rest() -> None:

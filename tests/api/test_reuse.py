@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from eyrie_api.decisions.reuse import MAX_JOBS, jobs_with_answers
+from eyrie_api.quantities import size
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import plan
-from eyrie_api.v1alpha1.reports import RegenerateReport
+from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, RegenerateReport
 from eyrie_api.v1alpha1.status import Condition, Job, JobStatus
 from tests.api.samples import NOW, finish_stage, job_spec, target_directory
 
@@ -81,8 +82,42 @@ def test_a_plan_says_how_many_answers_are_present_and_counts_no_time_for_them(tm
     assert shared.notes[0].startswith("180 of 400 answers are present, in job job-a")
     assert shared.stages[0].hours == pytest.approx(alone.stages[0].hours * 220 / 400)
     assert shared.stages[0].tokens == alone.stages[0].tokens
-    assert shared.stages[1:] == alone.stages[1:]
+    assert shared.stages[1:] == alone.stages[1:]  # no states are present
+    assert shared.present is not None
+    assert (shared.present.state_bytes, shared.present.states_in) == (0, "")
     for other in (spec(199), spec(400, reuse="never"), spec(400, regenerate={"seed": 2}),
                   spec(400, benchmark={"suites": [{"name": "math", "path": "quickstart:math"}]})):
         assert not any("answers are present" in note for note in plan(job_spec(**other), settings, [earlier]).notes)
     assert plan(job_spec(**spec(400)), settings, [job("gone", **spec(200))]) == alone
+
+
+def test_a_plan_says_what_share_of_the_states_is_present_in_the_format_that_the_job_stores(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    target = {"target": {"model": str(target_directory(tmp_path / "target")), "dtype": "float32"}}
+
+    def spec(rows: int, **changes: Any) -> dict[str, Any]:
+        data = {"sources": [{"path": "quickstart"}], "max_conversations": rows, "held_out_fraction": 0.0}
+        return target | {"data": data, "benchmark": {"suites": [{"name": "chat", "path": "quickstart:chat"}]}} | changes
+
+    answers = RegenerateReport(rows_read=200, rows_answered=200, rows_held_out=0, rows_quarantined=0, prompt_tokens=1,
+                               answer_tokens=1, finish_reasons={}, sources={}, seconds=1.0, tokens_per_s=1.0)
+    states = CaptureReport(source="reference", rows=200, tokens=1, supervised_tokens=1, bytes=1, bytes_per_token=1.0,
+                           shards=1, layers=LayerChoice(aux_layers=(1,), reason="r"), hidden_size=1, codec="int8",
+                           seconds=1.0, tokens_per_s=1.0)
+    finish_stage(settings.job_dir("job-a") / "stages/regenerate", "regenerate", answers, {}, "job-a")
+    finish_stage(settings.job_dir("job-a") / "stages/capture", "capture", states, {}, "job-a")
+    earlier = job("job-a", **spec(200))
+
+    alone, shared = plan(job_spec(**spec(400)), settings), plan(job_spec(**spec(400)), settings, [earlier])
+    assert alone.present is None
+    assert shared.present is not None
+    whole = alone.stages[1].bytes_on_disk
+    assert (shared.present.answers, shared.present.all_answers) == (200, 400)
+    assert (shared.present.state_bytes, shared.present.all_state_bytes) == (whole // 2, whole)
+    assert f"{size(whole // 2)} of {size(whole)} of their hidden states" in shared.present.words
+    assert shared.stages[1].hours == pytest.approx(alone.stages[1].hours / 2)
+    for other in ({"capture": {"codec": "bfloat16"}}, {"capture": {"aux_layers": [1, 2]}},
+                  {"capture": {"max_length": 64}}, {"capture": {"feed": "stream"}}, {"drafter": {"family": "medusa"}}):
+        present = plan(job_spec(**spec(400, **other)), settings, [earlier]).present
+        assert present is not None
+        assert (present.answers, present.state_bytes) == (200, 0), other

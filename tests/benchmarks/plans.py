@@ -12,7 +12,10 @@ from pathlib import Path
 
 import yaml
 
+from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store_prices import STORES
 from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan
+from eyrie_api.decisions.store_cost import ObjectStore
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.job import JobSpec
@@ -40,6 +43,9 @@ class Job:
     gpu_type: str | None = None
     """Where the example leaves it to its one machine."""
 
+    store: ObjectStore | None = None
+    """Where its stages exchange files; None: on its one machine."""
+
     def plan(self) -> Plan:
         """Its plan."""
         document = yaml.safe_load((ROOT / "docs/examples" / self.example).read_text())
@@ -47,14 +53,16 @@ class Job:
         if self.gpu_type is not None:
             document["placement"] = {"every": {"num_gpus": 1, "gpu_type": self.gpu_type}}
         spec = JobSpec.model_validate(document)
-        return make_plan(spec, expand(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES)
+        return make_plan(spec, expand(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES,
+                         store=self.store)
 
 
 JOBS = (
     Job("An 8B target on one H100", "one_gpu.yaml", LLAMA_8B,
         DataFacts(20_000, 250.0, 500.0, "means assumed for this page"), "NVIDIA-H100-80GB-HBM3"),
     Job("Olmo-3.1-32B-Think on eight H200", "olmo-3.1-32b.yaml", OLMO_32B,
-        DataFacts(500_000, 1024.0, 1024.0, "2048 tokens a conversation, as in the post")),
+        DataFacts(500_000, 1024.0, 1024.0, "2048 tokens a conversation, as in the post"),
+        store=ObjectStore(STORES["aws-s3"], ranged=True, part_bytes=StoreOptions().part_size_bytes)),
 )
 
 
@@ -65,7 +73,10 @@ def page() -> str:
              "of them ([hardware.py](../../api/eyrie_api/decisions/hardware.py)); nothing here was measured, and\n"
              "Eyrie has not run on these GPUs. A test keeps the page current. Hours are expected ones with their\n"
              "range, stages one after the other; reading the KV cache is not counted, which makes decoding of long\n"
-             "answers look faster than it is, by up to two times; prices are round numbers to show the column.\n"]
+             "answers look faster than it is, by up to two times; prices of GPUs are round numbers to show the\n"
+             "column. Money of the object store is that of the list prices of S3 in us-east-1\n"
+             "([store_prices.py](../../api/eyrie_api/artifacts/store_prices.py)), with states read by ranges:\n"
+             "requests, and storage while the job runs.\n"]
     for job in JOBS:
         parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(job.plan())]
     return "\n".join(parts)
@@ -74,15 +85,26 @@ def page() -> str:
 def _table(plan: Plan) -> str:
     rows = ["| stage | tokens | disk | hours | range | GPUs | GPU hours | cost | bound by |",
             "|---|---|---|---|---|---|---|---|---|"]
+    stored = ["", "| object store | objects | writes | reads | bytes read | cost | range |",
+              "|---|---|---|---|---|---|---|"]
     for one in plan.stages:
         seen = one.hours_range
         hours_range = "-" if seen is None else f"{seen.low:.2f} to {seen.high:.2f}"
         rows.append(f"| {one.stage} | {one.tokens / 1e6:,.1f} M | {size(one.bytes_on_disk)} | {one.hours:.2f} | "
                     f"{hours_range} | {one.num_gpus} {one.gpu_type} | {one.gpu_hours:,.1f} | "
                     f"{'-' if one.cost is None else format(one.cost, ',.0f')} | {one.bound_by} |")
+        if (use := one.store) is not None and use.cost is not None and use.cost_range is not None:
+            stored.append(f"| {one.stage} | {use.objects:,} | {use.put_requests:,} | {use.get_requests:,} | "
+                          f"{size(use.read_bytes)} | {use.cost:,.2f} | {use.cost_range.low:,.2f} to "
+                          f"{use.cost_range.high:,.2f} |")
     cost = "-" if plan.total_cost is None else f"{plan.total_cost:,.0f}"
     rows.append(f"| total | {plan.total_tokens / 1e6:,.1f} M | {size(plan.total_bytes_on_disk)} | "
                 f"{plan.total_hours:.2f} | | | {plan.total_gpu_hours:,.1f} | {cost} | |")
+    if plan.total_store_cost is not None and plan.total_store_cost_range is not None:
+        whole = plan.total_store_cost_range
+        rows += [*stored, f"| total | | | | | {plan.total_store_cost:,.2f} | {whole.low:,.2f} to {whole.high:,.2f} |",
+                 "", f"After the job its files cost {plan.store_month_cost:,.0f} a month until `eyrie storage --clean` "
+                 "removes the states."]
     words = [f"\n{plan.bottleneck}. {plan.bytes_per_token:,} bytes of states per token.\n"]
     words += [f"- {warning}" for warning in plan.warnings]
     return "\n".join(rows + words) + "\n"

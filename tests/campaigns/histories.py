@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord
-from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.stages import JOB_STAGES
 
 Broken = tuple[str, dict[str, Any]]
 """A rule, and the facts that show how it was broken."""
@@ -85,7 +85,7 @@ def broken_rules(history: History, expected: dict[str, Any] | None = None) -> It
 
 def _broken_by_stages(history: History) -> Iterator[Broken]:
     stages = [(one["stage"], one["key"]) for one in history.job["status"]["stages"]]
-    if missing := set(STAGES) - {stage for stage, _key in stages}:
+    if missing := set(JOB_STAGES) - {stage for stage, _key in stages}:
         yield "each stage is there", {"missing": sorted(missing)}
     for reason in ("StageStarted", "StageFinished"):
         seen = Counter((one["stage"], one["key"]) for one in history.events if one["reason"] == reason)

@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, PromotionDecision
 from eyrie_api.v1alpha1.serving import ServeSpec
-from eyrie_api.v1alpha1.stages import STAGES, Manifest
+from eyrie_api.v1alpha1.stages import JOB_STAGES, Manifest
 from eyrie_api.v1alpha1.status import Endpoint, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
@@ -52,7 +52,7 @@ _REPORT = CaptureReport(source="reference", rows=1, tokens=1, supervised_tokens=
 MANIFESTS = {stage: Manifest.model_validate({
     "stage": stage, "job_id": "j", "spec_digest": "sha256:" + "0" * 64, "code_version": "0",
     "started_at": START.isoformat(), "finished_at": START.isoformat(), "files": (), "report": _REPORT})
-    for stage in STAGES}
+    for stage in JOB_STAGES}
 TAU = 3.0
 _ENDS = ("Succeeded", "Cancelled", "LossDiverged", "RunKeepsDying")
 MAX_LOOKS = 6
@@ -99,7 +99,7 @@ class SimulatedJob:
         begun = self.done + (self.run.state in ("running", "failed", "gone"))
         return tuple(ObservedStage(stage, started_at=START if number < begun else None,
                                    manifest=MANIFESTS[stage] if number < self.done else None)
-                     for number, stage in enumerate(STAGES))
+                     for number, stage in enumerate(JOB_STAGES))
 
 
 @dataclass
@@ -195,7 +195,7 @@ class PlaneWorld:
             job.run = replace(job.run, state="gone" if job.run.state == "running" else job.run.state, leftovers=False)
         elif isinstance(action, Decide):
             expect(job.decision is None, "an attempt is decided once", job=job.name)
-            expect(job.done == len(STAGES), "a decision follows the last stage", job=job.name)
+            expect(job.done == len(JOB_STAGES), "a decision follows the last stage", job=job.name)
             job.decision = job.verdict
         elif isinstance(action, Promote):
             expect(job.revision is None, "an attempt is promoted once", job=job.name)
@@ -408,9 +408,9 @@ class PlaneWorld:
         if end < 0.04:
             job.run = replace(job.run, state="gone", leftovers=self.rng.random() < 0.5)
         elif end < 0.06:
-            failure = RunFailed(STAGES[min(job.done, len(STAGES) - 1)], "", "LossDiverged", "nan", "lower it")
+            failure = RunFailed(JOB_STAGES[min(job.done, len(JOB_STAGES) - 1)], "", "LossDiverged", "nan", "lower it")
             job.run = replace(job.run, state="failed", failure=failure, leftovers=self.rng.random() < 0.3)
-        elif job.done < len(STAGES):
+        elif job.done < len(JOB_STAGES):
             job.done += 1
         else:
             job.run = replace(job.run, state="succeeded")
@@ -490,7 +490,7 @@ class PlaneWorld:
             self.now += timedelta(seconds=70)
             for job in self.jobs:
                 if job.run.state == "running":
-                    job.done = len(STAGES)
+                    job.done = len(JOB_STAGES)
                     job.run = replace(job.run, state="succeeded")
                 self.look_at_job(job)
             for engine in self.engines.values():
@@ -514,7 +514,7 @@ class PlaneWorld:
                 ends = [reason for reason in reported if reason in _ENDS]
                 expect(len(ends) <= 1, "an attempt's end is reported once", job=job.name, events=reported)
             finished = [stage for _, reason, stage in job.events if reason == "StageFinished"]
-            expect(sorted(finished) == sorted(STAGES[:job.done]), "each finished stage is reported once",  # type: ignore[type-var]
+            expect(sorted(finished) == sorted(JOB_STAGES[:job.done]), "each finished stage is reported once",  # type: ignore[type-var]
                    job=job.name, finished=finished, done=job.done)
             revisions = self.endpoint.revisions if self.endpoint is not None else ()
             served = [one.number for one in revisions if one.job_id == job.name]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.v1alpha1.records import EventRecord, ProgressRecord
-from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.stages import JOB_STAGES
 from tests.campaigns.histories import History, broken_lists, broken_rules, outcome
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -21,14 +21,14 @@ def event(number: int, reason: str, stage: str | None = None, message: str = "")
 
 def whole() -> History:
     events = [event(0, "JobAccepted")]
-    for stage in STAGES:
+    for stage in JOB_STAGES:
         events += [event(len(events) + number, reason, stage, stage)
                    for number, reason in enumerate(("StageStarted", "Rehearsed", "StageFinished"))]
     events += [event(len(events), "Promoted"), event(len(events) + 1, "Succeeded")]
     lines = {(stage, ""): [ProgressRecord(time=NOW, done=0, total=1).model_dump_json(),
                            EventRecord(time=NOW, reason="Rehearsed", message=stage).model_dump_json()]
-             for stage in STAGES}
-    status = {"phase": "Succeeded", "stages": [{"stage": one, "key": "", "state": "Succeeded"} for one in STAGES],
+             for stage in JOB_STAGES}
+    status = {"phase": "Succeeded", "stages": [{"stage": one, "key": "", "state": "Succeeded"} for one in JOB_STAGES],
               "conditions": [{"type": "Succeeded", "status": "True", "reason": "Done"}]}
     return History({"status": status}, events, [DECISION], lines)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.stages import JOB_STAGES
 from eyrie_workers.catalog import STATE_DIR
 from tests.cluster.patience import PATIENCE, eventually
 from tests.cluster.programs import missing, programs
@@ -330,7 +330,7 @@ def audit(release: "Release", killed: dict[str, int], say: Diary) -> None:
     for job_id, pods in killed.items():
         stages = [path for path in release.stored(f"jobs/{job_id}/stages") if path.endswith("/manifest.json")]
         result = [path.split("/")[3] for path in stages]
-        assert sorted(result) == sorted(STAGES), stages
+        assert sorted(result) == sorted(JOB_STAGES), stages
         tasks = [one for one in runs[f"{job_id}-1.1"]["run_details"]["task_details"] if one.get("child_tasks")]
         more = {one["display_name"]: len(one["child_tasks"]) - 1 for one in tasks}
         assert sum(more.values()) == pods, more
@@ -338,7 +338,7 @@ def audit(release: "Release", killed: dict[str, int], say: Diary) -> None:
         assert (set(prove["inputs"]), set(prove["outputs"])) == ({"winner", "tuning"}, {"proof", "report"})
         listed = release.get_json(f"/jobs/{job_id}")["status"]["stages"]
         assert {one["state"] for one in listed} == {"Succeeded"}, listed
-    say(f"{len(jobs)} jobs, {len(runs)} runs, a manifest for each of their {len(STAGES)} stages")
+    say(f"{len(jobs)} jobs, {len(runs)} runs, a manifest for each of their {len(JOB_STAGES)} stages")
 
 
 def uninstall(release: "Release", say: Diary) -> None:

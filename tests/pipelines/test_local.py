@@ -13,16 +13,18 @@ import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.errors import Conflict, Transient
+from eyrie_api.submission.devices import gpus_of
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
+from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.records import ProgressRecord
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local, tasks
-from eyrie_pipelines.gpu_shares import gpu_shares, gpus_of, written
+from eyrie_pipelines.gpu_shares import gpu_shares, written
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
 from eyrie_pipelines.run_failure import StageFailed, read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
@@ -72,6 +74,21 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
     assert isinstance(proof, ProveReport)
     assert proof.load is not None
     assert "incumbent" in proof.load.variants
+
+
+@pytest.mark.slow
+def test_every_hardware_profile_is_measured_after_the_proof_and_once(job_dir: Path, rehearsal: Rehearsal) -> None:
+    spec = spec_of(prove=ProveSpec(hardware=HardwareSpec(profiles=(
+        PlacedProfile(name="one-thread", price_per_hour=0.1, threads=1),
+        PlacedProfile(name="two-threads", price_per_hour=0.2, threads=2)))))
+    rehearsal.plan(**{"hardware__two-threads": ["permanent", "ok"]})
+    local.start(job_dir, "job-1", spec)
+    assert wait_until(lambda: local.observe(job_dir).state == "failed", LIMIT_S), log_of(job_dir)
+    assert rehearsal.starts()[-3:] == ["prove", "hardware/one-thread", "hardware/two-threads"]
+    before = rehearsal.starts()
+    local.start(job_dir, "job-1", spec, 2)
+    assert wait_until(lambda: local.observe(job_dir).state == "succeeded", LIMIT_S), log_of(job_dir)
+    assert rehearsal.starts() == [*before, "hardware/two-threads"]
 
 
 @pytest.mark.slow

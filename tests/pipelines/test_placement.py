@@ -8,6 +8,7 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork, WorkArea
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
 from eyrie_pipelines.placement import POD_ANNOTATION, compile_for
@@ -70,6 +71,28 @@ def test_a_stages_box_has_all_its_placement_asks_for() -> None:
     beyond = json.loads(asked["podMetadata"]["annotations"][POD_ANNOTATION])
     assert beyond == {"host_paths": [{"path": "/models", "mount_path": "/models", "read_only": True}],
                       "priority_class": "batch", "service_account": "stages"}
+
+
+def test_each_hardware_profile_is_a_task_on_nodes_of_its_own_and_the_others_wait_for_the_first() -> None:
+    hardware = HardwareSpec(profiles=(
+        PlacedProfile(name="h200-x2", price_per_hour=7.0, placement=PlacementRequest(gpu_type="NVIDIA-H200")),
+        PlacedProfile(name="b200", price_per_hour=5.0, placement=PlacementRequest(
+            num_gpus=1, gpu_type="NVIDIA-B200", node_selector={"pool": "blackwell"})),
+        PlacedProfile(name="cpu", price_per_hour=0.5, placement=PlacementRequest(num_gpus=0))))
+    profile = ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=EVERYTHING)
+    pipeline = compile_for(profile, JobPlacement(), hardware=hardware)
+    boxes = pipeline["pipeline_spec"]["root"]["dag"]["tasks"]
+    assert [boxes[name]["taskInfo"]["name"] for name in ("hardware", "hardware-2", "hardware-3")] == [
+        "hardware h200-x2", "hardware b200", "hardware cpu"]
+    assert "prove" in boxes["hardware"]["dependentTasks"]
+    assert all("hardware" in boxes[name]["dependentTasks"] for name in ("hardware-2", "hardware-3"))
+    assert [container(pipeline, name)["resources"].get("accelerator", {}).get("resourceCount")
+            for name in ("hardware", "hardware-2", "hardware-3")] == ["2", "1", None]
+    assert platform(pipeline, "hardware")["nodeSelector"]["labels"] == {
+        "pool": "spot", "nvidia.com/gpu.product": "NVIDIA-H200"}
+    assert platform(pipeline, "hardware-2")["nodeSelector"]["labels"] == {
+        "pool": "blackwell", "nvidia.com/gpu.product": "NVIDIA-B200"}
+    assert not [name for name in compiled()["pipeline_spec"]["root"]["dag"]["tasks"] if "hardware" in name]
 
 
 def test_a_store_as_work_area_is_reached_with_mounted_keys_from_a_home_of_the_pods_own() -> None:

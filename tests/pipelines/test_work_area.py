@@ -28,7 +28,9 @@ from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
@@ -136,6 +138,25 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
     pods.run(tasks.prove, best, tuned)
     assert rehearsal.starts()[7:] == ["prove"]
     assert pods.store.read("jobs/job-1/stages/prove/manifest.json") != proof
+
+
+def test_a_hardware_profile_gets_the_drafter_the_proof_and_the_requests_of_the_first_profile(
+        pods: Pods, rehearsal: Rehearsal) -> None:
+    hardware = HardwareSpec(profiles=(PlacedProfile(name="one", price_per_hour=1.0),
+                                      PlacedProfile(name="two", price_per_hour=2.0)))
+    pods.take(JobFile(id="job-1", spec=spec_of(prove=ProveSpec(hardware=hardware))))
+    trained = pods.run(tasks.train, pods.run(tasks.capture, pods.run(tasks.regenerate)), "base")
+    assert pods.run(tasks.list_checkpoints, [trained]) == ["base-step-10", "base-step-20"]
+    best = pods.run(tasks.select, [pods.run(tasks.benchmark, name) for name in ("base-step-10", "base-step-20")])
+    pods.run(tasks.prove, best, pods.run(tasks.tune, best))
+    for profile in ("one", "two"):
+        pods.run(tasks.hardware, best, profile)
+    assert rehearsal.starts()[-2:] == ["hardware/one", "hardware/two"]
+    assert {"stages/hardware/one/results.jsonl", "stages/prove/manifest.json",
+            f"stages/train/base/checkpoints/{best}/config.json"} <= pods.here()
+    assert "stages/hardware/one/manifest.json" in pods.stored()
+    with pytest.raises(StageFailed, match=r"profile 'three' is not in this job's prove\.hardware"):
+        pods.run(tasks.hardware, best, "three")
 
 
 def test_a_drafter_of_another_job_that_training_continues_from_is_brought_to_capture_and_to_training(

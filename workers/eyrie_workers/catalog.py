@@ -23,6 +23,9 @@ DAMAGED_SUFFIX = ".damaged"
 ROWS_FILE = "rows.jsonl"
 """The answers of regenerate, to which the stage appends a line at a time: gigabytes in a large job."""
 
+LOAD_RESULTS_FILE = "results.jsonl"
+"""The requests without a drafter that the first profile's measurement leaves for those of the other profiles."""
+
 SHARD_PATTERN = "shard-*.states"
 """File names of the shards of a feature store."""
 
@@ -59,6 +62,7 @@ CATALOG: dict[StageName, Stage] = {
         Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", True, "Benchmarked"),
         Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", True, "Tuned"),
         Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", True, "Proved"),
+        Stage("hardware", "eyrie_workers.hardware.stage", ("prove",), "profile", True, "HardwareCompared"),
     )
 }
 

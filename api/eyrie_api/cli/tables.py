@@ -14,6 +14,7 @@ from rich.text import Text
 
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.quantities import duration, size
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES
@@ -267,7 +268,8 @@ def plan_view(plan: Plan) -> RenderableType:
     heads = ["TOKENS", "DISK", "TIME", *(["RANGE", "GPUS", "GPU HOURS", "COST"] if on_gpus else [])]
     table = _table("STAGE", *heads, *(["BOUND BY"] if on_gpus else []), right=tuple(heads))
     for stage in plan.stages:
-        cells = [stage.stage, count(stage.tokens), size(stage.bytes_on_disk), duration(stage.hours * 3600)]
+        cells = [f"{stage.stage} {stage.key}".rstrip(), count(stage.tokens), size(stage.bytes_on_disk),
+                 duration(stage.hours * 3600)]
         if on_gpus:
             seen = stage.hours_range
             cells += ["-" if seen is None else f"{duration(seen.low * 3600)} - {duration(seen.high * 3600)}",
@@ -283,7 +285,7 @@ def plan_view(plan: Plan) -> RenderableType:
     for one in plan.assumptions:
         assumed.add_row(one.name, f"{one.value:,.6g} {one.unit}".rstrip(), one.source)
     per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
-    parts: list[RenderableType] = [table, Text(plan.bottleneck), per_token, assumed]
+    parts: list[RenderableType] = [table, Text(plan.bottleneck), per_token, *_store_view(plan), assumed]
     if plan.candidate_rows:
         parts.append(_mixes_table(plan.candidate_rows))
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
@@ -291,6 +293,33 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.fits_disk is False:
         parts.append(Text("This does not fit the free disk space.", "bold red"))
     return Group(*parts)
+
+
+def _store_view(plan: Plan) -> list[RenderableType]:
+    """The use of the object store by stage, and its money; nothing where there is none."""
+    uses = [(f"{one.stage} {one.key}".rstrip(), one.store) for one in plan.stages if one.store is not None]
+    if not uses:
+        return []
+    heads = ("OBJECTS", "WRITES", "READS", "BYTES READ", "COST", "RANGE")
+    table = _table("OBJECT STORE", *heads, right=heads)
+    for name, use in uses:
+        table.add_row(name, count(use.objects), count(use.put_requests), count(use.get_requests), size(use.read_bytes),
+                      _money(use.cost), _money_range(use.cost_range))
+    table.add_row("total", *(count(sum(getattr(use, field) for _, use in uses))
+                             for field in ("objects", "put_requests", "get_requests")),
+                  size(sum(use.read_bytes for _, use in uses)), _money(plan.total_store_cost),
+                  _money_range(plan.total_store_cost_range), style="bold")
+    if plan.store_month_cost is None:
+        return [table, Text("The prices of the object store are not known: set EYRIE_STORE_PRICES\n")]
+    return [table, Text(f"{_money(plan.store_month_cost)} for each month that the files stay after the job\n")]
+
+
+def _money(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
+
+
+def _money_range(found: Interval | None) -> str:
+    return "-" if found is None else f"{found.low:,.2f} - {found.high:,.2f}"
 
 
 def _mixes_table(candidate_rows: Mapping[str, Mapping[str, int]]) -> Table:

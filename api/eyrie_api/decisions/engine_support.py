@@ -50,16 +50,19 @@ def check_engine(spec: JobSpec, families: Iterable[str], architectures: Sequence
         _check_family(family, architectures, device)
 
 
-def check_heads(tp_size: int, facts: TargetFacts) -> None:
-    """Raises InvalidInput when the GPUs of one server cannot divide the target's attention heads."""
+def check_heads(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size") -> None:
+    """Raises InvalidInput when the GPUs of one server cannot divide the target's attention heads.
+
+    field   what gives their number
+    """
     # Fewer key-value heads than GPUs are repeated; more must divide evenly, as attention heads must.
     repeated = facts.num_kv_heads < tp_size
     left = tp_size % facts.num_kv_heads if repeated else facts.num_kv_heads % tp_size
     for name, number, rest in (("attention", facts.num_heads, facts.num_heads % tp_size),
                                ("key-value", facts.num_kv_heads, left)):
         if rest:
-            raise InvalidInput(f"engine.tp_size {tp_size} does not divide the target's {number} {name} heads",
-                               f"use a tp_size that does: {', '.join(map(str, _sizes(facts)))}")
+            raise InvalidInput(f"{field} {tp_size} does not divide the target's {number} {name} heads",
+                               f"use a number that does: {', '.join(map(str, _sizes(facts)))}")
 
 
 def _check_dtype(spec: JobSpec, device: Device | None) -> None:

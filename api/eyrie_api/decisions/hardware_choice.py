@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 from eyrie_api.v1alpha1.hardware import (
     HardwareChoice,
+    HardwareMeasurement,
     HardwareProfile,
     HardwareReport,
     HardwareRow,
+    HardwareSpec,
     HardwareVariant,
 )
 from eyrie_api.v1alpha1.load import LoadReport
@@ -61,6 +63,24 @@ def compare_hardware(profiles: Sequence[HardwareProfile], load: LoadReport,
                       for users in loads))
 
 
+def hardware_of(spec: HardwareSpec, measured: Sequence[HardwareMeasurement]) -> HardwareReport | None:
+    """The report of a job's measurements, in the order of its profiles; None before the first profile's."""
+    found = {one.profile.name: (one.profile, one.load) for one in measured if one.load is not None}
+    ordered = [found[one.name] for one in spec.profiles if one.name in found]
+    if spec.profiles[0].name not in found:
+        return None
+    profiles, loads = [profile for profile, _ in ordered], [load for _, load in ordered]
+    first = loads[0]
+    together = LoadReport(
+        model=first.model, spec=first.spec,
+        variants={name: what for one in loads for name, what in one.variants.items()},
+        levels=tuple(level for one in loads for level in one.levels),
+        comparisons=tuple(compared for one in loads for compared in one.comparisons),
+        notes=tuple(dict.fromkeys(note for one in loads for note in one.notes)), environment=first.environment,
+        seconds=sum(one.seconds for one in loads))
+    return compare_hardware(profiles, together, spec.min_tokens_per_s_per_user)
+
+
 def choose(rows: Sequence[HardwareRow], users: float, min_tokens_per_s_per_user: float) -> HardwareChoice:
     """The cheapest variant at one load that is fast enough for a user."""
     fast = sorted((row for row in rows if row.tokens_per_s_per_user >= min_tokens_per_s_per_user),
@@ -69,6 +89,23 @@ def choose(rows: Sequence[HardwareRow], users: float, min_tokens_per_s_per_user:
         return HardwareChoice(users=users, profile=None, variant=None)
     best, *others = fast
     return HardwareChoice(
-        users=users, profile=best.profile, variant=best.variant,
+        users=users, profile=best.profile, variant=best.variant, money_ratio=best.money_ratio,
+        money_interval=best.money_interval,
         indistinguishable=tuple(variant_name(row.profile, row.variant) for row in others
                                 if row.money_interval.low <= best.money_interval.high))
+
+
+def sentence(choice: HardwareChoice, report: HardwareReport) -> str:
+    """The recommendation at one load."""
+    users = f"{choice.users:g} user{'s' if choice.users != 1 else ''} at once"
+    if choice.profile is None or choice.variant is None:
+        return (f"{users}: nothing answers one user with {report.min_tokens_per_s_per_user:g} tokens/s; "
+                "lower that speed or add a faster profile")
+    words = f"{users}: {choice.profile}, {choice.variant}, is the cheapest per token"
+    baseline = variant_name(report.profiles[0].name, "off")
+    if choice.money_interval is not None and variant_name(choice.profile, choice.variant) != baseline:
+        words += (f", {choice.money_ratio:.2f}x the money of {baseline} ({choice.money_interval.low:.2f} to "
+                  f"{choice.money_interval.high:.2f})")
+    if choice.indistinguishable:
+        words += f"; not distinguishable from it: {', '.join(choice.indistinguishable)}"
+    return words

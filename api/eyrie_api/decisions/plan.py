@@ -34,15 +34,17 @@ from pydantic import ValidationError
 from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu
 from eyrie_api.decisions.row_draw import expected_union, quotas, shares
+from eyrie_api.decisions.store_cost import ObjectStore, StageTransfer, month_cost, with_store_use
 from eyrie_api.decisions.sweep import Candidate, families_of, may_train_together
 from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import GPU_TOKENS, TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
+from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, DecoderSizes, DrafterSizes
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
+from eyrie_api.v1alpha1.plan import Assumption, Plan, Present, StagePlan
 from eyrie_api.v1alpha1.requests import PlacementRequest, StageKey
 from eyrie_api.v1alpha1.tuning import TuneSpec
 
@@ -150,11 +152,18 @@ class DataFacts:
     """Answers that the earlier job `present_in` has generated for the same data, and that this one takes over."""
 
     present_in: str = ""
+    states_present: int = 0
+    """Rows whose hidden states the earlier job `states_in` has captured in the format `states_as`, as far as the
+    documents of both jobs say."""
+
+    states_in: str = ""
+    states_as: tuple[str, str] | None = None
+    """Codec, and what is stored of the final state."""
 
 
 def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
-              gpu_hour_prices: Mapping[str, float] | None = None) -> Plan:
+              gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None) -> Plan:
     """The cost of `spec` and its sweep's candidates for a target, stage by stage.
 
     free_bytes        free space where the job would write, None when unknown
@@ -162,6 +171,7 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
                       ones of a CPU
     on_gpus           whether the job computes on GPUs although it requests none: those of its machine
     gpu_hour_prices   by node label of the type
+    store             where the job's stages exchange files; None: on this machine, or on a volume
     """
     data_facts = data_facts or DataFacts()
     work = _Work(spec, target_facts, data_facts, candidates)
@@ -176,6 +186,11 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
                        for one, least, most in zip(stages, fast, slow, strict=True))
     else:
         stages = tuple(one.model_copy(update={"bound_by": ""}) for one in stages)
+    stages += _hardware(work, rates, counts["prove"])
+    if store is not None:
+        stages = with_store_use(stages, _transfers(work, candidates, store), store)
+    uses = [stage.store for stage in stages if stage.store is not None]
+    ranges = [use.cost_range for use in uses if use.cost_range is not None]
     total = sum(stage.bytes_on_disk for stage in stages)
     warnings = list(_warnings(work, candidates))
     if rates is None:
@@ -185,14 +200,19 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
     if not work.within_budget:
         fits = False
+    present = _present(work)
     costs = [stage.cost for stage in stages if stage.num_gpus]
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
         bottleneck=_bottleneck(stages), total_gpu_hours=sum(stage.gpu_hours for stage in stages),
         total_cost=sum(cost for cost in costs if cost is not None) if costs and None not in costs else None,
-        assumptions=_assumptions(work, candidates, used, counts), warnings=tuple(warnings),
-        notes=(*_present(work), *(description(family) for family in families_of(candidates)),
+        total_store_cost=sum(use.cost or 0.0 for use in uses) if ranges else None,
+        total_store_cost_range=Interval(low=sum(one.low for one in ranges), high=sum(one.high for one in ranges))
+        if ranges else None, store_month_cost=None if store is None else month_cost(total, store),
+        assumptions=(*_assumptions(work, candidates, used, counts), *_store_assumptions(store)),
+        warnings=tuple(warnings), present=present,
+        notes=(*((present.words,) if present else ()), *(description(family) for family in families_of(candidates)),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
                  for rival in spec.benchmarked_rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
 
@@ -220,16 +240,20 @@ def _label(spec: JobSpec, stage: StageKey) -> str | None:
 def _rates_of(work: "_Work", stage: StageKey, num_gpus: int, speed: Speed) -> Rates:
     if not num_gpus:
         return Rates()
-    spec, target = work.spec, work.target
+    spec = work.spec
     # Checkpoints and data are divided over all GPUs; settings and loads are measured with one server at a time.
     together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else spec.engine.tp_size
     loads = {"regenerate": spec.regenerate.concurrency, "benchmark": max(spec.benchmark.concurrencies, default=1),
              "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.loads, default=1)}
+    return _gpu_rates(work, _label(spec, stage), speed, together,
+                      together if stage == "benchmark" else spec.engine.tp_size, int(loads.get(stage, 1)))
+
+
+def _gpu_rates(work: "_Work", label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int) -> Rates:
     return gpu_rates(
-        known_gpu(_label(spec, stage)) or ASSUMED, speed, num_gpus=together,
-        tp_size=together if stage == "benchmark" else spec.engine.tp_size, batch=int(loads.get(stage, 1)),
-        weight_bytes=4 if spec.resolved_target.dtype == "float32" else 2,
-        active_share=target.active_parameters / target.parameters)
+        known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch,
+        weight_bytes=4 if work.spec.resolved_target.dtype == "float32" else 2,
+        active_share=work.target.active_parameters / work.target.parameters)
 
 
 def _on_gpus(work: "_Work", plan: StagePlan, num_gpus: int, prices: Mapping[str, float],
@@ -292,6 +316,10 @@ class _Work:
         self.within_budget = chosen is not None
         self.stored = chosen or wanted
         self.store_bytes = self.stored.bytes_of(*sizes)
+        in_format = not self.streamed and data.states_as == (self.stored.codec, self.stored.final_state)
+        rows = min(data.states_present, self.rows) if in_format else 0
+        self.states_share = rows / max(1, self.rows)
+        """Of the states, those that an earlier job has."""
 
     @property
     def state_bytes(self) -> int:
@@ -329,6 +357,51 @@ def _num_stored(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
     return (len(chosen) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
 
 
+def _transfers(work: _Work, candidates: Sequence[Candidate], store: ObjectStore) -> dict[str, StageTransfer]:
+    """What each stage writes to the object store and reads of it."""
+    spec, rows_bytes = work.spec, (round(work.rows * (work.prompt + work.answer)) * ROW_JSON_BYTES_PER_TOKEN)
+    per_token = work.state_bytes + ID_AND_MASK_BYTES
+    states = work.captured * ID_AND_MASK_BYTES if work.streamed else work.store_bytes
+    shards = max(1, math.ceil(states / spec.capture.shard_size_bytes))
+    per_row = store.parts(work.row_tokens * per_token)
+    drafters = [work.target.drafter_parameters(one) * 4 for one in candidates]
+    together = may_train_together(spec.sweep)
+    if store.ranged and not work.streamed:
+        read = round(_shared_tokens(work, candidates) * per_token)
+        gets = round(_shared_tokens(work, candidates) / max(1.0, work.row_tokens)) * per_row + shards
+    else:
+        read = states * (1 if together else len(candidates))
+        gets = store.parts(read)
+    exported = [(size, one.train.num_checkpoints) for one, size in zip(candidates, drafters, strict=True)]
+    one_drafter = StageTransfer(get_requests=store.parts(max(drafters)), read_bytes=max(drafters))
+    copied = round(states * work.states_share)
+    return {
+        "regenerate": StageTransfer(2, store.put_requests(rows_bytes), 0, 0),
+        "capture": StageTransfer(
+            shards, shards * store.put_requests(states / shards),
+            # Of each uploaded shard size and end are read back.
+            store.parts(rows_bytes) + 2 * shards + round(work.rows * work.states_share) * per_row,
+            rows_bytes + copied),
+        "train": StageTransfer(
+            sum(number for _, number in exported), sum(store.put_requests(size) * number for size, number in exported),
+            gets, read),
+        "benchmark": StageTransfer(
+            0, 0, sum(store.parts(size) * number for size, number in exported),
+            sum(size * number for size, number in exported)),
+        "tune": one_drafter, "prove": one_drafter, "hardware": one_drafter}
+
+
+def _store_assumptions(store: ObjectStore | None) -> tuple[Assumption, ...]:
+    if store is None or store.prices is None:
+        return ()
+    prices = store.prices
+    return tuple(Assumption(name=f"{prices.name}: {name}", value=value, unit=unit, source=prices.source)
+                 for name, value, unit in (
+        ("storage", round(prices.storage, 3), "per TB (10^12 bytes) and month"),
+        ("writing requests", prices.put, "per million"), ("reading requests", prices.get, "per million"),
+        ("traffic", prices.traffic, "per TB read; 0 within the provider's region")))
+
+
 def _hours(flops: float, gflops: float) -> float:
     return flops / (gflops * 1e9) / _SECONDS_PER_HOUR
 
@@ -349,25 +422,32 @@ def _regenerate(work: _Work, rates: Rates) -> StagePlan:
                      bound_by="memory bandwidth" if rates.decode < rates.prefill else "compute")
 
 
-def _present(work: _Work) -> tuple[str, ...]:
+def _present(work: _Work) -> Present | None:
     if not work.present:
-        return ()
-    return (f"{work.present:,} of {work.rows:,} answers are present, in job {work.data.present_in}: they are not "
-            "generated again, unless the data or the target has changed (reuse: never generates all)",)
+        return None
+    data, states = work.data, round(work.store_bytes * work.states_share)
+    words = f"{work.present:,} of {work.rows:,} answers are present, in job {data.present_in}"
+    if states:
+        where = "" if data.states_in == data.present_in else f", in job {data.states_in}"
+        words += f", and {size(states)} of {size(work.store_bytes)} of their hidden states{where}"
+    return Present(
+        answers=work.present, all_answers=work.rows, answers_in=data.present_in, state_bytes=states,
+        all_state_bytes=0 if work.streamed else work.store_bytes, states_in=data.states_in if states else "",
+        words=f"{words}: they are not made again, unless the data or the target has changed (reuse: never makes all)")
 
 
 def _capture(work: _Work, rates: Rates) -> StagePlan:
     if work.streamed:  # only ids and masks are written; the target's forward passes run, and count, in training
         return StagePlan(stage="capture", tokens=work.captured,
                          bytes_on_disk=work.captured * ID_AND_MASK_BYTES, hours=0.0)
-    computing = _hours(work.captured * work.flops_per_token, rates.prefill)
-    storing = _store_hours(work.store_bytes, rates)
+    computing = _hours(work.captured * work.flops_per_token, rates.prefill) * (1.0 - work.states_share)
+    storing = _store_hours(work.store_bytes * (1.0 + work.states_share), rates)  # what is copied is read first
     return StagePlan(stage="capture", tokens=work.captured, bytes_on_disk=work.store_bytes,
                      hours=max(computing, storing), bound_by="compute" if computing >= storing else "storage")
 
 
 def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
-    tokens = size = 0
+    tokens = num_bytes = 0
     hours, share = 0.0, _share_of_steps(work.spec, candidates)
     for candidate in candidates:
         train = candidate.train
@@ -375,14 +455,14 @@ def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StageP
         tokens += round(seen * share)
         hours += _hours(_training_flops(work, candidate, round(seen * share)), rates.train)
         # Exported checkpoints, and one resumable state: weights and two moments.
-        size += work.target.drafter_parameters(candidate) * 4 * (train.num_checkpoints + 3)
+        num_bytes += work.target.drafter_parameters(candidate) * 4 * (train.num_checkpoints + 3)
     reading = 0.0
     if work.streamed:
         hours += _hours(_shared_tokens(work, candidates) * work.flops_per_token, rates.prefill)
     else:
         shared = _shared_tokens(work, candidates) * (work.state_bytes + ID_AND_MASK_BYTES)
         reading = _store_hours(shared, rates)
-    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=max(hours, reading),
+    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=num_bytes, hours=max(hours, reading),
                      bound_by="compute" if hours >= reading else "storage")
 
 
@@ -531,6 +611,41 @@ def _prove(work: _Work, rates: Rates) -> StagePlan:
     return StagePlan(stage="prove", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=_hours(alone * work.flops_per_token, rates.single)
                      + _hours(together * work.flops_per_token, rates.decode))
+
+
+def _hardware(work: _Work, rates: Rates | None, default_gpus: int) -> tuple[StagePlan, ...]:
+    """Each profile of `prove.hardware`: its server without a drafter before and after the one with it, at every load.
+
+    rates          of this machine, if they were set
+    default_gpus   of a profile that names no number
+    """
+    prove, hardware = work.spec.prove, work.spec.prove.hardware
+    if hardware is None:
+        return ()
+    loads = hardware.concurrencies or prove.loads
+    # At least two requests per user in each of two blocks.
+    alone = 3 * prove.max_new_tokens * sum(max(prove.requests, 4 * load) for load in loads if load <= 1)
+    together = 3 * prove.max_new_tokens * sum(max(prove.requests, 4 * load) for load in loads if load > 1)
+
+    def hours(rates: Rates) -> float:
+        return (_hours(alone * work.flops_per_token, rates.single)
+                + _hours(together * work.flops_per_token, rates.decode))
+
+    found = []
+    for one in hardware.profiles:
+        num_gpus = default_gpus if one.placement.num_gpus is None else one.placement.num_gpus
+        label = one.placement.gpu_type or _label(work.spec, "prove")
+        plan = StagePlan(stage="hardware", key=one.name, tokens=alone + together, bytes_on_disk=0,
+                         hours=hours(rates or Rates()))
+        if rates is None and num_gpus:
+            low, middle, high = (hours(_gpu_rates(work, label, speed, num_gpus, num_gpus, max(loads)))
+                                 for speed in ("high", "expected", "low"))
+            plan = plan.model_copy(update={
+                "hours": middle, "hours_range": Interval(low=low, high=high), "num_gpus": num_gpus,
+                "gpu_type": (known_gpu(label) or ASSUMED).name, "cost": middle * one.price_per_hour,
+                "bound_by": "memory bandwidth"})
+        found.append(plan)
+    return tuple(found)
 
 
 def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:

@@ -1,4 +1,4 @@
-"""Which earlier jobs a job may take answers from (`reuse: auto`). Pure.
+"""Which earlier jobs a job may take answers and states from (`reuse: auto`). Pure.
 
 The choice is coarse and made from the jobs' documents alone; it decides only which files the stage reads. The stage
 then compares the digest of the target and the key of every row (`eyrie_workers.regeneration.earlier_answers`).
@@ -9,6 +9,8 @@ The caller passes the jobs of one project: answers of another project are never 
 from collections.abc import Iterable
 from itertools import islice
 
+from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job
 
@@ -33,6 +35,21 @@ def asks_the_same(spec: JobSpec, earlier: JobSpec) -> bool:
     or more of the same draw."""
     return (_prompts(spec) == _prompts(earlier) and spec.data.max_conversations >= earlier.data.max_conversations
             and (spec.regenerate.turns == "last" or spec.data.max_conversations == earlier.data.max_conversations))
+
+
+def stores_the_same(spec: JobSpec, earlier: JobSpec) -> bool:
+    """Whether states of the same row are equal in both jobs, as far as the documents say. The codec that
+    `capture.max_bytes` chose is in the report of the earlier job."""
+    return "stream" not in (spec.capture.feed, earlier.capture.feed) and _state_format(spec) == _state_format(earlier)
+
+
+def _state_format(spec: JobSpec) -> tuple[object, ...]:
+    candidates, capture = expand(spec), spec.capture
+    # The draft vocabulary of top-k logits is counted over all answers.
+    counted = spec.data.max_conversations if capture.final_state == "topk" else None
+    return (capture.aux_layers, set(families_with_default_layers(candidates)), set(init_from(candidates)),
+            named_layers(candidates), capture.final_state, capture.final_top_k, capture.draft_vocab_size,
+            capture.max_length, counted)
 
 
 def _has_regenerated(job: Job) -> bool:

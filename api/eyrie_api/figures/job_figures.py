@@ -15,6 +15,7 @@ from eyrie_api.errors import NotFound
 from eyrie_api.figures.themes import INK, SCHEMA, THEMES
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.figures import Figure, FigureName
+from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
@@ -45,6 +46,8 @@ def figures_of(report: JobReport) -> tuple[Figure, ...]:
             found.append(operating_map(report.tune.map, report.tune.trials))
     if report.prove and report.prove.load and any(one.mode == "closed" for one in report.prove.load.levels):
         found.append(pareto(report.prove.load))
+    if report.hardware and report.hardware.rows:
+        found.append(hardware(report.hardware))
     return tuple(found)
 
 
@@ -209,14 +212,6 @@ def pareto(report: LoadReport) -> Figure:
                      "throughput_ratio": _round(against.throughput_ratio) if against else None,
                      **_interval(against.throughput_interval if against else None),
                      "tau": _round(one.total.tau)})
-    x = _number("tokens_per_s_per_user", "tokens per second, one user (interactivity)")
-    y = _number("tokens_per_s", "tokens per second, all users (throughput)")
-    lines: Row = {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {
-        "x": x, "y": y, "color": _series("variant", rows), "order": {"field": "users", "type": "quantitative"}}}
-    points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1}, "encoding": {
-        "x": x, "y": y, "color": _series("variant", rows), "shape": _series("variant", rows), "tooltip": _tips(rows)}}
-    users: Row = {"mark": {"type": "text", "dx": 8, "dy": -8, "align": "left", "fontSize": 11},
-                  "encoding": {"x": x, "y": y, "text": {"field": "users", "type": "quantitative"}}}
     gains = [one.throughput_ratio for one in intervals.values() if one.variant == "candidate"]
     title = "Throughput against interactivity"
     if gains:
@@ -224,7 +219,36 @@ def pareto(report: LoadReport) -> Figure:
     return _figure("pareto", title,
                    "Of one server: up is more tokens for all users together, right is a faster answer for each, and "
                    "the figure at a point is the number of users.",
-                   rows, {"width": 520, "height": 320, "layer": [lines, points, users]})
+                   rows, _throughput_and_interactivity(
+                       rows, _number("tokens_per_s", "tokens per second, all users (throughput)")))
+
+
+def hardware(report: HardwareReport) -> Figure:
+    """Throughput of a device against interactivity: one line per profile and variant. It has rows."""
+    rows = [{"variant": f"{one.profile}/{one.variant}", "users": int(one.users),
+             "tokens_per_s_per_user": _round(one.tokens_per_s_per_user),
+             "tokens_per_s_per_device": _round(one.tokens_per_s_per_device),
+             "ttft_p50_s": _round(one.ttft_p50_s), "money_per_million_tokens": _round(one.money_per_million_tokens),
+             "money_ratio": _round(one.money_ratio), **_interval(one.money_interval)}
+            for one in sorted(report.rows, key=lambda one: (one.profile, one.variant != "off", one.users))]
+    cheapest = min(report.rows, key=lambda one: one.money_per_million_tokens)
+    return _figure("hardware", f"{cheapest.profile}, {cheapest.variant}, has the cheapest tokens: "
+                   f"{cheapest.money_per_million_tokens:.3g} a million with {cheapest.users:g} users",
+                   "Of one server per profile: up is more tokens for each GPU, right is a faster answer for each user, "
+                   "and the figure at a point is the number of users; a row has its money per million tokens.",
+                   rows, _throughput_and_interactivity(
+                       rows, _number("tokens_per_s_per_device", "tokens per second of a GPU (throughput)")))
+
+
+def _throughput_and_interactivity(rows: list[Row], y: Row) -> Row:
+    x = _number("tokens_per_s_per_user", "tokens per second, one user (interactivity)")
+    lines: Row = {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {
+        "x": x, "y": y, "color": _series("variant", rows), "order": {"field": "users", "type": "quantitative"}}}
+    points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1}, "encoding": {
+        "x": x, "y": y, "color": _series("variant", rows), "shape": _series("variant", rows), "tooltip": _tips(rows)}}
+    users: Row = {"mark": {"type": "text", "dx": 8, "dy": -8, "align": "left", "fontSize": 11},
+                  "encoding": {"x": x, "y": y, "text": {"field": "users", "type": "quantitative"}}}
+    return {"width": 520, "height": 320, "layer": [lines, points, users]}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a job's engine will compute on, found without torch: device files of this machine, or what the job requests."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from eyrie_api.decisions.engine_support import Device
@@ -29,3 +30,13 @@ def local_device(devices: Path = Path("/dev")) -> Device:
     nvidia = any(devices.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     amd = (devices / "kfd").exists() and os.environ.get("HIP_VISIBLE_DEVICES") not in ("", "-1")
     return "gpu" if nvidia or amd else "cpu"
+
+
+def gpus_of(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """Ids of this machine's NVIDIA GPUs for CUDA_VISIBLE_DEVICES, without loading torch; none with EYRIE_DEVICE=cpu."""
+    if environment.get("EYRIE_DEVICE") == "cpu":
+        return ()
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return tuple(part for part in given.split(",") if part not in ("", "-1"))
+    return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.hardware import PlacedProfile
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
 
@@ -35,6 +36,12 @@ def resolve_stage_placement(profile: ClusterProfile, wanted: JobPlacement, stage
     """The placement of one stage of a job. Raises InvalidInput when the merged placement is invalid."""
     given = profile.per_stage.get(stage, profile.stages).model_copy(update={"work": profile.stages.work})
     return merge_placement(merge_placement(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
+
+
+def resolve_hardware_placement(profile: ClusterProfile, wanted: JobPlacement, pool: PlacedProfile) -> Placement:
+    """The placement of the measurement on one profile of `prove.hardware`: that of the prove stage with the profile's.
+    Raises InvalidInput."""
+    return merge_placement(resolve_stage_placement(profile, wanted, "prove"), pool.placement)
 
 
 def merge_placement(given: Placement, wanted: PlacementRequest) -> Placement:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from eyrie_api.artifacts import read_manifest
+from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.data_files import is_remote
 from eyrie_api.decisions.capture_support import (
     SUPPORTED_BY_SGLANG,
@@ -30,7 +31,8 @@ from eyrie_api.decisions.plan import (
     make_plan,
     require_gpu_memory,
 )
-from eyrie_api.decisions.reuse import asks_the_same, jobs_with_answers
+from eyrie_api.decisions.reuse import asks_the_same, jobs_with_answers, stores_the_same
+from eyrie_api.decisions.store_cost import ObjectStore
 from eyrie_api.decisions.sweep import Candidate, expand, families_of
 from eyrie_api.decisions.target_config import check_config, choose_source, computed_by_reference
 from eyrie_api.decisions.training_cost import usable_bytes
@@ -47,6 +49,8 @@ from eyrie_api.full_disk import free_bytes
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_source
 from eyrie_api.submission.devices import computes_on_gpus, planned_device
+from eyrie_api.submission.hardware_profiles import check_hardware
+from eyrie_api.submission.placement import read_profile
 from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
     HUB_ID,
@@ -62,8 +66,9 @@ from eyrie_api.submission.weight_files import check_weights, weights_are_here
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import S3Work
 from eyrie_api.v1alpha1.plan import Plan
-from eyrie_api.v1alpha1.reports import RegenerateReport
+from eyrie_api.v1alpha1.reports import CaptureReport, RegenerateReport
 from eyrie_api.v1alpha1.requests import PlacementRequest
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import (
@@ -152,25 +157,47 @@ def _checked(spec: JobSpec, settings: Settings,
                              None if settings.artifacts.url is None else settings.home.absolute() / "jobs")
     for suite in spec.benchmark.suites:
         _check_suite(suite, spec)
+    check_hardware(spec, settings, facts)
     if facts is None:
         return spec, None, False
     _check_sizes(candidates, facts)
     require_gpu_memory(spec, candidates, facts, known)
-    known = _with_present_answers(known, absolute(spec), settings, earlier)
+    known = _with_what_is_present(known, absolute(spec), settings, earlier)
     planned = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings),
-                        on_gpus=computes_on_gpus(spec, settings), gpu_hour_prices=settings.prices)
+                        on_gpus=computes_on_gpus(spec, settings), gpu_hour_prices=settings.prices,
+                        store=_object_store(settings))
     return (spec, planned.model_copy(update={"notes": (*planned.notes, *_unread(spec))}),
             known.prompt_tokens is not None)
 
 
-def _with_present_answers(known: DataFacts, spec: JobSpec, settings: Settings, earlier: Sequence[Job]) -> DataFacts:
-    """With the answers of the earlier job that has most for the same data, as far as manifests on this machine say."""
+def _object_store(settings: Settings) -> ObjectStore | None:
+    """The store of a cluster's jobs. Raises InvalidInput where EYRIE_STORE_PRICES does not suit it."""
+    work = None if settings.cluster_profile is None else read_profile(settings.cluster_profile).stages.work
+    if not isinstance(work, S3Work):
+        return None
+    try:
+        prices = store_prices(settings.store_prices, work.endpoint_url)
+    except ValueError as error:
+        raise InvalidInput(f"EYRIE_STORE_PRICES = {settings.store_prices!r}: {error}",
+                           "an administrator corrects the setting") from None
+    return ObjectStore(prices, work.states == "ranged", settings.artifacts.part_size_bytes)
+
+
+def _with_what_is_present(known: DataFacts, spec: JobSpec, settings: Settings, earlier: Sequence[Job]) -> DataFacts:
+    """With the answers of the earlier job that has most for the same data, and the states of the one that has most of
+    those, as far as manifests on this machine say."""
     for job in jobs_with_answers(spec, earlier):
         if asks_the_same(spec, job.spec):
             with suppress(ArtifactMissing, ArtifactCorrupt):
                 report = read_manifest(settings.job_dir(job.id) / "stages" / "regenerate").report
                 if isinstance(report, RegenerateReport) and report.rows_answered > known.present:
                     known = replace(known, present=report.rows_answered, present_in=job.id)
+            with suppress(ArtifactMissing, ArtifactCorrupt):
+                captured = read_manifest(settings.job_dir(job.id) / "stages" / "capture").report
+                if isinstance(captured, CaptureReport) and captured.rows > known.states_present \
+                        and stores_the_same(spec, job.spec):
+                    known = replace(known, states_present=captured.rows, states_in=job.id,
+                                    states_as=(captured.codec, captured.final_state))
     return known
 
 

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from eyrie_api.v1alpha1.model import Frozen
 
-FigureName = Literal["throughput", "tau-throughput", "tuning", "operating-map", "pareto"]
+FigureName = Literal["throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware"]
 
 
 class FigureSummary(Frozen):

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_api.v1alpha1.model import Frozen, Interval, Name, later
+from eyrie_api.v1alpha1.requests import PlacementRequest
 
 HardwareVariant = Literal["off", "drafted"]
 
@@ -56,6 +57,61 @@ class HardwareProfiles(Frozen):
         return self
 
 
+class PlacedProfile(Frozen):
+    """One kind of hardware that a job's drafter is measured on."""
+
+    name: Name
+    """Name of the profile in tables and figures."""
+
+    price_per_hour: float = Field(gt=0.0, le=1e6)
+    """Of all GPUs of the profile together, or of the node without GPUs; in one currency for all profiles."""
+
+    placement: PlacementRequest = PlacementRequest()
+    """Where its pod runs on a cluster, merged into the placement of the prove stage: `num_gpus`, on which the engine
+    computes with tensor parallelism, `gpu_type`, node labels, a queue. On one machine `num_gpus` alone."""
+
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of the embedded engine. Default: all."""
+
+    def served_on(self, gpus: tuple[str, ...]) -> HardwareProfile:
+        """As a profile whose servers are started on these GPUs."""
+        return HardwareProfile(name=self.name, price_per_hour=self.price_per_hour, num_devices=max(1, len(gpus)),
+                               gpus=gpus, threads=self.threads)
+
+
+class HardwareSpec(Frozen):
+    """On which hardware the proven drafter, and no drafter, are compared."""
+
+    profiles: tuple[PlacedProfile, ...] = Field(min_length=1, max_length=16)
+    """The first one without a drafter is the baseline. It is measured first; on a cluster the others then run side by
+    side, each in a pod of its own."""
+
+    concurrencies: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field((), max_length=32)
+    """Users at once. Default: `prove.loads`."""
+
+    min_tokens_per_s_per_user: float = Field(0.0, ge=0.0, le=1e6)
+    """Nothing that is slower for one user is recommended."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "HardwareSpec":
+        names = [one.name for one in self.profiles]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two profiles are named {min(twice)!r}: give each its own name")
+        return self
+
+
+class HardwareMeasurement(Frozen):
+    """What one profile's measurement found."""
+
+    profile: HardwareProfile
+    load: LoadReport | None = None
+    """Variants `profile/off` and `profile/drafted`, both compared with off on the first profile; None: see `skipped`.
+    """
+
+    skipped: str = ""
+    """Why nothing was measured: the job proved no drafter."""
+
+
 class HardwareRow(Frozen):
     """One variant on one profile, with so many users at once."""
 
@@ -85,12 +141,18 @@ class HardwareChoice(Frozen):
     """The cheapest per token; None when no variant is fast enough."""
 
     variant: HardwareVariant | None
+    money_ratio: float | None = later(None, 4)
+    """Money per token over that of the baseline: off on the first profile."""
+
+    money_interval: Interval | None = later(None, 4)
+    """Of the ratio, 95 %."""
+
     indistinguishable: tuple[str, ...] = ()
     """Others, as `profile/variant`, whose interval overlaps with the cheapest one's."""
 
 
 class HardwareReport(Frozen):
-    """The result of `eyrie compare-hardware`."""
+    """The result of `eyrie compare-hardware`, and of a job with `prove.hardware`."""
 
     profiles: tuple[HardwareProfile, ...]
     min_tokens_per_s_per_user: float

@@ -34,7 +34,7 @@ class IsDefault:
         return value == self.default
 
 
-LATEST = 3
+LATEST = 4
 """The number of the latest addition."""
 
 

@@ -17,10 +17,32 @@ class Assumption(Frozen):
     """Measured here, read from the target's config, given by the spec, or a default."""
 
 
+class StoreUse(Frozen):
+    """What a stage does with the object store through which a cluster's jobs exchange files."""
+
+    objects: int = Field(ge=0)
+    """Written."""
+
+    put_requests: int = Field(ge=0)
+    """Requests that write; large objects are written in parts."""
+
+    get_requests: int = Field(ge=0)
+    read_bytes: int = Field(ge=0)
+    cost: float | None = None
+    """Of its requests and traffic, and of storing, while the stage runs, what the job has written so far. None where
+    the store's prices are not known (EYRIE_STORE_PRICES)."""
+
+    cost_range: Interval | None = None
+    """By the range of the stage's hours."""
+
+
 class StagePlan(Frozen):
     """One stage's share."""
 
     stage: str
+    key: str = later("", 4)
+    """Of a profile of `prove.hardware`, its name: it has a row of its own."""
+
     tokens: int = Field(ge=0)
     bytes_on_disk: int = Field(ge=0)
     hours: float = Field(ge=0.0)
@@ -36,15 +58,42 @@ class StagePlan(Frozen):
     """The type whose rates were used."""
 
     cost: float | None = None
-    """GPU hours at the price of EYRIE_GPU_HOUR_PRICES, in its currency; None where the type has no price."""
+    """GPU hours at the price of EYRIE_GPU_HOUR_PRICES, in its currency; None where the type has no price. Of a hardware
+    profile, hours at its own price."""
 
     bound_by: Literal["", "compute", "memory bandwidth", "storage"] = ""
     """What the hours are limited by; empty on CPUs."""
+
+    store: StoreUse | None = later(None, 4)
+    """None where files are exchanged on one machine or a volume."""
 
     @property
     def gpu_hours(self) -> float:
         """Hours times GPUs."""
         return self.hours * self.num_gpus
+
+
+class Present(Frozen):
+    """What earlier jobs of the project have of this job (`reuse: auto`)."""
+
+    answers: int = Field(ge=0)
+    """Generated before, and not generated again."""
+
+    all_answers: int = Field(ge=0)
+    """Rows of this job."""
+
+    answers_in: str
+    """The job that has them."""
+
+    state_bytes: int = Field(0, ge=0)
+    """Hidden states captured before, in this job's format: they are copied instead of computed."""
+
+    all_state_bytes: int = Field(0, ge=0)
+    states_in: str = ""
+    """The job that has them; empty where none has."""
+
+    words: str
+    """The same as a sentence."""
 
 
 class Plan(Frozen):
@@ -66,12 +115,23 @@ class Plan(Frozen):
     """With `data.mix`: about how many rows of each source every candidate trains on, by candidate and source. All
     candidates have the same number of rows in total; a few of the captured rows are kept for evaluation."""
 
+    present: Present | None = later(None, 4)
+    """None: no earlier job has answers of this one."""
+
     bottleneck: str = ""
     """The stage that takes most of the time, its share, and what limits it."""
 
     total_gpu_hours: float = 0.0
     total_cost: float | None = None
     """Of all stages on GPUs; None where one has no price."""
+
+    total_store_cost: float | None = later(None, 4)
+    """Of all stages together, beside `total_cost`; None where the store's prices are not known."""
+
+    total_store_cost_range: Interval | None = later(None, 4)
+    store_month_cost: float | None = later(None, 4)
+    """What the files cost for each month that they stay after the job. Most of it are hidden states, which `eyrie
+    storage --clean` removes."""
 
     fits_disk: bool | None = None
     """Whether the free space where the job would write holds it; None when unknown."""

@@ -140,6 +140,9 @@ class CaptureReport(Frozen):
     rows_reused: int = later(0, 3)
     """Of `rows`: copied from what earlier jobs have captured (`reuse`)."""
 
+    bytes_reused: int = later(0, 4)
+    """Of `bytes`: those rows'."""
+
     layers: LayerChoice
     hidden_size: int
     codec: str

@@ -15,6 +15,8 @@ from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import Family
+from eyrie_api.v1alpha1.hardware import HardwareMeasurement, PlacedProfile
+from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.model import Digest, Frozen, later
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
@@ -30,8 +32,10 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, TuneSpec
 
-StageName = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove"]
-STAGES: tuple[StageName, ...] = ("regenerate", "capture", "train", "benchmark", "tune", "prove")
+StageName = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove", "hardware"]
+STAGES: tuple[StageName, ...] = ("regenerate", "capture", "train", "benchmark", "tune", "prove", "hardware")
+JOB_STAGES: tuple[StageName, ...] = STAGES[:-1]
+"""Those of every job; `hardware` is one of jobs with `prove.hardware`."""
 
 
 class RegenerateStage(Frozen):
@@ -191,10 +195,34 @@ class ProveStage(Frozen):
     held_out_file: str | None = None
 
 
+class HardwareStage(Frozen):
+    """The proven drafter, and no drafter, on one kind of hardware."""
+
+    stage: Literal["hardware"] = "hardware"
+    job_id: str
+    candidate: str
+    profile: PlacedProfile
+    baseline: str
+    """Name of the first profile."""
+
+    baseline_dir: str | None = None
+    """Output directory of the first profile's measurement, with whose requests these are compared; None: this is it."""
+
+    proof: ProveStage
+    """Target, drafter, engine and prompts. Without incumbent and rival, which are not measured here."""
+
+    proof_dir: str
+    """Output directory of prove: its report says which setting was proven."""
+
+    load: LoadSpec
+
+
 StageSpec = Annotated[
-    RegenerateStage | CaptureStage | TrainStage | BenchmarkStage | TuneStage | ProveStage, Field(discriminator="stage")
+    RegenerateStage | CaptureStage | TrainStage | BenchmarkStage | TuneStage | ProveStage | HardwareStage,
+    Field(discriminator="stage")
 ]
-StageReport = RegenerateReport | CaptureReport | TrainReport | BenchmarkReport | TuneReport | ProveReport
+StageReport = (RegenerateReport | CaptureReport | TrainReport | BenchmarkReport | TuneReport | ProveReport
+               | HardwareMeasurement)
 
 
 class FileEntry(Frozen):

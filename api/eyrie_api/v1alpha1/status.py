@@ -9,8 +9,9 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.model import Frozen, later
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
@@ -26,8 +27,8 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 ConditionType = Literal[
-    "Accepted", "Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Proved", "Promoted", "Serving",
-    "Succeeded", "Failed", "Cancelled",
+    "Accepted", "Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Proved", "HardwareCompared",
+    "Promoted", "Serving", "Succeeded", "Failed", "Cancelled",
 ]
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled"]
 StageState = Literal["Pending", "Running", "Succeeded", "Failed", "Cancelled", "Skipped"]
@@ -264,6 +265,9 @@ class JobReport(Frozen):
     benchmark: tuple[BenchmarkReport, ...] = ()
     tune: TuneReport | None = None
     prove: ProveReport | None = None
+    hardware: HardwareReport | None = later(None, 4)
+    """Of a job with `prove.hardware`: the profiles that are measured so far."""
+
     leaderboard: tuple[LeaderboardEntry, ...] = ()
     decision: PromotionDecision | None = None
     endpoint: str | None = None

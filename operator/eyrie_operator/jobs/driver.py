@@ -33,6 +33,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter, Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
+from eyrie_api.decisions.hardware_choice import hardware_of
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, no_drafter
 from eyrie_api.decisions.promotion import (
     comparable_suites,
@@ -47,6 +48,7 @@ from eyrie_api.decisions.promotion import (
 from eyrie_api.decisions.reuse import jobs_with_answers
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
@@ -318,8 +320,11 @@ class Driver:
         outcome = read_outcome(job_dir, status.attempt)
         endpoint = self._endpoints.get(outcome.endpoint) if outcome and outcome.endpoint else None
         total_s = (self._clock() - job.created_at).total_seconds()
-        content = reports.build_report(job.id, finished_manifests(job, job_dir), status.conditions, total_s,
-                                       outcome.decision if outcome else None, endpoint)
+        manifests = finished_manifests(job, job_dir)
+        hardware = None if job.spec.prove.hardware is None else hardware_of(job.spec.prove.hardware, [
+            one.report for one in manifests if isinstance(one.report, HardwareMeasurement)])
+        content = reports.build_report(job.id, manifests, status.conditions, total_s,
+                                       outcome.decision if outcome else None, endpoint, hardware)
         write_atomically(job_dir / REPORT_FILE, json.dumps(content, indent=2) + "\n")
         self._runner.persist(job.id, REPORT_FILE)
 

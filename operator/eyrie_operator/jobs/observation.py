@@ -84,6 +84,8 @@ def _keys(job: Job, candidates: list[str], job_dir: Path, stage: StageName) -> l
             return [checkpoint.name for checkpoint in benchmarked(job.spec, train_reports(candidates, job_dir))]
         except ArtifactMissing:
             return []
+    if stage == "hardware":
+        return list(job.spec.prove.profile_names)
     return [""]
 
 

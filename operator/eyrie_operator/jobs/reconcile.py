@@ -224,7 +224,7 @@ def _failed(conditions: Conditions, failed: RunFailed, now: datetime) -> Conditi
 
 def _condition_of(stage: StageName) -> ConditionType:
     kind = CATALOG[stage].condition
-    assert kind in ("Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Proved")
+    assert kind in ("Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Proved", "HardwareCompared")
     return kind  # type: ignore[return-value]  # mypy does not narrow a str by membership
 
 

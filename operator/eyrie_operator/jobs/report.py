@@ -12,16 +12,25 @@ from statistics import fmean
 
 from pydantic import JsonValue
 
+from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, PromotionDecision, TuneReport
-from eyrie_api.v1alpha1.stages import STAGES, Manifest
+from eyrie_api.v1alpha1.reports import (
+    BenchmarkReport,
+    CaptureReport,
+    CellReport,
+    PromotionDecision,
+    RegenerateReport,
+    TuneReport,
+)
+from eyrie_api.v1alpha1.stages import JOB_STAGES, Manifest
 from eyrie_api.v1alpha1.status import Condition, Endpoint
 from eyrie_operator.conditions import find
 
 
 def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condition], total_s: float,
-                 decision: PromotionDecision | None, endpoint: Endpoint | None) -> dict[str, JsonValue]:
+                 decision: PromotionDecision | None, endpoint: Endpoint | None,
+                 hardware: HardwareReport | None = None) -> dict[str, JsonValue]:
     """The report of a job from its stages' manifests, conditions, decision and endpoint. `total_s` counts from
     submission."""
     benchmarks = [one.report for one in manifests if isinstance(one.report, BenchmarkReport)]
@@ -31,11 +40,13 @@ def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequenc
         "job": job_id,
         "outcome": _outcome(conditions),
         "seconds": _seconds(manifests, total_s),
+        "reused": _reused(manifests),
         "checkpoints": [_checkpoint(one) for one in benchmarks],
         "baseline": _baseline(benchmarks),
         "tuning": [] if tuned is None else [_shape(cell.tree.model_dump(), cell.tau, cell.tokens_per_s, cell.speedup)
                                             for cell in tuned.cells],
         "proof": None if proof is None else _proof(proof),
+        "hardware": None if hardware is None else hardware.model_dump(mode="json", exclude={"load"}),
         "finding": None if tuned is None else tuned.finding,
         "promoted": None if tuned is None or decision is None or not decision.promote else _promoted(tuned, decision),
         "decision": None if decision is None else decision.model_dump(mode="json"),
@@ -60,11 +71,22 @@ def _outcome(conditions: Sequence[Condition]) -> dict[str, JsonValue]:
 
 def _seconds(manifests: Sequence[Manifest], total_s: float) -> dict[str, JsonValue]:
     """Wall time of the programs by stage, all candidates and checkpoints together."""
-    spent = dict.fromkeys(STAGES, 0.0)
+    spent: dict[str, float] = dict.fromkeys(JOB_STAGES, 0.0)
     for one in manifests:
         took = datetime.fromisoformat(one.finished_at) - datetime.fromisoformat(one.started_at)
-        spent[one.stage] += took.total_seconds()
+        spent[one.stage] = spent.get(one.stage, 0.0) + took.total_seconds()
     return {**{stage: round(seconds, 2) for stage, seconds in spent.items()}, "total": round(total_s, 2)}
+
+
+def _reused(manifests: Sequence[Manifest]) -> dict[str, JsonValue]:
+    """What was taken over from earlier jobs, of what there is (`reuse`)."""
+    found: dict[str, JsonValue] = {}
+    for report in (one.report for one in manifests):
+        if isinstance(report, RegenerateReport):
+            found |= {"answers": report.rows_reused, "all_answers": report.rows_answered}
+        elif isinstance(report, CaptureReport):
+            found |= {"state_bytes": report.bytes_reused, "all_state_bytes": report.bytes}
+    return found
 
 
 def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:

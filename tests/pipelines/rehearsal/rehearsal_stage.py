@@ -18,6 +18,7 @@ from pathlib import Path
 
 from eyrie_api.errors import LossDiverged, Transient
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
@@ -37,6 +38,7 @@ from eyrie_api.v1alpha1.reports import (
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
+    HardwareStage,
     ProveStage,
     RegenerateStage,
     StageReport,
@@ -45,6 +47,7 @@ from eyrie_api.v1alpha1.stages import (
     TuneStage,
 )
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_workers.catalog import LOAD_RESULTS_FILE
 from eyrie_workers.stage_program import Result, Stage, run_program
 
 HOME = Path(os.environ.get("EYRIE_REHEARSAL", "."))
@@ -115,6 +118,15 @@ def prove_report(spec: ProveStage) -> ProveReport:
                        changed_prompt=load_report(spec.prove.loads[:1], variants, 2.0))
 
 
+def hardware_report(spec: HardwareStage) -> HardwareMeasurement:
+    baseline, own = f"{spec.baseline}/off", (f"{spec.profile.name}/off", f"{spec.profile.name}/drafted")
+    load = load_report(spec.load.concurrencies, own, 2.0)
+    comparisons = tuple(one.model_copy(update={"baseline": baseline}) for one in load.comparisons
+                        if one.variant != baseline)
+    return HardwareMeasurement(profile=spec.profile.served_on(()),
+                               load=load.model_copy(update={"comparisons": comparisons}))
+
+
 def report_of(spec: StageSpec) -> StageReport:
     if isinstance(spec, RegenerateStage):
         return RegenerateReport(rows_read=1, rows_answered=1, rows_held_out=1, rows_quarantined=0, prompt_tokens=1,
@@ -132,6 +144,8 @@ def report_of(spec: StageSpec) -> StageReport:
         return report if spec.rival is None else report.model_copy(update={"rival": True, "family": "eagle3"})
     if isinstance(spec, ProveStage):
         return prove_report(spec)
+    if isinstance(spec, HardwareStage):
+        return hardware_report(spec)
     tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8)
     cell = TuneCell(tree=tree, tau=2.5, tau_by_temperature={"0.0": 2.6, "1.0": 2.4}, tokens_per_s=1.0, speedup=2.5,
                     speedup_by_temperature={"0.0": 2.6, "1.0": 2.4}, speedup_interval=Interval(low=2.0, high=3.0),
@@ -175,7 +189,8 @@ def behave(name: str, stage: Stage) -> None:
 def work(spec: StageSpec, stage: Stage) -> Result:
     """Behave as planned, then leave a valid report."""
     key = getattr(spec, "checkpoint", None) if spec.stage == "benchmark" else getattr(spec, "candidate", None)
-    name = f"{spec.stage}/{key}" if spec.stage in ("train", "benchmark") else spec.stage
+    key = spec.profile.name if isinstance(spec, HardwareStage) else key
+    name = f"{spec.stage}/{key}" if spec.stage in ("train", "benchmark", "hardware") else spec.stage
     stage.progress(0, 1, "rows")
     behave(name, stage)
     stage.metric(f"{spec.stage}/loss", 1, 0.5)
@@ -188,6 +203,8 @@ def leave_files(directory: Path, report: StageReport) -> list[Path]:
     """Small files where the real stages leave large ones."""
     names = {"regenerate": ["rows.jsonl", "held_out.jsonl"], "capture": ["shard-000000.safetensors", "index.json"]}
     result = names.get(directory.name, [])
+    if isinstance(report, HardwareMeasurement):
+        result = [LOAD_RESULTS_FILE]
     if isinstance(report, TrainReport):
         result = [f"{one.path}/config.json" for one in report.checkpoints]
     for name in result:
@@ -198,7 +215,7 @@ def leave_files(directory: Path, report: StageReport) -> list[Path]:
 
 if __name__ == "__main__":
     kinds = {"regenerate": RegenerateStage, "capture": CaptureStage, "train": TrainStage, "benchmark": BenchmarkStage,
-             "tune": TuneStage, "prove": ProveStage}
+             "tune": TuneStage, "prove": ProveStage, "hardware": HardwareStage}
     if "--train" in sys.argv:
         with (HOME / "sweeps.log").open("a") as log:
             log.write(" ".join(sys.argv[sys.argv.index("--rungs"):]) + "\n")

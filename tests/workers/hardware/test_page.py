@@ -1,8 +1,8 @@
 """The page of a comparison of hardware."""
 
 from eyrie_api.cli.reports import report_of
-from eyrie_api.decisions.hardware_choice import compare_hardware
-from eyrie_workers.hardware.page import html, sentence, speeds
+from eyrie_api.decisions.hardware_choice import compare_hardware, sentence
+from eyrie_workers.hardware.page import html, speeds
 from tests.api.test_hardware_choice import B200, H200S, load_report
 from tests.workers.parsed_page import parsed_page
 

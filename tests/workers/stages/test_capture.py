@@ -101,7 +101,11 @@ def test_states_of_earlier_jobs_are_copied_row_by_row_and_only_the_others_are_co
 
     # Some of the rows, in shards of another size; then more of them from two jobs, one of which is not there.
     assert captured("some", num_rows=25, shard_size_bytes=2**17).rows_reused == 0
-    assert captured("more", "none", "some").rows_reused == 25
+    more = captured("more", "none", "some")
+    assert more.rows_reused == 25
+    whole = captured("whole", "more")
+    assert 0 < more.bytes_reused < whole.bytes_reused <= whole.bytes
+    assert whole.bytes_reused > 0.9 * whole.bytes  # all but headers and digests
     assert artifact(tmp_path / "more") == wanted
     said = (tmp_path / "more" / "events.jsonl").read_text()
     assert ("StatesNotReused" in said, "25 of 60 rows" in said) == (True, True)

@@ -23,13 +23,13 @@ from rich.text import Text
 from eyrie_api.artifacts import write_atomically, write_model
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.spec import read_document
-from eyrie_api.decisions.hardware_choice import compare_hardware
+from eyrie_api.decisions.hardware_choice import compare_hardware, sentence
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.hardware import HardwareProfile, HardwareProfiles, HardwareReport
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.comparison.progress import ProgressPrinter
 from eyrie_workers.hardware.measuring import Proof, measure
-from eyrie_workers.hardware.page import COLUMNS, html, sentence, speeds
+from eyrie_workers.hardware.page import COLUMNS, html, speeds
 from eyrie_workers.measurement.benchmark.session import measuring
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Stage
 

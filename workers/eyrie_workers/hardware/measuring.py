@@ -4,7 +4,8 @@ Every server gets the same prompts, and the baseline (off on the first profile) 
 Where all servers run already, their blocks are interleaved instead.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from eyrie_workers.engines.managed_servers import (
     wait_ready,
 )
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.run import run_load, run_load_in_turn
+from eyrie_workers.load.run import LoadTestResults, load_report, measure_in_turn, run_load
 from eyrie_workers.measurement.benchmark.session import read_suites
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.prove import describe_use, select_prompts
@@ -56,23 +57,39 @@ class Proof:
 
 
 def measure(profiles: Sequence[HardwareProfile], proof: Proof, load: LoadSpec, stage: Stage) -> LoadReport:
-    """The load test. Variants are named by `variant_name`."""
-    prompts = [LoadPrompt.of(prompt) for prompt in select_prompts(proof.spec, read_suites(proof.spec, stage))]
-    uses = {variant_name(one.name, variant): (one, DrafterUse() if variant == "off" else proof.use)
-            for one in profiles for variant in VARIANTS}
-    baseline = next(iter(uses))
-
-    def progress(done: int, total: int, label: str) -> None:
-        stage.progress(done, total, "requests", label)
-
+    """The load test. Variants are named by `variant_name`; off on the first profile is the baseline."""
     if all(one.off_url for one in profiles):
+        prompts, uses = _prompts(proof, stage), _uses(profiles, proof)
         endpoints = [_running(name, uses, proof) for name in uses]
-        return run_load(endpoints, prompts, load, baseline, progress, stage.pause_point)
+        return run_load(endpoints, prompts, load, next(iter(uses)), _progress(stage), stage.pause_point)
+    started = time.perf_counter()
+    model, results = measure_in_turn_here(profiles, proof, load, stage)
+    return load_report(model, results, load, variant_name(profiles[0].name, "off"), time.perf_counter() - started)
+
+
+def measure_in_turn_here(profiles: Sequence[HardwareProfile], proof: Proof, load: LoadSpec,
+                         stage: Stage) -> tuple[str, LoadTestResults]:
+    """The requests of the load test, with servers started here one after the other; and the model's name."""
+    uses = _uses(profiles, proof)
     servers = _Servers(uses, proof, max(load.concurrencies), stage)
     try:
-        return run_load_in_turn(list(uses), servers.ready, prompts, load, baseline, progress, stage.pause_point)
+        return measure_in_turn(list(uses), servers.ready, _prompts(proof, stage), load, next(iter(uses)),
+                               _progress(stage), stage.pause_point)
     finally:
         servers.stop()
+
+
+def _prompts(proof: Proof, stage: Stage) -> list[LoadPrompt]:
+    return [LoadPrompt.of(prompt) for prompt in select_prompts(proof.spec, read_suites(proof.spec, stage))]
+
+
+def _uses(profiles: Sequence[HardwareProfile], proof: Proof) -> dict[str, tuple[HardwareProfile, DrafterUse]]:
+    return {variant_name(one.name, variant): (one, DrafterUse() if variant == "off" else proof.use)
+            for one in profiles for variant in VARIANTS}
+
+
+def _progress(stage: Stage) -> Callable[[int, int, str], None]:
+    return lambda done, total, label: stage.progress(done, total, "requests", label)
 
 
 def _running(name: str, uses: Names, proof: Proof) -> LoadEndpoint:

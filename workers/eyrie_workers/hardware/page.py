@@ -1,6 +1,7 @@
 """The comparison of hardware as text: the table of the terminal, and one HTML file (`report.html`). Pure."""
 
-from eyrie_api.v1alpha1.hardware import HardwareChoice, HardwareReport, HardwareRow
+from eyrie_api.decisions.hardware_choice import sentence
+from eyrie_api.v1alpha1.hardware import HardwareReport, HardwareRow
 from eyrie_workers.report_page.page import ReportPage, Section, Table, render
 
 COLUMNS = ("users", "profile", "variant", "tokens/s\nall", "tokens/s\na device", "tokens/s\none user",
@@ -58,15 +59,3 @@ def answers(report: HardwareReport) -> Table:
     return Table(("users", "variant", "tau", "answers equal to the baseline's", "requests completed"), rows,
                  f"At temperature {report.load.spec.temperature:g}, all data sets; settings are below, under Variants.",
                  header=1)
-
-
-def sentence(choice: HardwareChoice, report: HardwareReport) -> str:
-    """The recommendation at one load."""
-    users = f"{choice.users:g} user{'s' if choice.users != 1 else ''} at once"
-    if choice.profile is None:
-        return (f"{users}: nothing answers one user with {report.min_tokens_per_s_per_user:g} tokens/s; "
-                "lower --min-user-speed or add a faster profile")
-    words = f"{users}: {choice.profile}, {choice.variant}, is the cheapest per token"
-    if choice.indistinguishable:
-        words += f"; not distinguishable from it: {', '.join(choice.indistinguishable)}"
-    return words

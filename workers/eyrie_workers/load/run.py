@@ -64,20 +64,28 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], sp
     started = time.perf_counter()
     run = measure(variants, prompts, spec, on_progress, pause_point)
     models = " / ".join(dict.fromkeys(variant.model for variant in variants))
-    return _report(models, run, spec, baseline, time.perf_counter() - started)
+    return load_report(models, run, spec, baseline, time.perf_counter() - started)
 
 
 def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[LoadPrompt],
                      spec: LoadSpec, baseline: str = "off", on_progress: OnProgress | None = None,
                      pause_point: PausePoint | None = None) -> LoadReport:
-    """As `run_load` for servers that cannot run at the same time: one variant after the other.
+    """As `run_load` for servers that cannot run at the same time (`measure_in_turn`)."""
+    started = time.perf_counter()
+    model, run = measure_in_turn(names, ready, prompts, spec, baseline, on_progress, pause_point)
+    return load_report(model, run, spec, baseline, time.perf_counter() - started)
+
+
+def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[LoadPrompt],
+                    spec: LoadSpec, baseline: str, on_progress: OnProgress | None = None,
+                    pause_point: PausePoint | None = None) -> tuple[str, "LoadTestResults"]:
+    """Send all requests, one variant after the other. Returns the name of the model too.
 
     The baseline is measured before and after the others, and both together are compared with them: a drift of the
     machine's speed then affects both sides.
 
     ready   starts the server of a variant, which may stop the one before, and returns its endpoint
     """
-    started = time.perf_counter()
     order = [baseline, *(name for name in names if name != baseline)]
     order += [baseline] if len(order) > 1 else []
     total = sum(total_requests(prompts, [name], spec) for name in order)
@@ -92,7 +100,7 @@ def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint],
                 on_progress(before + done, total, label)
 
         parts.append(measure([endpoint], prompts, spec, progress, pause_point))
-    return _report(model, _joined(parts), spec, baseline, time.perf_counter() - started)
+    return model, _joined(parts)
 
 
 def _joined(parts: Sequence["LoadTestResults"]) -> "LoadTestResults":
@@ -107,7 +115,8 @@ def _joined(parts: Sequence["LoadTestResults"]) -> "LoadTestResults":
                            list(levels_.values()), list(dict.fromkeys(note for part in parts for note in part.notes)))
 
 
-def _report(model: str, run: "LoadTestResults", spec: LoadSpec, baseline: str, seconds: float) -> LoadReport:
+def load_report(model: str, run: "LoadTestResults", spec: LoadSpec, baseline: str, seconds: float) -> LoadReport:
+    """The report of measured requests. All variants have the levels of `spec`."""
     by_variant_and_level = {(results.variant, results.level): results for results in run.levels}
     names = list(dict.fromkeys(results.variant for results in run.levels))
     comparisons = [

@@ -56,8 +56,9 @@ from eyrie_api.errors import (
     InvalidInput,
     NoUsableData,
 )
+from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.capture import CaptureSpec, StateSourceName
-from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
+from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, candidates, choose, final_codec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
@@ -164,8 +165,8 @@ def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
     rows     the answered rows, read only where top-k logits need a draft vocabulary.
     always   tokens that the draft vocabulary always contains.
     """
-    size = draft_vocabulary.choose_size(target.vocab_size, spec.draft_vocab_size)
-    wanted = StoredAs(spec.codec, spec.final_state, min(spec.final_top_k, size), size)
+    vocabulary = draft_vocabulary.choose_size(target.vocab_size, spec.draft_vocab_size)
+    wanted = StoredAs(spec.codec, spec.final_state, min(spec.final_top_k, vocabulary), vocabulary)
     sizes = (sum(plan.lengths), sum(plan.supervised), len(aux_layers), target.hidden_size)
     chosen = choose(wanted, spec.max_bytes, *sizes)
     if chosen is None:
@@ -178,7 +179,7 @@ def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
         for row_plan, row in _kept(iter(rows), plan):
             answer = torch.tensor(row.answer_ids[: row_plan.num_tokens - row_plan.num_prompt_tokens])
             counts += torch.bincount(answer, minlength=target.vocab_size)
-        draft_ids = tuple(draft_vocabulary.build(counts, size, always).ids.tolist())
+        draft_ids = tuple(draft_vocabulary.build(counts, vocabulary, always).ids.tolist())
     return StoreFormat(aux_layers=aux_layers, fused_layers=() if fused_layers in (None, aux_layers) else fused_layers,
                        hidden_size=target.hidden_size, codec=chosen.codec, target_digest=digest,
                        final_state=chosen.final_state, top_k=chosen.top_k, draft_ids=draft_ids)
@@ -190,6 +191,7 @@ class _Work:
 
     tokens: int = 0
     rows_reused: int = 0
+    bytes_reused: int = 0
     seconds: float = 0.0
     prefill_s: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
@@ -253,7 +255,7 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
         bytes=work.size_bytes, bytes_per_token=work.size_bytes / tokens, shards=work.shards,
-        rows_reused=work.rows_reused,
+        rows_reused=work.rows_reused, bytes_reused=work.bytes_reused,
         layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=fmt.hidden_size,
         source=source, codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
         checked={str(one.layer): one.error for one in work.checked}, repaired_shards=tuple(work.repaired),
@@ -310,17 +312,17 @@ def _write_shards_of(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: S
         stage.event("StatesNotReused", f"{earlier.num_unreadable:,} rows of earlier jobs cannot be read; their states "
                     "are computed", warning=True)
     # Every process waits here until all shards are on disk.
-    counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s, work.rows_reused], dtype=torch.float64,
-                                       device="cpu"))
+    counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s, work.rows_reused, work.bytes_reused],
+                                       dtype=torch.float64, device="cpu"))
     work.tokens, work.prefill_s, work.seconds = int(counts[0]), float(counts[1]) / dist.size, time.monotonic() - began
-    work.rows_reused = int(counts[2])
-    if work.rows_reused and dist.is_main:
-        stage.event("StatesReused", f"the states of {work.rows_reused:,} of {len(plan.rows):,} rows are copied from "
-                                    "earlier jobs")
+    work.rows_reused, work.bytes_reused = int(counts[2]), int(counts[3])
     if dist.is_main:
         writer = FeatureWriter(stage.out_dir, fmt)  # with the shards of the other processes
         work.files, work.checked, work.repaired = writer.finish(), tuple(checked), damaged
         work.size_bytes, work.shards = writer.size_bytes, len(writer.shards)
+        if work.rows_reused:
+            stage.event("StatesReused", f"the states of {work.rows_reused:,} of {len(plan.rows):,} rows, "
+                        f"{size(work.bytes_reused)} of {size(work.size_bytes)}, are copied from earlier jobs")
     return work
 
 
@@ -454,7 +456,7 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
     share   the number of this process and of all. Process r takes every shard n with n % size == r: whichever shards an
             interruption on another number of processes left, the missing ones are divided nearly equally.
     """
-    rank, size = share
+    rank, processes = share
     shards = list(plan_shards(plan.lengths, writer.format, spec.capture.shard_size_bytes, plan.supervised))
     beyond = [number for number in writer.shards if number >= len(shards)]
     if beyond:
@@ -472,7 +474,7 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
             # Rows are consumed for skipped shards too, so that `answered` stays in step with the plan.
             rows = [_tokens_of(*next(answered)) for _ in shard]
             lengths = [row.token_ids.numel() for row in rows]
-            if writer.holds(number, [row.row_id for row in rows]) or number % size != rank:
+            if writer.holds(number, [row.row_id for row in rows]) or number % processes != rank:
                 passed += sum(lengths)
                 continue
             background.begin(number, rows)
@@ -483,6 +485,8 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
                 if found is not None:
                     background.put(found, 1)
                     work.rows_reused += 1
+                    work.bytes_reused += (sum(part.nbytes for part in found.values())
+                                          + lengths[at] * ID_AND_MASK_BYTES)
                     passed += lengths[at]
                     at += 1
                 else:

@@ -9,6 +9,7 @@ from datetime import datetime
 
 from pydantic import JsonValue
 
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import Plan, StagePlan
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import StageFile, StageStatus
@@ -63,7 +64,10 @@ class StageComparison:
 def planned_and_actual(plan: Plan, stages: Sequence[StageStatus], files: Sequence[StageFiles],
                        now: datetime) -> tuple[StageComparison, ...]:
     """A row for every stage of the plan or the job, in order."""
-    planned, sizes = {one.stage: one for one in plan.stages}, {one.stage: one.size_bytes for one in files}
+    planned: dict[str, StagePlan] = {}
+    for one in plan.stages:  # a row for each hardware profile: together, as their time is
+        planned[one.stage] = _added(planned[one.stage], one) if one.stage in planned else one
+    sizes = {one.stage: one.size_bytes for one in files}
     found = []
     for stage in STAGES:
         boxes = [one for one in stages if one.stage == stage]
@@ -75,6 +79,15 @@ def planned_and_actual(plan: Plan, stages: Sequence[StageStatus], files: Sequenc
             stage, planned.get(stage), _covered_s(spans) if spans else None,
             any(one.state == "Running" for one in boxes), sizes.get(stage) if is_over else None))
     return tuple(found)
+
+
+def _added(first: StagePlan, second: StagePlan) -> StagePlan:
+    """Both one after the other; the range where both have one."""
+    ranges = (first.hours_range, second.hours_range)
+    return first.model_copy(update={
+        "hours": first.hours + second.hours, "bytes_on_disk": first.bytes_on_disk + second.bytes_on_disk,
+        "hours_range": None if ranges[0] is None or ranges[1] is None else Interval(
+            low=ranges[0].low + ranges[1].low, high=ranges[0].high + ranges[1].high)})
 
 
 def _covered_s(spans: Iterable[tuple[datetime, datetime]]) -> float:

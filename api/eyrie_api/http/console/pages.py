@@ -29,9 +29,10 @@ from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserS
 from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
-from eyrie_api.artifacts.stage_manifests import report_of
 from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
+from eyrie_api.decisions.hardware_choice import sentence
+from eyrie_api.decisions.job_report import report_of
 from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
@@ -42,7 +43,7 @@ from eyrie_api.http.routes.outcomes import list_artifacts
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.history import History
-from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
@@ -116,6 +117,8 @@ def job_values(control: Control, job_id: str, server: str) -> dict[str, Any]:
     measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
     project = control.jobs.project_of(job_id)
     return {"job": found, "pipeline": pipeline(found), "leaderboard": entries, "measured": measured,
+            "choices": [] if measured is None or measured.hardware is None else [
+                sentence(choice, measured.hardware) for choice in measured.hardware.choices],
             "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,
             "may_work": may(control, "jobs:write", project), "may_serve": may(control, "endpoints:write", project),
             "server": server}
@@ -318,7 +321,7 @@ def _condition(conditions: Iterable[Condition], kind: str) -> Condition | None:
 def pipeline(job: Job) -> list[dict[str, Any]]:
     """The stages in order, each with its boxes (one per candidate or checkpoint) and the state of all of them. Pure."""
     found = []
-    for stage in STAGES:
+    for stage in STAGES if job.spec.prove.hardware is not None else JOB_STAGES:
         boxes = [one for one in job.status.stages if one.stage == stage]
         found.append({"stage": stage, "boxes": boxes, "state": _state(boxes)})
     return found

@@ -11,8 +11,9 @@ from urllib.parse import quote
 from fastapi import APIRouter, Query
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from eyrie_api.artifacts.stage_manifests import StageManifest, report_of
+from eyrie_api.artifacts.stage_manifests import StageManifest
 from eyrie_api.database.results import ResultFilter
+from eyrie_api.decisions.job_report import report_of
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, Here

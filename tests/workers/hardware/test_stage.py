@@ -1,0 +1,91 @@
+"""The hardware stage on two parts of this machine, one thread and two, as a job runs it: a program for each profile."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.decisions.hardware_choice import hardware_of
+from eyrie_api.v1alpha1.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
+from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_api.v1alpha1.stages import HardwareStage, ProveStage
+from eyrie_workers.catalog import LOAD_RESULTS_FILE
+from eyrie_workers.hardware.results_file import read_results, write_results
+from eyrie_workers.hardware.stage import compare
+from eyrie_workers.load.client import RequestResult
+from eyrie_workers.load.report_statistics import LevelResults, comparison
+from eyrie_workers.load.schedule import Level
+from eyrie_workers.stage_program import run_program
+from tests.workers.hardware.test_compare_hardware import proof_in
+
+PROFILES = HardwareSpec(profiles=(PlacedProfile(name="one-thread", price_per_hour=0.10, threads=1),
+                                  PlacedProfile(name="two-threads", price_per_hour=0.19, threads=2)))
+LOAD = LoadSpec(concurrencies=(1, 2), requests=4, repeats=2, warmup_requests=1, max_new_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def measured(tmp_path: Path, proof: Path, profile: PlacedProfile) -> HardwareMeasurement:
+    """Run the stage of one profile."""
+    first = PROFILES.profiles[0].name
+    spec = HardwareStage(
+        job_id="j", candidate="c", profile=profile, baseline=first, proof_dir=str(proof), load=LOAD,
+        baseline_dir=None if profile.name == first else str(tmp_path / first),
+        proof=ProveStage.model_validate_json((proof / "spec.json").read_text()))
+    directory = tmp_path / profile.name
+    directory.mkdir()
+    (directory / "spec.json").write_text(spec.model_dump_json())
+    arguments = ["--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json")]
+    assert run_program(HardwareStage, compare, arguments) == 0
+    manifest = read_manifest(directory)
+    verify_files(manifest, directory)
+    report = manifest.report
+    assert isinstance(report, HardwareMeasurement)
+    return report
+
+
+@pytest.mark.slow
+def test_profiles_measured_by_programs_of_their_own_are_compared_with_the_first_one_without_a_drafter(
+        tmp_path: Path) -> None:
+    proof = proof_in(tmp_path)
+    reports = [measured(tmp_path, proof, one) for one in PROFILES.profiles]
+    report = hardware_of(PROFILES, reports)
+    assert report is not None
+    assert {(row.profile, row.variant, row.users) for row in report.rows} == {
+        (profile, variant, users) for profile in ("one-thread", "two-threads") for variant in ("off", "drafted")
+        for users in (1.0, 2.0)}
+    assert {one.baseline for one in report.load.comparisons} == {"one-thread/off"}
+    assert all(one.identical == one.compared > 0 for one in report.load.comparisons)
+    for choice in report.choices:
+        assert choice.money_interval is not None
+        assert choice.money_ratio is not None
+        assert choice.money_interval.low <= choice.money_ratio <= choice.money_interval.high
+    assert not (tmp_path / "two-threads" / LOAD_RESULTS_FILE).exists()
+
+
+def test_a_proof_of_no_drafter_leaves_nothing_to_compare(tmp_path: Path) -> None:
+    why = "speculation pays at none of the declared loads"
+    found = measured(tmp_path, proof_in(tmp_path, skipped=why), PROFILES.profiles[0])
+    assert (found.load, found.skipped) == (None, why)
+    assert hardware_of(PROFILES, [found]) is None
+
+
+def test_stored_requests_give_the_comparison_that_the_measured_ones_give(tmp_path: Path) -> None:
+    def level(variant: str, speed: float) -> LevelResults:
+        results = tuple(RequestResult(
+            "chat", f"p{number}", 0, number, tokens=10 + number, ttft_s=0.1, gaps_s=np.full(9, 0.01),
+            end_to_end_s=(1.0 + 0.1 * number) / speed, histogram=(2, 3), proposed=True, digest=bytes([number]),
+            ids_digest=bytes([number, 1])) for number in range(8))
+        failed = RequestResult("chat", "lost", 0, 9, failure="timeout")
+        return LevelResults(variant, Level("closed", 2), (*results, failed), 4.0 / speed, 0.1)
+
+    ours, theirs = level("b/off", 2.0), level("a/off", 1.0)
+    write_results(tmp_path / "results.jsonl", [theirs])
+    [stored] = read_results(tmp_path / "results.jsonl")
+    assert comparison(ours, stored, LOAD) == comparison(ours, theirs, LOAD)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["variant"] == "a/off"
