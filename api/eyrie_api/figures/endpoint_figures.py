@@ -21,7 +21,7 @@ MARKED: tuple[HistoryKind, ...] = ("activated", "rolled-back", "drift")
 """Entries that are marked in the figure over time."""
 
 _LIMITS = {"proven_tau": "proven", "drift_below": "drift is reported below", "rollback_below": "rolled back below"}
-_DASHES = ([1, 0], [8, 4], [2, 3])
+_DASHES = [[1, 0], [8, 4], [2, 3]]
 _LEAD = timedelta(minutes=5)
 """Marks this long before the first window are drawn: what it watches was activated before it."""
 

@@ -62,6 +62,7 @@ def read_figure(name: Name, figure: str, control: Here) -> Figure:
 
 
 def _watched(name: str, control: Control) -> endpoint_figures.Watched:
+    """What the figures of an endpoint are drawn from. Raises NotFound."""
     windows = control.histories.read(name, limit=MAX_PAGE, kind="window").items
     changes = [one for kind in endpoint_figures.MARKED for one in control.histories.read(name, kind=kind).items]
     return endpoint_figures.Watched(control.endpoints.get(name), control.endpoints.serving(name).serve.engine.kind,
