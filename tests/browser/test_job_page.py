@@ -188,7 +188,8 @@ def test_the_leaderboard_is_sorted_and_filtered_and_stays_so_while_the_page_chan
 def test_a_leaderboard_by_suite_and_temperature_has_their_ranks_and_its_address_brings_it_back(
         guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
     job, _ = job_in(guarded, tmp_path)
-    measured = {"a-step-1": {"chat": (2.0, 1.8), "math": (2.2, 2.0)}, "b-step-1": {"chat": (1.2, 1.1), "math": (3.4, 1.9)}}
+    measured = {"a-step-1": {"chat": (2.0, 1.8), "math": (2.2, 2.0)},
+                "b-step-1": {"chat": (1.2, 1.1), "math": (3.4, 1.9)}}
     for checkpoint, speedups in measured.items():
         Results(guarded[1]).record(Measured(job_id=job, target="quickstart", family="eagle3", tuned=False,
                                             report=reported(checkpoint, speedups)), f"/{checkpoint}")

@@ -22,6 +22,7 @@ MARKED: tuple[HistoryKind, ...] = ("activated", "rolled-back", "drift")
 
 _LIMITS = {"proven_tau": "proven", "drift_below": "drift is reported below", "rollback_below": "rolled back below"}
 _DASHES = [[1, 0], [8, 4], [2, 3]]
+_MOST_LABELS = 24  # side by side in the width of a figure; on a phone they touch
 _LEAD = timedelta(minutes=5)
 """Marks this long before the first window are drawn: what it watches was activated before it."""
 
@@ -97,28 +98,39 @@ def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry])
     first, last = windows[0], windows[-1]
     since = first.time - max(_LEAD, (last.time - first.time) / 10)
     shown = sorted((*windows, *(one for one in changes if one.time >= since)), key=lambda one: (one.time, one.id))
+    apart = (shown[-1].time - shown[0].time) / _MOST_LABELS
     rows = [_row(one) for one in shown]
+    _join_labels([(one, row) for one, row in zip(shown, rows, strict=True) if one.kind != "window"], apart)
     x = {"field": "time", "type": "temporal", "title": None, "axis": {"labelOverlap": True}}
     measured, marked = {"filter": "datum.what === 'window'"}, {"filter": "datum.what !== 'window'"}
-    colour = series("revision", [row for row in rows if row["what"] == "window"])
+    # A revision that serves again begins another line.
+    in_time = [{"field": "time"}]
+    stretches = [measured, {"window": [{"op": "lag", "field": "revision", "as": "before"}], "sort": in_time},
+                 {"calculate": "datum.revision === datum.before ? 0 : 1", "as": "begins"},
+                 {"window": [{"op": "sum", "field": "begins", "as": "stretch"}], "sort": in_time}]
+    each = {"field": "stretch", "type": "nominal"}
+    colour = series("revision", [row for row in rows if row["what"] == "window"]) | {
+        "legend": {"labelExpr": "'revision ' + datum.label"}}
     # Of limits alone: dashes tell the three apart, and all are in the colour of text.
+    names = f"{_LIMITS}[datum.label]".replace('"', "'")
     limits: Row = {
-        "transform": [measured, {"fold": list(_LIMITS), "as": ["limit", "bound"]}, {"filter": "datum.bound !== null"}],
+        "transform": [*stretches, {"fold": list(_LIMITS), "as": ["limit", "bound"]},
+                      {"filter": "datum.bound !== null"}],
         "mark": {"type": "line", "interpolate": "step-before", "strokeWidth": 1.5, "style": INK},
-        "encoding": {"x": x, "y": number("bound", None), "detail": {"field": "revision"},
+        "encoding": {"x": x, "y": number("bound", None), "detail": each,
                      "strokeDash": {"field": "limit", "type": "nominal", "title": None, "sort": None,
                                     "scale": {"domain": list(_LIMITS), "range": _DASHES},
-                                    "legend": {"columns": 1, "symbolType": "stroke", "symbolSize": 500, "labelExpr":
-                                               f"{_LIMITS}[datum.label]".replace('"', "'")}}}}
-    line: Row = {"transform": [measured], "mark": {"type": "line", "strokeWidth": 1.5},
-                 "encoding": {"x": x, "y": number("tau", None), "color": colour | {"legend": None}}}
+                                    "legend": {"orient": "top", "columns": 1, "symbolType": "stroke", "symbolSize": 500,
+                                               "labelExpr": names}}}}
+    line: Row = {"transform": stretches, "mark": {"type": "line", "strokeWidth": 1.5},
+                 "encoding": {"x": x, "y": number("tau", None), "detail": each, "color": colour | {"legend": None}}}
     points: Row = {"transform": [measured], "mark": {"type": "point", "filled": True, "size": 45, "opacity": 1},
                    "encoding": {"x": x, "y": number("tau", "acceptance length tau"), "color": colour, "shape": colour,
                                 "tooltip": _timed_tips(rows)}}
     layers = [limits, line, points]
     if any(row["what"] != "window" for row in rows):
         layers += [{"transform": [marked], "mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"x": x}},
-                   {"transform": [marked], "mark": {"type": "text", "angle": 270, "align": "right", "dy": -6, "dx": -4,
+                   {"transform": [marked], "mark": {"type": "text", "angle": 270, "align": "right", "dy": 8, "dx": -4,
                                                     "fontSize": 11},
                     "encoding": {"x": x, "y": {"value": 0}, "text": {"field": "label"},
                                  "tooltip": _timed_tips(rows)}}]
@@ -133,8 +145,19 @@ def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry])
 def _row(entry: HistoryEntry) -> Row:
     figures = entry.figures if entry.kind == "window" else {}
     names = ("tau", "rounds", *_LIMITS)
-    return {"time": entry.time.isoformat(), "what": entry.kind, "revision": _named(entry),
+    return {"time": entry.time.isoformat(), "what": entry.kind, "revision": entry.revision,
             **{name: rounded(figures.get(name)) for name in names}, "label": f"{_named(entry)} {entry.kind}"}
+
+
+def _join_labels(marks: Sequence[tuple[HistoryEntry, Row]], apart: timedelta) -> None:
+    """One label for marks that are too close for a label each."""
+    held = None
+    for entry, row in marks:
+        if held is not None and entry.time - held[0].time < apart:
+            held[1]["label"] += f", {row['label']}"
+            row["label"] = ""
+        else:
+            held = entry, row
 
 
 def _named(entry: HistoryEntry) -> str:
@@ -160,13 +183,13 @@ def acceptance_by_position(windows: Sequence[HistoryEntry]) -> Figure:
     x = {"field": "position", "type": "ordinal", "title": "position in the draft", "axis": {"labelAngle": 0}}
     y = {"field": "acceptance", "type": "quantitative", "title": "accepted, given that the one before was",
          "scale": {"domain": [0, 1]}, "axis": {"format": "%"}}
-    colour = series("series", rows)
+    colour = series("series", rows) | {"legend": {"columns": 1}}
     line: Row = {"mark": {"type": "line", "strokeWidth": 1.5},
                  "encoding": {"x": x, "y": y, "color": colour | {"legend": None}}}
     points: Row = {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
                    "encoding": {"x": x, "y": y, "color": colour, "shape": colour, "tooltip": tips(rows)}}
-    return figure("acceptance-by-position",
-                  f"Acceptance at position 1 now {_positions('', [last])[0]['acceptance']:.0%} ({_named(last)})",
+    now = 100 * _positions("", [last])[0]["acceptance"]
+    return figure("acceptance-by-position", f"Acceptance at position 1 now {now:.0f} % ({_named(last)})",
                   "Share of the draft tokens at a position that were accepted, of those whose predecessor was; where "
                   "an operating map drafts less under load, positions beyond its depth count as not accepted.", rows,
                   {"width": 520, "height": 280, "layer": [line, points], "resolve": OWN_LEGENDS}, last.time)

@@ -38,11 +38,14 @@ def test_acceptance_over_time_has_every_window_with_the_limits_of_the_watch_and_
     windows = client.get("/v1alpha1/endpoints/chat/history", params={"kind": "window"}).json()["items"]
     shown = [row for row in rows if row["what"] == "window"]
     assert [(row["tau"], row["revision"]) for row in shown] == [
-        (one["figures"]["tau"], f"revision {one['revision']}") for one in windows]
+        (one["figures"]["tau"], one["revision"]) for one in windows]
     assert {(row["proven_tau"], row["drift_below"], row["rollback_below"]) for row in shown} == {(3.0, 2.55, 1.5)}
-    marks = [row["label"] for row in rows if row["what"] != "window"]
-    assert marks == [f"revision {first} activated", f"revision {first + 1} activated",
-                     f"revision {first + 1} rolled-back", f"revision {first} activated", f"revision {first} drift"]
+    marks = [(row["what"], row["revision"], row["label"]) for row in rows if row["what"] != "window"]
+    assert marks == [
+        ("activated", first, f"revision {first} activated"),
+        ("activated", first + 1, f"revision {first + 1} activated"),
+        ("rolled-back", first + 1, f"revision {first + 1} rolled-back, revision {first} activated"),
+        ("activated", first, ""), ("drift", first, f"revision {first} drift")], "those at one time share a label"
     assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
 
 
@@ -95,6 +98,7 @@ def test_where_positions_are_not_known_it_says_so(client: httpx.Client, database
 def test_without_windows_it_says_why(client: httpx.Client, database: Database, clock: ManualClock) -> None:
     serve_drafter(database, clock)
     assert "no window of acceptance has closed yet" in absent(client)["acceptance"]
+    clock.pass_(60.0)
     serve_drafter(database, clock, tau=None)
     assert "without a proven acceptance length" in absent(client)["acceptance"]
     Endpoints(database, clock).roll_back("chat", revision=1)
