@@ -25,7 +25,7 @@ from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
-from tests.api.samples import benchmark_report, job_spec
+from tests.api.samples import benchmark_report
 from tests.tiny import chats_file, tiny_target
 
 
@@ -268,9 +268,10 @@ def test_an_endpoints_history_tells_decisions_with_their_checks_and_one_command_
     assert eyrie("endpoints", "history", "nowhere").exit_code == 66
 
 
-def test_plots_of_an_endpoint_are_its_figures_and_one_of_job_and_endpoint_is_named(eyrie: Eyrie, tmp_path: Path) -> None:
+def test_plots_are_of_a_job_or_of_an_endpoint_and_never_of_both(eyrie: Eyrie, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
-    spec = job_spec()
+    eyrie.submit()
+    spec = eyrie.plane.jobs.list().items[0].spec
     eyrie.plane.endpoints.create("default", spec.target, spec.serve, "tiny")
     assert eyrie.json("plots", "--endpoint", "default", "--out", str(tmp_path))["files"] == []
     eyrie.plane.histories.record_window("default", 1, 2.5, 200, 3.0, accepted=(160, 140))
