@@ -48,6 +48,7 @@ from eyrie_api.v1alpha1.access import (
     WebhookList,
     WhoAmI,
 )
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
@@ -285,15 +286,22 @@ class Client:
 
     def figures(self, job_id: str) -> tuple[Figure, ...]:
         """Every figure that a job has data for, as Vega-Lite specifications with their values."""
-        path = f"{_API}/jobs/{quote(job_id, safe='')}/figures"
+        return self._figures(f"{_API}/jobs/{quote(job_id, safe='')}/figures")
+
+    def endpoint_figures(self, name: str) -> tuple[Figure, ...]:
+        """Every figure that an endpoint has data for."""
+        return self._figures(f"{_API}/endpoints/{quote(name, safe='')}/figures")
+
+    def _figures(self, path: str) -> tuple[Figure, ...]:
         return tuple(self._get(f"{path}/{one.name}", Figure) for one in self._get(path, FigureList).items)
 
     def leaderboard(self, *, target: str | None = None, job_id: str | None = None, family: str | None = None,
+                    suite: str | None = None, temperature: float | None = None, engine: EngineKind | None = None,
                     tuned: bool | None = None, lossless: bool | None = None,
                     limit: int = 100) -> tuple[LeaderboardEntry, ...]:
-        """Measured checkpoints, best first."""
-        return self._get(f"{_API}/leaderboard", Leaderboard, target=target, job_id=job_id, family=family, tuned=tuned,
-                         lossless=lossless, limit=limit).items
+        """Measured checkpoints, best first; by the measurements of a suite, a temperature or an engine alone."""
+        return self._get(f"{_API}/leaderboard", Leaderboard, target=target, job_id=job_id, family=family, suite=suite,
+                         temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
 
     # Reports of comparisons and experiments.
 

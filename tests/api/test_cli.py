@@ -268,6 +268,20 @@ def test_an_endpoints_history_tells_decisions_with_their_checks_and_one_command_
     assert eyrie("endpoints", "history", "nowhere").exit_code == 66
 
 
+def test_plots_are_of_a_job_or_of_an_endpoint_and_never_of_both(eyrie: Eyrie, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
+    eyrie.submit()
+    spec = eyrie.plane.jobs.list().items[0].spec
+    eyrie.plane.endpoints.create("default", spec.target, spec.serve, "tiny")
+    assert eyrie.json("plots", "--endpoint", "default", "--out", str(tmp_path))["files"] == []
+    eyrie.plane.histories.record_window("default", 1, 2.5, 200, 3.0, accepted=(160, 140))
+    files = eyrie.json("plots", "--endpoint", "default", "--out", str(tmp_path))["files"]
+    assert [Path(one).name for one in files] == ["acceptance.svg", "acceptance-by-position.svg"]
+    assert all(Path(one).read_text().startswith("<svg") for one in files)
+    for arguments in ((), ("some-job", "--endpoint", "default")):
+        assert eyrie("plots", *arguments).exit_code == 65
+
+
 def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
 

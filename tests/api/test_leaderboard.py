@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.leaderboard import Measured, mean_speedup, no_drafter, rank, select_best, select_for_proof
+from eyrie_api.decisions.leaderboard import (
+    Measured,
+    Selection,
+    choices_of,
+    mean_speedup,
+    no_drafter,
+    rank,
+    select,
+    select_best,
+    select_for_proof,
+)
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import ConcurrencyReport
@@ -78,3 +88,26 @@ def test_an_entry_averages_greedy_and_sampled_cells_apart() -> None:
     assert entry.suites == pytest.approx({"chat": 1.9, "math": 2.1})
     greedy_only = benchmark_report("g", {"chat": (2.0,)})
     assert rank([Measured("j", "eagle3", "t", True, greedy_only)])[0].speedup_sampled is None
+
+
+def test_a_selection_ranks_by_its_measurements_alone_and_leaves_out_what_has_none() -> None:
+    math = benchmark_report("m-step-4", {"math": (3.0, 1.5)})
+    board = [Measured("j", "eagle3", "t", False, one) for one in (STEADY, PEAKED, LOSSY, math)]
+
+    def ranked(**wanted: object) -> list[tuple[str, float]]:
+        return [(one.checkpoint, round(one.speedup, 3))
+                for one in rank(select(board, Selection(**wanted)))]  # type: ignore[arg-type]
+
+    assert ranked(suite="chat") == [("a-step-1", 1.9), ("b-step-2", 1.15), ("c-step-3", 4.0)]
+    assert ranked(suite="math", temperature=0.0)[:3] == [("b-step-2", 3.4), ("m-step-4", 3.0), ("a-step-1", 2.2)]
+    assert ranked(suite="code") == []
+    assert ranked(engine="sglang") == []
+    assert ranked(engine="embedded") == ranked()
+    (only, *_) = rank(select(board, Selection(suite="math", temperature=1.0)))
+    assert (only.suites, only.speedup_greedy, only.speedup_by_concurrency) == ({"math": 2.0}, None, {1: 2.0})
+
+
+def test_choices_are_the_values_that_occur() -> None:
+    found = choices_of([Measured("j", "mtp", "t", False, STEADY), Measured("j", "eagle3", "t", True, PEAKED)])
+    assert (found.families, found.suites) == (("eagle3", "mtp"), ("chat", "math"))
+    assert (found.temperatures, found.engines) == ((0.0, 1.0), ("embedded",))

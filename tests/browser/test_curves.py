@@ -40,6 +40,12 @@ def record(jobs: Jobs, job_id: str, key: str, steps: range, scale: float) -> Non
     jobs.record_metrics(job_id, "train", key, points)
 
 
+def record_rung(jobs: Jobs, job_id: str, step: int, goes_on: dict[str, bool]) -> None:
+    """What a rung decided of each candidate."""
+    for key, on in goes_on.items():
+        jobs.record_metrics(job_id, "train", key, [Metric("rung", step, float(on), utc_now())])
+
+
 def charts(page: Any) -> Any:
     return page.locator("#curves-charts figure")
 
@@ -57,7 +63,9 @@ def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
     from axe_playwright_python.sync_playwright import Axe
 
     url, database = guarded
-    job = trained(Jobs(database), "sweep", {"eagle3-a": 1000, "eagle3-b": 1000, "mtp-a": 500})
+    jobs = Jobs(database)
+    job = trained(jobs, "sweep", {"eagle3-a": 1000, "eagle3-b": 1000, "mtp-a": 500})
+    record_rung(jobs, job, 500, {"eagle3-a": True, "eagle3-b": True, "mtp-a": False})
     other = trained(Jobs(database), "alone", {"": 800})
     SHOTS.mkdir(parents=True, exist_ok=True)
     paths = {"job": f"/console/jobs/{job}", "jobs": f"/console/curves?job={job}&job={other}",
@@ -117,6 +125,42 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     page.get_by_label("All runs").uncheck()
     page.get_by_text("No run is chosen.").wait_for()
     assert charts(page).count() == 0
+    assert [one for one in faults if "401" not in one] == []
+
+
+def test_rungs_of_a_sweep_are_marked_as_they_are_decided_and_said_in_words(
+        guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+    url, database = guarded
+    jobs = Jobs(database)
+    job = trained(jobs, "sweep", {"a": 200, "b": 200})
+    page = signed_in(open_page(), url, TOKEN, f"/console/curves?job={job}")
+    charts(page).nth(6).wait_for()
+    said = page.locator("#curves-rungs")
+    assert not said.is_visible()
+
+    def inked(at_step: int) -> int:
+        """Pixels of the text's colour in the column of a step of the loss chart."""
+        return int(page.evaluate("""(step) => { const { plot } = plots.get('Loss'), { ctx, bbox } = plot;
+            const x = Math.round(plot.valToPos(step, 'x', true));
+            const { data } = ctx.getImageData(x - 1, bbox.top, 3, bbox.height);
+            const [r, g, b] = getComputedStyle(document.body).color.match(/\\d+/g).map(Number);
+            let found = 0;
+            for (let at = 0; at < data.length; at += 4) {
+              const apart = Math.abs(data[at] - r) + Math.abs(data[at + 1] - g) + Math.abs(data[at + 2] - b);
+              if (data[at + 3] > 100 && apart < 60) found++;
+            }
+            return found; }""", at_step))
+
+    unmarked = inked(200)
+    record_rung(jobs, job, 200, {"a": True, "b": False})
+    record(jobs, job, "a", range(210, 401, 10), 1.0)
+    said.get_by_text("Step 200: 1 of 2 went on (a), 1 ended (b)").wait_for()
+    assert inked(200) > unmarked + 30
+    assert page.evaluate("plots.get('Loss').plot.series.map((one) => one.ended)") == [None, False, False, True, True]
+    page.get_by_label("a", exact=True).uncheck()
+    page.get_by_label("b", exact=True).uncheck()
+    page.get_by_label("a", exact=True).check()
+    assert inked(200) > unmarked + 30
     assert [one for one in faults if "401" not in one] == []
 
 

@@ -14,6 +14,7 @@ from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.figures.job_values import tune_report
+from tests.api.samples import benchmark_report as reported
 from tests.api.samples import finish_stage, job_spec
 from tests.browser.conftest import SHOTS, TOKEN
 from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
@@ -172,6 +173,7 @@ def test_the_leaderboard_is_sorted_and_filtered_and_stays_so_while_the_page_chan
     assert speedup.get_attribute("aria-sort") == "ascending"
     assert section.locator("th[aria-sort]").count() == 1
     section.get_by_label("Family").select_option("dflash")
+    section.locator("tbody tr", has_text="a-step-1").wait_for(state="detached")
     assert names() == ["b-step-2", "b-step-1"]
     Jobs(guarded[1]).record_event(job, "Measured", "another event")
     Results(guarded[1]).record(Measured(job_id=job, target="quickstart", family="dflash", tuned=False,
@@ -181,6 +183,46 @@ def test_the_leaderboard_is_sorted_and_filtered_and_stays_so_while_the_page_chan
     assert names() == ["b-step-2", "b-step-3", "b-step-1"]
     assert section.get_by_label("Family").input_value() == "dflash"
     assert faults == []
+
+
+def test_a_leaderboard_by_suite_and_temperature_has_their_ranks_and_its_address_brings_it_back(
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    job, _ = job_in(guarded, tmp_path)
+    measured = {"a-step-1": {"chat": (2.0, 1.8), "math": (2.2, 2.0)},
+                "b-step-1": {"chat": (1.2, 1.1), "math": (3.4, 1.9)}}
+    for checkpoint, speedups in measured.items():
+        Results(guarded[1]).record(Measured(job_id=job, target="quickstart", family="eagle3", tuned=False,
+                                            report=reported(checkpoint, speedups)), f"/{checkpoint}")
+    set_stages(guarded, job, "Succeeded", stage("tune"))
+    page = signed_in(guarded, open_page, f"/console/jobs/{job}")
+    section = page.locator("section[aria-labelledby=leaderboard]")
+
+    def rows() -> list[tuple[str, str]]:
+        cells = [row.split("\t") for row in section.locator("tbody tr").all_inner_texts()]
+        return [(one[1], one[5]) for one in cells]
+
+    assert rows() == [("a-step-1", "2.00x"), ("b-step-1", "1.90x")]
+    assert section.locator("select").count() == 2, "what occurs once is no choice"
+    suite, temperature = section.get_by_label("Suite"), section.get_by_label("Temperature")
+    assert suite.locator("option").all_inner_texts() == ["all", "chat", "math"]
+    suite.select_option("math")
+    section.locator("tbody tr", has_text="2.65x").wait_for()
+    assert rows() == [("b-step-1", "2.65x"), ("a-step-1", "2.10x")]
+    temperature.select_option(label="1")
+    section.locator("tbody tr", has_text="1.90x").wait_for()
+    assert rows() == [("a-step-1", "2.00x"), ("b-step-1", "1.90x")]
+    assert page.url.endswith(f"/console/jobs/{job}?suite=math&temperature=1.0")
+    page.reload()
+    assert rows() == [("a-step-1", "2.00x"), ("b-step-1", "1.90x")]
+    assert suite.input_value() == "math"
+    asked = page.request.get(f"{guarded[0]}/v1alpha1/leaderboard?job_id={job}&suite=math&temperature=1").json()
+    assert [(one["checkpoint"], f"{one['speedup']:.2f}x") for one in asked["items"]] == rows()
+    assert faults == []
+    plain = signed_in(guarded, open_page, f"/console/jobs/{job}", java_script_enabled=False)
+    section = plain.locator("section[aria-labelledby=leaderboard]")
+    section.get_by_label("Suite").select_option("math")
+    section.get_by_role("button", name="Show").click()
+    section.locator("tbody tr", has_text="2.65x").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

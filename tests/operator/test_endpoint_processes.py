@@ -76,7 +76,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("text", [EMBEDDED, SGLANG])
 def test_rounds_and_tokens_are_read_from_either_engine(metrics: Metrics, text: str) -> None:
     metrics.text = text
-    assert read_counters(f"http://127.0.0.1:{metrics.server_address[1]}") == (200.0, 500.0)
+    counters = read_counters(f"http://127.0.0.1:{metrics.server_address[1]}")
+    assert counters is not None
+    assert (counters.rounds, counters.tokens) == (200.0, 500.0)
 
 
 def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> None:

@@ -155,7 +155,9 @@ def test_collapsed_acceptance_goes_back_and_a_thin_window_proves_nothing() -> No
     thin = {"window_tokens": 1.2 * (MIN_ROUNDS - 1), "window_rounds": MIN_ROUNDS - 1.0}
     assert plan(endpoint(2), engine(2, **thin), routed=2).actions == ()
     good = {"window_tokens": 2.9 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
-    assert plan(endpoint(2), engine(2, **good), routed=2).actions == (CloseWindow(2, 2.9, 200.0, 3.0),)
+    closed = CloseWindow(2, 2.9, 200.0, 3.0, rollback_below=1.5, drift_below=2.55, accepted=(180.0, 120.0))
+    seen = engine(2, **good, window_accepted=(180.0, 120.0))
+    assert plan(endpoint(2), seen, routed=2).actions == (closed,)
     # The bare target has no acceptance to lose, and nothing is kept of it.
     assert plan(endpoint(1), engine(1, **poor), routed=1).actions == (CloseWindow(1, 1.2, 200.0, None),)
 

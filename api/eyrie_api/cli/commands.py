@@ -28,6 +28,7 @@ from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import DEFAULT_PORT, Settings
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
@@ -292,34 +293,42 @@ def metrics(
 def leaderboard(
     target: Annotated[str | None, typer.Option("--target", help="Only drafters of this target.")] = None,
     family: Annotated[str | None, typer.Option("--family", help="Only drafters of this family.")] = None,
+    suite: Annotated[str | None, typer.Option("--suite", help="Rank by this suite alone.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Rank by this one alone.")] = None,
+    engine: Annotated[EngineKind | None, typer.Option("--engine", help="Rank by measurements in this one.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """List measured checkpoints, best first."""
     with connect(server) as client:
-        entries = client.leaderboard(target=target, family=family)
+        entries = client.leaderboard(target=target, family=family, suite=suite, temperature=temperature, engine=engine)
     Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
 
 
 @app.command("plots")
 @verb
 def plots_(
-    job: JobId,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id, its beginning, or its name.")] = None,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", help="The figures of this endpoint instead.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Directory for the files.")] = Path("plots"),
     kind: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
     theme: Annotated[str, typer.Option("--theme", help="light or dark.")] = "light",
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Write a job's figures, those of its console page, as SVG or PNG files."""
+    """Write the figures of a job or an endpoint, those of its console page, as SVG or PNG files."""
+    if (job is None) == (endpoint is None):
+        raise InvalidInput("give a job or --endpoint, and not both", "eyrie plots JOB, or eyrie plots --endpoint NAME")
     for flag, given, known in (("--format", kind, ("svg", "png")), ("--theme", theme, ("light", "dark"))):
         if given not in known:
             raise InvalidInput(f"{flag} {given!r} is not known", f"give {' or '.join(known)}")
     with connect(server) as client:
-        figures = client.figures(find_job(client, job).id)
+        figures = client.endpoint_figures(endpoint) if endpoint is not None else client.figures(
+            find_job(client, job or "").id)
     files = plots.write_figures(figures, out, cast(plots.Format, kind), cast(Any, theme)) if figures else []
     Screen(as_json=as_json).show({"files": [str(one) for one in files]}, "\n".join(map(str, files)) or (
-        "no figures yet: they appear when the benchmark, tune and prove stages finish"))
+        "no figures yet: those of a job appear when the benchmark, tune and prove stages finish, those of an endpoint "
+        "with its first window of acceptance"))
 
 
 @app.command("open")

@@ -5,7 +5,7 @@ its entry and no entry without its change. What may be reported twice (a decisio
 `once`; the second report has no effect. Windows are written as long as there is traffic, so only the latest are kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +104,20 @@ class Histories:
                  job_id=job_id, figures=figures, data={"decision": decision.model_dump(mode="json")},
                  once=f"decided/{job_id}/{attempt}")
 
-    def record_window(self, endpoint: str, revision: int, tau: float, rounds: float, proven: float | None) -> None:
-        """Record one window of live acceptance and delete the oldest beyond KEPT_WINDOWS."""
+    def record_window(self, endpoint: str, revision: int, tau: float, rounds: float, proven: float | None, *,
+                      accepted: Sequence[float] = (), rollback_below: float | None = None,
+                      drift_below: float | None = None) -> None:
+        """Record one window of live acceptance and delete the oldest beyond KEPT_WINDOWS.
+
+        accepted   draft tokens accepted at each position; empty where the engine does not say
+        """
         message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
         with self._database.writing() as session:
             record_history(session, self._clock, endpoint, "window", "Watched", message, revision=revision,
-                           actor="watch", figures={"tau": tau, "rounds": rounds, "proven_tau": proven})
+                           actor="watch", figures={
+                               "tau": tau, "rounds": rounds, "proven_tau": proven, "drift_below": drift_below,
+                               "rollback_below": rollback_below,
+                               **{f"accepted/{position}": count for position, count in enumerate(accepted, start=1)}})
             windows = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == "window")
             oldest = session.scalars(windows.order_by(HistoryRow.id.desc()).offset(KEPT_WINDOWS - 1).limit(1)).first()
             if oldest is not None:

@@ -5,17 +5,27 @@ repeated after a crash does not appear twice. A result is visible to callers tha
 `eyrie_api.decisions.leaderboard`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sqlalchemy import select
+from sqlalchemy import select as query_of
 
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.tables import JobRow, ResultRow
-from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, mean_speedup, rank, select_best
+from eyrie_api.decisions.leaderboard import (
+    WITHOUT_DRAFTER,
+    Measured,
+    Selection,
+    choices_of,
+    mean_speedup,
+    rank,
+    select,
+    select_best,
+)
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
+from eyrie_api.v1alpha1.status import Leaderboard
 
 
 @dataclass(frozen=True)
@@ -59,10 +69,16 @@ class Results:
         """Entries best first; ranks count the filtered results only."""
         return rank(one.measured for one in self.list(wanted))[:limit]
 
+    def board(self, wanted: ResultFilter, selection: Selection, limit: int = 100) -> Leaderboard:
+        """The leaderboard by the selected measurements alone, and what can be selected."""
+        found = [one.measured for one in self.list(replace(wanted, family=None))]
+        of_family = [one for one in found if wanted.family in (None, one.family)]
+        return Leaderboard(items=rank(select(of_family, selection))[:limit], choices=choices_of(found))
+
     def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
         """Results, in no particular order."""
         wanted = wanted or ResultFilter()
-        query = select(ResultRow).join(JobRow, JobRow.id == ResultRow.job_id)
+        query = query_of(ResultRow).join(JobRow, JobRow.id == ResultRow.job_id)
         query = query.where(self._scope.sees(JobRow.project, "jobs:read"))
         for column, value in (
             (ResultRow.job_id, wanted.job_id), (ResultRow.target, wanted.target), (ResultRow.family, wanted.family),

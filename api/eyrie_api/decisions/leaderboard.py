@@ -7,13 +7,16 @@ target's output ranks below all that did not. `eyrie_api.database.results` reads
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, LeaderboardEntry
+from eyrie_api.v1alpha1.status import LeaderboardChoices
 
+_EMBEDDED: EngineKind = "embedded"  # reports without an engine are from before there was a choice
 WITHOUT_DRAFTER = ("off", "ngram")
 """Families of the lines that have no drafter to serve."""
 
@@ -105,6 +108,47 @@ def no_drafter(checkpoint: str, measured: BenchmarkReport) -> BenchmarkReport:
     return measured.model_copy(update={
         "checkpoint": checkpoint, "candidate": checkpoint, "path": "", "cells": cells, "concurrent": concurrent,
         "family": "off", "rival": True, "lossless": True, "speedup": 1.0})
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which measurements to rank by; None does not restrict."""
+
+    suite: str | None = None
+    temperature: float | None = None
+    engine: EngineKind | None = None
+
+
+def select(measured: Iterable[Measured], wanted: Selection) -> tuple[Measured, ...]:
+    """The reports with the selected cells alone, without those that have none.
+
+    A report stays `lossless` or not as a whole: a drafter that changes one suite's output is not lossless in another.
+    With several requests at once the suites are mixed, so a selection by suite leaves those measurements out.
+    """
+    found = []
+    for one in measured:
+        cells = tuple(cell for cell in one.report.cells if wanted.suite in (None, cell.suite)
+                      and wanted.temperature in (None, cell.temperature))
+        concurrent = tuple(cell for cell in one.report.concurrent if wanted.suite is None
+                           and wanted.temperature in (None, cell.temperature))
+        if cells and wanted.engine in (None, _engine(one)):
+            report = one.report.model_copy(update={"cells": cells, "concurrent": concurrent})
+            found.append(replace(one, report=report))
+    return tuple(found)
+
+
+def choices_of(measured: Sequence[Measured]) -> LeaderboardChoices:
+    """What these results can be selected by."""
+    cells = [cell for one in measured for cell in one.report.cells]
+    return LeaderboardChoices(
+        families=tuple(sorted({one.family for one in measured})),
+        suites=tuple(dict.fromkeys(cell.suite for cell in cells)),
+        temperatures=tuple(sorted({cell.temperature for cell in cells})),
+        engines=tuple(sorted({_engine(one) for one in measured})))
+
+
+def _engine(one: Measured) -> EngineKind:
+    return _EMBEDDED if one.report.engine is None else one.report.engine.kind
 
 
 def rank(measured: Iterable[Measured]) -> tuple[LeaderboardEntry, ...]:

@@ -1,1 +1,3 @@
-"""Figures of a job as Vega-Lite specifications: pure functions of its reports, without a drawing library."""
+"""Figures of jobs and endpoints as Vega-Lite specifications: pure functions of reports and histories, without a drawing
+library.
+"""

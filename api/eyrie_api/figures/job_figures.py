@@ -6,15 +6,15 @@ Vega-Lite; its inline rows are everything that is drawn, so that a table of them
 Intervals are 95 % and drawn as lines through the point. Off, decoding without speculation, is the line at 1.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from eyrie_api.errors import NotFound
-from eyrie_api.figures.themes import INK, SCHEMA, THEMES
+from eyrie_api.figures.themes import INK
+from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.figures import Figure, FigureName
+from eyrie_api.v1alpha1.figures import Figure
 from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Interval
@@ -22,12 +22,8 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
 from eyrie_api.v1alpha1.status import JobReport
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Trial
 
-Row = dict[str, Any]
-
 _MOST_SETTINGS = 5  # lines over concurrency; more are not distinguishable
 _TAU = "acceptance length tau (tokens per target pass)"
-# Only the points have a legend: the other layers would add one without shapes.
-_OWN_LEGENDS = {"legend": {"color": "independent", "shape": "independent"}}
 _SPEEDUP = "speed-up over no drafter"
 
 
@@ -65,28 +61,28 @@ def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
     """Speed-up of every checkpoint in each suite, best average first. The reports have cells."""
     ranked = sorted(reports, key=lambda one: -one.speedup)
     rows = [{"checkpoint": one.checkpoint, "suite": cell.suite, "temperature": cell.temperature,
-             "shape": cell.shape, "tau": _round(cell.tau), "tokens_per_s": _round(cell.tokens_per_s),
-             "baseline_tokens_per_s": _round(cell.baseline_tokens_per_s), "speedup": _round(cell.speedup),
-             **_interval(cell.speedup_interval), "mean_speedup": _round(one.speedup)}
+             "shape": cell.shape, "tau": rounded(cell.tau), "tokens_per_s": rounded(cell.tokens_per_s),
+             "baseline_tokens_per_s": rounded(cell.baseline_tokens_per_s), "speedup": rounded(cell.speedup),
+             **_interval(cell.speedup_interval), "mean_speedup": rounded(one.speedup)}
             for one in ranked for cell in one.cells]
     y = {"field": "checkpoint", "type": "nominal", "sort": [one.checkpoint for one in ranked], "title": None}
     offset = {"field": "suite", "type": "nominal", "sort": None}
     mean: Row = {"mark": {"type": "tick", "thickness": 3, "size": 34, "style": INK},
                  "encoding": {"x": {"aggregate": "mean", "field": "mean_speedup", "type": "quantitative"}, "y": y}}
     ranges: Row = {"mark": {"type": "rule", "strokeWidth": 2},
-                   "encoding": {"x": _number("low", None), "x2": {"field": "high"}, "y": y, "yOffset": offset,
-                                "color": _series("suite", rows)}}
+                   "encoding": {"x": number("low", None), "x2": {"field": "high"}, "y": y, "yOffset": offset,
+                                "color": series("suite", rows)}}
     points: Row = {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-                   "encoding": {"x": _number("speedup", _SPEEDUP), "y": y, "yOffset": offset,
-                                "color": _series("suite", rows), "shape": _series("suite", rows),
-                                "tooltip": _tips(rows)}}
+                   "encoding": {"x": number("speedup", _SPEEDUP), "y": y, "yOffset": offset,
+                                "color": series("suite", rows), "shape": series("suite", rows),
+                                "tooltip": tips(rows)}}
     body: Row = {"facet": {"row": {"field": "temperature", "type": "ordinal", "title": None,
                                    "header": {"labelExpr": "'temperature ' + datum.value", "labelOrient": "top",
                                               "labelAnchor": "start", "labelAngle": 0}}},
                  "spec": {"height": {"step": max(34, 12 * len({row["suite"] for row in rows})), "for": "position"},
                           "width": 480, "layer": [_off_line("x"), ranges, mean, points]}}
     best = ranked[0]
-    return _figure("throughput", f"{best.checkpoint} is {best.speedup:.2f}x as fast as no drafter, on average",
+    return figure("throughput", f"{best.checkpoint} is {best.speedup:.2f}x as fast as no drafter, on average",
                    "Speed-up over the same engine without a drafter, one request at a time: a point with its 95 % "
                    "interval per suite, and the bar of each row is the mean over suites and temperatures; no drafter "
                    "is the line at 1.",
@@ -98,16 +94,17 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
     rows: list[Row] = []
     for report in reports:
         rows += [{"kind": "checkpoint, greedy" if cell.temperature == 0 else "checkpoint, sampled",
-                  "what": f"{report.checkpoint}, {cell.suite}", "shape": cell.shape, "tau": _round(cell.tau),
-                  "tokens_per_s": _round(cell.tokens_per_s), "speedup": _round(cell.speedup)} for cell in report.cells]
+                  "what": f"{report.checkpoint}, {cell.suite}", "shape": cell.shape, "tau": rounded(cell.tau),
+                  "tokens_per_s": rounded(cell.tokens_per_s), "speedup": rounded(cell.speedup)}
+                 for cell in report.cells]
     for one in tune.cells if tune else ():
         rows.append({"kind": "chain of the tuner" if one.tree.top_k == 1 else "tree of the tuner",
-                     "what": tune.checkpoint if tune else "", "shape": one.tree.label(), "tau": _round(one.tau),
-                     "tokens_per_s": _round(one.tokens_per_s), "speedup": _round(one.speedup)})
+                     "what": tune.checkpoint if tune else "", "shape": one.tree.label(), "tau": rounded(one.tau),
+                     "tokens_per_s": rounded(one.tokens_per_s), "speedup": rounded(one.speedup)})
     body: Row = {"width": 520, "height": 320, "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.85},
-                 "encoding": {"x": _number("tau", _TAU), "y": _number("tokens_per_s", "tokens per second"),
-                              "color": _series("kind", rows), "shape": _series("kind", rows), "tooltip": _tips(rows)}}
-    return _figure("tau-throughput", "Acceptance length against throughput",
+                 "encoding": {"x": number("tau", _TAU), "y": number("tokens_per_s", "tokens per second"),
+                              "color": series("kind", rows), "shape": series("kind", rows), "tooltip": tips(rows)}}
+    return figure("tau-throughput", "Acceptance length against throughput",
                    "One request at a time: points that lie lower at the same tau spend more on drafting and verifying; "
                    "checkpoints and shapes were measured in separate runs on other prompts.", rows, body)
 
@@ -118,7 +115,7 @@ def tuning(report: TuneReport) -> Figure:
     middle = (min(one.speedup for one in shown) + max(one.speedup for one in shown)) / 2
     rows = [{"panel": "chains" if one.tree.top_k == 1 else f"trees of {one.tree.num_draft_tokens} tokens",
              "num_steps": one.tree.num_steps, "top_k": one.tree.top_k, "num_draft_tokens": one.tree.num_draft_tokens,
-             "speedup": _round(one.speedup), "tau": _round(one.tau),
+             "speedup": rounded(one.speedup), "tau": rounded(one.tau),
              "known_by": "measurement" if one.measured else "prediction", "winner": one.tree == report.winner,
              "label": f"{one.speedup:.2f}x" if one.measured else f"({one.speedup:.2f}x)"}
             for one in sorted(shown, key=lambda one: (one.tree.top_k > 1, one.tree.num_draft_tokens))]
@@ -129,7 +126,7 @@ def tuning(report: TuneReport) -> Figure:
                       "color": {"field": "speedup", "type": "quantitative", "title": _SPEEDUP,
                                 "scale": {"scheme": "viridis", "zero": False, "nice": False},
                                 "legend": {"orient": "bottom", "gradientLength": 200}},
-                      "tooltip": _tips(rows)}}
+                      "tooltip": tips(rows)}}
     best: Row = {"transform": [{"filter": "datum.winner"}],
                  "mark": {"type": "rect", "fillOpacity": 0, "stroke": "#d55e00", "strokeWidth": 4},
                  "encoding": across}
@@ -145,7 +142,7 @@ def tuning(report: TuneReport) -> Figure:
                  "spec": {"width": {"step": 62}, "height": {"step": 30}, "layer": [cells, best, labels]}}
     winner = next((one for one in shown if one.tree == report.winner), None)
     fast = "" if winner is None else f": {winner.speedup:.2f}x at tau {winner.tau:.1f}"
-    return _figure("tuning", f"{report.winner.label()} is the drafter's best shape{fast}",
+    return figure("tuning", f"{report.winner.label()} is the drafter's best shape{fast}",
                    "Lowest load, mean over temperatures: figures in brackets are predicted, the others measured; the "
                    "frame is the best shape, and a chain verifies num_steps + 1 tokens.", rows, body)
 
@@ -162,27 +159,27 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
         trial, point = tried.get((setting, concurrency)), choice.get((setting, concurrency))
         rows.append({
             "concurrency": concurrency, "setting": setting.label(), "chosen": point is not None,
-            "predicted": _round(1.0 if setting == OFF else trial.predicted_speedup) if trial else None,
-            "measured": _round(trial.speedup) if trial else None,
+            "predicted": rounded(1.0 if setting == OFF else trial.predicted_speedup) if trial else None,
+            "measured": rounded(trial.speedup) if trial else None,
             **_interval(trial.speedup_interval if trial else None),
-            "combined": _round(point.speedup) if point else None})
+            "combined": rounded(point.speedup) if point else None})
     rows.sort(key=lambda row: (row["concurrency"], row["setting"]))
     x = {"field": "concurrency", "type": "ordinal", "title": "requests decoded at once", "axis": {"labelAngle": 0}}
     labels = ["off", *(setting.label() for setting in shown)]
-    colour = _series("setting", [{"setting": label} for label in labels])
+    colour = series("setting", [{"setting": label} for label in labels])
     no_legend = colour | {"legend": None}
     lines: Row = {"transform": [{"filter": "datum.predicted !== null"}],
                   "mark": {"type": "line", "strokeDash": [5, 4], "strokeWidth": 1.5},
-                  "encoding": {"x": x, "y": _number("predicted", None), "color": no_legend}}
+                  "encoding": {"x": x, "y": number("predicted", None), "color": no_legend}}
     ranges: Row = {"transform": [{"filter": "datum.low !== null"}], "mark": {"type": "rule", "strokeWidth": 2},
-                   "encoding": {"x": x, "y": _number("low", None), "y2": {"field": "high"}, "color": no_legend}}
+                   "encoding": {"x": x, "y": number("low", None), "y2": {"field": "high"}, "color": no_legend}}
     points: Row = {"transform": [{"filter": "datum.measured !== null"}],
                    "mark": {"type": "point", "filled": True, "size": 80, "opacity": 1},
-                   "encoding": {"x": x, "y": _number("measured", "tokens/s over no speculation"), "color": colour,
-                                "shape": colour, "tooltip": _tips(rows)}}
+                   "encoding": {"x": x, "y": number("measured", "tokens/s over no speculation"), "color": colour,
+                                "shape": colour, "tooltip": tips(rows)}}
     rings: Row = {"transform": [{"filter": "datum.chosen"}],
                   "mark": {"type": "point", "size": 320, "filled": False, "strokeWidth": 2, "style": INK},
-                  "encoding": {"x": x, "y": _number("combined", None)}}
+                  "encoding": {"x": x, "y": number("combined", None)}}
     layers = [_off_line("y"), lines, ranges, points, rings]
     if chart.crossover is not None and any(row["concurrency"] == chart.crossover for row in rows):
         here: Row = {"transform": [{"filter": f"datum.concurrency === {chart.crossover}"},
@@ -192,10 +189,10 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
                            "encoding": {"x": x, "y": {"value": 0}}}]
     pays = ("Speculation pays at every load examined" if chart.crossover is None else
             f"Speculation stops paying at {chart.crossover} requests at once")
-    return _figure("operating-map", pays,
+    return figure("operating-map", pays,
                    "Points are measured with 95 % intervals, dashed lines predicted, rings the map's choice for a load "
                    "(prediction and measurement combined); off is the line at 1.",
-                   rows, {"width": 520, "height": 320, "layer": layers, "resolve": _OWN_LEGENDS})
+                   rows, {"width": 520, "height": 320, "layer": layers, "resolve": OWN_LEGENDS})
 
 
 def pareto(report: LoadReport) -> Figure:
@@ -207,45 +204,45 @@ def pareto(report: LoadReport) -> Figure:
     for one in levels:
         against = intervals.get((one.variant, one.level))
         rows.append({"variant": one.variant, "users": int(one.level),
-                     "tokens_per_s_per_user": _round(one.total.tokens_per_s_per_user),
-                     "tokens_per_s": _round(one.total.tokens_per_s),
-                     "throughput_ratio": _round(against.throughput_ratio) if against else None,
+                     "tokens_per_s_per_user": rounded(one.total.tokens_per_s_per_user),
+                     "tokens_per_s": rounded(one.total.tokens_per_s),
+                     "throughput_ratio": rounded(against.throughput_ratio) if against else None,
                      **_interval(against.throughput_interval if against else None),
-                     "tau": _round(one.total.tau)})
+                     "tau": rounded(one.total.tau)})
     gains = [one.throughput_ratio for one in intervals.values() if one.variant == "candidate"]
     title = "Throughput against interactivity"
     if gains:
         title += f": the candidate's throughput is {median(gains):.2f}x (median over loads)"
-    return _figure("pareto", title,
+    return figure("pareto", title,
                    "Of one server: up is more tokens for all users together, right is a faster answer for each, and "
                    "the figure at a point is the number of users.",
                    rows, _throughput_and_interactivity(
-                       rows, _number("tokens_per_s", "tokens per second, all users (throughput)")))
+                       rows, number("tokens_per_s", "tokens per second, all users (throughput)")))
 
 
 def hardware(report: HardwareReport) -> Figure:
     """Throughput of a device against interactivity: one line per profile and variant. It has rows."""
     rows = [{"variant": f"{one.profile}/{one.variant}", "users": int(one.users),
-             "tokens_per_s_per_user": _round(one.tokens_per_s_per_user),
-             "tokens_per_s_per_device": _round(one.tokens_per_s_per_device),
-             "ttft_p50_s": _round(one.ttft_p50_s), "money_per_million_tokens": _round(one.money_per_million_tokens),
-             "money_ratio": _round(one.money_ratio), **_interval(one.money_interval)}
+             "tokens_per_s_per_user": rounded(one.tokens_per_s_per_user),
+             "tokens_per_s_per_device": rounded(one.tokens_per_s_per_device),
+             "ttft_p50_s": rounded(one.ttft_p50_s), "money_per_million_tokens": rounded(one.money_per_million_tokens),
+             "money_ratio": rounded(one.money_ratio), **_interval(one.money_interval)}
             for one in sorted(report.rows, key=lambda one: (one.profile, one.variant != "off", one.users))]
     cheapest = min(report.rows, key=lambda one: one.money_per_million_tokens)
-    return _figure("hardware", f"{cheapest.profile}, {cheapest.variant}, has the cheapest tokens: "
+    return figure("hardware", f"{cheapest.profile}, {cheapest.variant}, has the cheapest tokens: "
                    f"{cheapest.money_per_million_tokens:.3g} a million with {cheapest.users:g} users",
                    "Of one server per profile: up is more tokens for each GPU, right is a faster answer for each user, "
                    "and the figure at a point is the number of users; a row has its money per million tokens.",
                    rows, _throughput_and_interactivity(
-                       rows, _number("tokens_per_s_per_device", "tokens per second of a GPU (throughput)")))
+                       rows, number("tokens_per_s_per_device", "tokens per second of a GPU (throughput)")))
 
 
 def _throughput_and_interactivity(rows: list[Row], y: Row) -> Row:
-    x = _number("tokens_per_s_per_user", "tokens per second, one user (interactivity)")
+    x = number("tokens_per_s_per_user", "tokens per second, one user (interactivity)")
     lines: Row = {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {
-        "x": x, "y": y, "color": _series("variant", rows), "order": {"field": "users", "type": "quantitative"}}}
+        "x": x, "y": y, "color": series("variant", rows), "order": {"field": "users", "type": "quantitative"}}}
     points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1}, "encoding": {
-        "x": x, "y": y, "color": _series("variant", rows), "shape": _series("variant", rows), "tooltip": _tips(rows)}}
+        "x": x, "y": y, "color": series("variant", rows), "shape": series("variant", rows), "tooltip": tips(rows)}}
     users: Row = {"mark": {"type": "text", "dx": 8, "dy": -8, "align": "left", "fontSize": 11},
                   "encoding": {"x": x, "y": y, "text": {"field": "users", "type": "quantitative"}}}
     return {"width": 520, "height": 320, "layer": [lines, points, users]}
@@ -274,35 +271,9 @@ def shapes_of(report: TuneReport) -> list[TunedShape]:
             if one.concurrency == lowest and one.setting.method == "drafter" and one.setting.tree is not None]
 
 
-def _figure(name: FigureName, title: str, caption: str, rows: list[Row], body: Row) -> Figure:
-    spec = {"$schema": SCHEMA, "description": f"{title}. {caption}", "data": {"values": rows}} | body
-    return Figure.model_validate({"name": name, "title": title, "caption": caption, "rows": len(rows), "spec": spec,
-                                  "themes": THEMES})
-
-
-def _number(field: str, title: str | None) -> Row:
-    made: Row = {"field": field, "type": "quantitative", "scale": {"zero": False}}
-    return made if title is None else made | {"title": title}
-
-
-def _series(field: str, rows: Iterable[Row]) -> Row:
-    # Colour and shape share one legend only where both have the same explicit domain.
-    domain = list(dict.fromkeys(row[field] for row in rows))
-    return {"field": field, "type": "nominal", "title": None, "sort": None, "scale": {"domain": domain}}
-
-
-def _tips(rows: Iterable[Row]) -> list[Row]:
-    return [{"field": field} for field in next(iter(rows), {}) if field != "label"]
-
-
 def _off_line(axis: str) -> Row:
     return {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {axis: {"datum": 1.0, "type": "quantitative"}}}
 
 
 def _interval(interval: Interval | None) -> Row:
-    return {"low": _round(interval.low) if interval else None, "high": _round(interval.high) if interval else None}
-
-
-def _round(value: float | None) -> float | None:
-    """Six digits: enough for any picture, and short in a table."""
-    return None if value is None else float(f"{value:.6g}")
+    return {"low": rounded(interval.low) if interval else None, "high": rounded(interval.high) if interval else None}

@@ -46,6 +46,8 @@ class PageKey:
     """What makes two pages the same text."""
 
     path: str
+    """With what its address selects."""
+
     rights: str
     """Of the reader: roles, scopes and project."""
 

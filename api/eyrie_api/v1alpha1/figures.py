@@ -1,16 +1,18 @@
-"""Figures of a job: one definition each, drawn by the console and by whoever else reads it."""
+"""Figures of a job or an endpoint: one definition each, drawn by the console and by whoever else reads it."""
 
+from datetime import datetime
 from typing import Literal
 
 from pydantic import JsonValue
 
 from eyrie_api.v1alpha1.model import Frozen
 
-FigureName = Literal["throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware"]
+FigureName = Literal["throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware", "acceptance",
+                     "acceptance-by-position"]
 
 
 class FigureSummary(Frozen):
-    """One figure that a job has data for."""
+    """One figure that there is data for."""
 
     name: FigureName
     title: str
@@ -20,11 +22,24 @@ class FigureSummary(Frozen):
     rows: int
     """Values it is drawn from; more when another stage has finished."""
 
+    changed_at: datetime | None = None
+    """Of live traffic: the time of the newest value."""
+
+
+class AbsentFigure(Frozen):
+    """A figure without data."""
+
+    name: FigureName
+    reason: str
+    """Why there is none, and what would change that."""
+
 
 class FigureList(Frozen):
-    """The figures that a job has data for so far."""
+    """The figures that there is data for so far."""
 
     items: tuple[FigureSummary, ...]
+    absent: tuple[AbsentFigure, ...] = ()
+    """Of an endpoint, those without data."""
 
 
 class Figure(FigureSummary):

@@ -37,7 +37,9 @@ class HistoryEntry(Frozen):
     """policy: the promotion policy or the job's serving section. person: a request. watch: live metrics."""
 
     figures: dict[str, float] = Field(default_factory=dict)
-    """Numbers the entry rests on, by name: tau, share, speedup, ..."""
+    """Numbers the entry rests on, by name: tau, share, speedup, ... Of a window also the acceptance lengths at which
+    the watch acts (`drift_below`, `rollback_below`), and, where the engine says, the draft tokens accepted at each
+    position in its `rounds` (`accepted/1`, `accepted/2`, ...)."""
 
     data: dict[str, JsonValue] = Field(default_factory=dict)
     """decided: `decision`, a PromotionDecision. drift: `job`, a JobSpec ready to be posted, and `traffic_file`."""

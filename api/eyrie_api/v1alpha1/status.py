@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen, later
@@ -225,10 +226,21 @@ class Problem(Frozen):
     """For validation: JSON pointer, value, rule."""
 
 
+class LeaderboardChoices(Frozen):
+    """The values that occur in results, to select measurements by."""
+
+    families: tuple[str, ...] = ()
+    suites: tuple[str, ...] = ()
+    temperatures: tuple[float, ...] = ()
+    engines: tuple[EngineKind, ...] = ()
+
+
 class Leaderboard(Frozen):
     """Measured checkpoints, best first."""
 
     items: tuple[LeaderboardEntry, ...]
+    choices: LeaderboardChoices = LeaderboardChoices()
+    """Of the results before family, suite, temperature and engine are selected."""
 
 
 class EventList(Frozen):

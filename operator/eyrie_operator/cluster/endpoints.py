@@ -236,7 +236,8 @@ class EndpointReconciler:
             began = CounterBaseline(snapshot.now, counts)
             self._write_baseline(snapshot, workload, WINDOW_BASELINE, began)
         total = increase(counts, began.counts)
-        return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens, window_since=began.since)
+        return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
+                       window_accepted=total.accepted, window_since=began.since)
 
     def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
                        since: datetime) -> tuple[int, int]:

@@ -47,7 +47,8 @@ def read_baseline(workload: Mapping[str, Any], annotation: str) -> CounterBaseli
     try:
         value = json.loads(text)
         return CounterBaseline(datetime.fromisoformat(value["since"]),
-                               {name: EngineCounters(**counters) for name, counters in value["counts"].items()})
+                               {name: EngineCounters(**counters | {"accepted": tuple(counters.get("accepted", ()))})
+                                for name, counters in value["counts"].items()})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

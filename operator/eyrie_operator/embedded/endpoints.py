@@ -46,6 +46,7 @@ from eyrie_operator.embedded.processes import (
     stop_gateway,
 )
 from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share
+from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.state import (
@@ -162,17 +163,17 @@ class EmbeddedEndpoints:
             if url is None:
                 return ObservedEngine(record.revision, "starting", record.started_at, record.starts,
                                       record.retiring_since, alone=record.alone)
-            rounds, tokens = read_counters(url) or (0.0, 0.0)  # baseline: the probe's own rounds do not count
-            record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens,
-                                               "window_since": self._clock()})
+            began = read_counters(url) or EngineCounters()  # baseline: the probe's own rounds do not count
+            record = record.model_copy(update={"url": url}).begin_window(began, self._clock())
         if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
             record = record.model_copy(update={"starts": 0})
         if record != known:
             write_model(folder / ENGINE_FILE, record)
         assert record.url is not None
-        rounds, tokens = read_counters(record.url) or (record.window_rounds, record.window_tokens)
+        counters = read_counters(record.url)
+        seen = EngineCounters() if counters is None else record.window(counters)
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
-                              window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens,
+                              window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
                               window_since=record.window_since, alone=record.alone)
 
     # Actions. Each is idempotent: after a crash it is applied again.
@@ -275,8 +276,7 @@ def _restart_window(folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     counters = read_counters(record.url) if record is not None and record.url is not None else None
     if record is not None and counters is not None:
-        write_model(folder / ENGINE_FILE, record.model_copy(
-            update={"window_rounds": counters[0], "window_tokens": counters[1], "window_since": now}))
+        write_model(folder / ENGINE_FILE, record.begin_window(counters, now))
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Counters
-from eyrie_operator.endpoints.engine_metrics import read_metrics
+from eyrie_operator.endpoints.engine_metrics import EngineCounters, increase, read_metrics
 from eyrie_pipelines.processes import ProcessId, find_process, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
 
@@ -76,7 +76,18 @@ class EngineRecord(Frozen):
     """The engine's counters when the current acceptance window began."""
 
     window_tokens: float = 0.0
+    window_accepted: tuple[float, ...] = ()
     window_since: datetime | None = None
+
+    def begin_window(self, counters: EngineCounters, now: datetime) -> "EngineRecord":
+        """With a window that begins now."""
+        return self.model_copy(update={"window_rounds": counters.rounds, "window_tokens": counters.tokens,
+                                       "window_accepted": counters.accepted, "window_since": now})
+
+    def window(self, now: EngineCounters) -> EngineCounters:
+        """What was counted since the window began."""
+        began = EngineCounters(self.window_rounds, self.window_tokens, accepted=self.window_accepted)
+        return increase({"": now}, {"": began})
 
 
 def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
@@ -195,13 +206,12 @@ class Ready(BaseModel):
     url: str
 
 
-def read_counters(url: str) -> tuple[float, float] | None:
-    """(drafted rounds, their tokens) so far, from the engine's /metrics; None when it does not respond."""
+def read_counters(url: str) -> EngineCounters | None:
+    """From the engine's /metrics; None when it does not respond."""
     try:
-        counters = read_metrics(httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text)
+        return read_metrics(httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text)
     except httpx.HTTPError:
         return None
-    return counters.rounds, counters.tokens
 
 
 def read_shares(port: int) -> Counters | None:

@@ -212,7 +212,7 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     tau = window_tau(engine)
     if tau is None:
         return _drift(revision, policy, seen)
-    close = CloseWindow(active, tau, engine.window_rounds, proven_tau(revision, policy.counts_drafted))
+    close = _close_window(revision, engine, tau, policy)
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.
@@ -221,6 +221,14 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
         return _drift(revision, policy, seen)
     short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
     return _drift(revision, policy, seen) if short else [close]
+
+
+def _close_window(revision: Revision, engine: ObservedEngine, tau: float, policy: ServePolicy) -> CloseWindow:
+    proven = proven_tau(revision, policy.counts_drafted)
+    if proven is None:
+        return CloseWindow(revision.number, tau, engine.window_rounds, None)
+    return CloseWindow(revision.number, tau, engine.window_rounds, proven, policy.min_acceptance_ratio * proven,
+                       None if policy.drift.action == "ignore" else policy.drift.ratio * proven, engine.window_accepted)
 
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:

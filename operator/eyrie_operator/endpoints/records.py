@@ -93,7 +93,9 @@ class EndpointRecords:
             self.endpoints.canary(name, action.revision, action.share)
         elif isinstance(action, CloseWindow):
             if action.proven is not None:
-                self._histories.record_window(name, action.revision, action.tau, action.rounds, action.proven)
+                self._histories.record_window(
+                    name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
+                    rollback_below=action.rollback_below, drift_below=action.drift_below)
         elif isinstance(action, ReportDrift):
             serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)

@@ -30,6 +30,9 @@ class ObservedEngine:
     """Verify rounds since the window began, and the tokens they produced."""
 
     window_tokens: float = 0.0
+    window_accepted: tuple[float, ...] = ()
+    """Draft tokens that they accepted at each position; empty where the engine does not say."""
+
     window_since: datetime | None = None
     alone: bool = False
     """It was started after the serving engine had been stopped, because both do not fit the memory."""
@@ -157,6 +160,13 @@ class CloseWindow:
     rounds: float
     proven: float | None
     """None for a revision without a proven tau, such as the target without a drafter: its window is not recorded."""
+
+    rollback_below: float | None = None
+    """The acceptance lengths at which the watch rolls back, and at which it counts towards drift."""
+
+    drift_below: float | None = None
+    accepted: tuple[float, ...] = ()
+    """As `ObservedEngine.window_accepted`."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,12 @@ def test_every_family_trains_with_the_others_and_none_is_stopped_for_another(
         assert (report.family, report.steps, report.stopped_early) == (name, 4, False)
 
 
+def rungs_of(directory: Path) -> dict[int, float]:
+    """What each rung decided of a candidate, by step: 1 it went on, 0 it ended."""
+    records = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return {one["step"]: one["value"] for one in records if one["kind"] == "metric" and one["name"] == "rung"}
+
+
 def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     rates = {"a": 1e-7, "b": 1e-2, "c": 1e-7, "d": 5e-3}
     for name, rate in rates.items():
@@ -106,8 +112,10 @@ def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, targe
     steps = {name: report_of(tmp_path / name).steps for name in rates}
     assert len({steps[name] for name in rates if stopped[name]}) == 1
     assert max(steps[n] for n in rates if stopped[n]) < min(steps[n] for n in rates if not stopped[n])
+    rung = min(steps.values())
     for name in rates:
         assert report_of(tmp_path / name).checkpoints[-1].step == steps[name]
+        assert rungs_of(tmp_path / name) == {rung: 0.0 if stopped[name] else 1.0}
 
 
 @pytest.mark.slow

@@ -144,9 +144,13 @@ class CandidateGroup:
                 family, speedup = everywhere[name]
                 by_family.setdefault(family, {})[name] = speedup
         for speedups in by_family.values():
-            for name in slower_half(speedups) & self._active().keys():
-                self._runs[name].stop_early(
-                    f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
+            slower = slower_half(speedups)
+            for name in speedups.keys() & self._active().keys():
+                # Before the run is saved as finished: killed in between, it comes here again.
+                self._runs[name].log_rung(step, goes_on=name not in slower)
+                if name in slower:
+                    self._runs[name].stop_early(
+                        f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
 
     def _step(self, runs: Mapping[str, TrainingRun], step: int) -> None:
         """One optimiser step of each run, on one batch and one set of target distributions."""

@@ -420,6 +420,10 @@ class TrainingRun:
         """Whether an evaluation is due after a step."""
         return step in self._evaluations
 
+    def log_rung(self, step: int, *, goes_on: bool) -> None:
+        """Log what a rung of the sweep decided after a step, as the metric `rung`: 1 goes on, 0 ends."""
+        self._metric("rung", step, float(goes_on))
+
     def stop_early(self, why: str) -> None:
         """Make the step just done the last: export a checkpoint, save."""
         step = self.trainer.counters.step

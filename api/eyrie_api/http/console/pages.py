@@ -18,11 +18,12 @@ import shlex
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlencode, urlsplit
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
@@ -33,18 +34,21 @@ from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.hardware_choice import sentence
 from eyrie_api.decisions.job_report import report_of
+from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_details import by_stage
 from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.control import Control, Here
+from eyrie_api.http.routes.endpoints import list_figures
 from eyrie_api.http.routes.outcomes import list_artifacts
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import History
 from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, StageStatus
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Leaderboard, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -93,11 +97,32 @@ def home_values(control: Control) -> dict[str, Any]:
             "now": datetime.now(UTC)}
 
 
+class LeaderboardQuery(BaseModel):
+    """What the address of a job's page selects of its leaderboard: a form's fields, empty where nothing is chosen."""
+
+    model_config = ConfigDict(frozen=True)
+
+    family: str = Field("", max_length=32)
+    suite: str = Field("", max_length=63)
+    temperature: Annotated[float | None, BeforeValidator(lambda given: None if given == "" else given)] = None
+    engine: Literal["", EngineKind] = ""
+
+    def board(self, control: Control, job_id: str) -> Leaderboard:
+        """The job's leaderboard by the selection."""
+        return control.results.board(ResultFilter(job_id=job_id, family=self.family or None),
+                                     Selection(self.suite or None, self.temperature, self.engine or None))
+
+    def address(self, path: str) -> str:
+        """The path with the selection."""
+        chosen = {name: value for name, value in self.model_dump().items() if value not in ("", None)}
+        return f"{path}?{urlencode(chosen)}" if chosen else path
+
+
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
-def job(job_id: str, control: Here, request: Request) -> Response:
+def job(job_id: str, control: Here, request: Request, selected: Annotated[LeaderboardQuery, Query()]) -> Response:
     """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document."""
-    values = job_values(control, job_id, server_of(request))
-    return render_page("job.html", control, request, **values, **_artifacts(job_id, control))
+    values = job_values(control, job_id, server_of(request), selected)
+    return may_submit(render_page("job.html", control, request, **values, **_artifacts(job_id, control)))
 
 
 def _artifacts(job_id: str, control: Control) -> dict[str, Any]:
@@ -108,7 +133,7 @@ def _artifacts(job_id: str, control: Control) -> dict[str, Any]:
         return {"files": (), "unlisted": error}
 
 
-def job_values(control: Control, job_id: str, server: str) -> dict[str, Any]:
+def job_values(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
     found = control.jobs.get(job_id)
     entries = control.results.leaderboard(ResultFilter(job_id=job_id))
@@ -116,7 +141,8 @@ def job_values(control: Control, job_id: str, server: str) -> dict[str, Any]:
     is_tuned = any((one.stage, one.state) == ("tune", "Succeeded") for one in found.status.stages)
     measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
     project = control.jobs.project_of(job_id)
-    return {"job": found, "pipeline": pipeline(found), "leaderboard": entries, "measured": measured,
+    return {"job": found, "pipeline": pipeline(found), "board": selected.board(control, job_id), "selected": selected,
+            "leaderboard": entries, "measured": measured,
             "choices": [] if measured is None or measured.hardware is None else [
                 sentence(choice, measured.hardware) for choice in measured.hardware.choices],
             "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,
@@ -141,7 +167,7 @@ def again(job_id: str, control: Here, request: Request) -> Response:
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
 def endpoint(name: str, control: Here, request: Request) -> Response:
-    """One endpoint: what serves, its revisions, its history."""
+    """One endpoint: what serves, its revisions, its acceptance, its history."""
     return render_page("endpoint.html", control, request, **endpoint_values(control, name, server_of(request)))
 
 
@@ -149,7 +175,7 @@ def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
     return {"endpoint": control.endpoints.get(name), "server": server,
             "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
-            "history": _recent(control.histories.read(name, limit=_HISTORY))}
+            "figures": list_figures(name, control), "history": _recent(control.histories.read(name, limit=_HISTORY))}
 
 
 def server_of(request: Request) -> str:
@@ -267,6 +293,13 @@ def render_page(template: str, control: Control, request: Request, **values: Any
     change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
     given = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
     return HTMLResponse(rendered(template, given | values), headers=_HEADERS)
+
+
+def may_submit(page: HTMLResponse) -> HTMLResponse:
+    """The page with leave for its forms to lead to pages of this server."""
+    policy = page.headers["Content-Security-Policy"]
+    page.headers["Content-Security-Policy"] = policy.replace("form-action 'none'", "form-action 'self'")
+    return page
 
 
 def may(control: Control, action: Action, project: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Routes of endpoints: state, history, four changes (promote, rollback, on, off), and compared answers.
+"""Routes of endpoints: state, history, figures, four changes (promote, rollback, on, off), and compared answers.
 
 A change is written to the database; the reconciler of endpoints carries it out. A comparison changes nothing, but takes
 the engine's time: it needs the role that changes need, which a viewer has not.
@@ -14,10 +14,12 @@ from starlette.responses import StreamingResponse
 from eyrie_api.database.endpoint_history import MAX_PAGE
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.errors import Conflict
+from eyrie_api.figures import endpoint_figures
 from eyrie_api.http.compared_answers import ServedEndpoint, compare, live_revision
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.recorded_answers import read_recording
 from eyrie_api.v1alpha1.comparison import CompareRequest, RecordedPrompts
+from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
@@ -45,6 +47,26 @@ def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le
                  kind: HistoryKind | None = None) -> History:
     """What was decided for it, what changed, what was seen: the latest entries, oldest first."""
     return control.histories.read(name, limit=limit, before=before, kind=kind)
+
+
+@router.get(ENDPOINTS + "/{name}/figures")
+def list_figures(name: Name, control: Here) -> FigureList:
+    """The figures of live acceptance that there is data for, and why there are no others."""
+    return endpoint_figures.list_figures(_watched(name, control))
+
+
+@router.get(ENDPOINTS + "/{name}/figures/{figure}")
+def read_figure(name: Name, figure: str, control: Here) -> Figure:
+    """One figure as a Vega-Lite specification with its values."""
+    return endpoint_figures.figure_of(_watched(name, control), figure)
+
+
+def _watched(name: str, control: Control) -> endpoint_figures.Watched:
+    """What the figures of an endpoint are drawn from. Raises NotFound."""
+    windows = control.histories.read(name, limit=MAX_PAGE, kind="window").items
+    changes = [one for kind in endpoint_figures.MARKED for one in control.histories.read(name, kind=kind).items]
+    return endpoint_figures.Watched(control.endpoints.get(name), control.endpoints.serving(name).serve.engine.kind,
+                                    windows, changes)
 
 
 @router.post(ENDPOINTS + "/{name}/promote", status_code=202, name="endpoint.promote")

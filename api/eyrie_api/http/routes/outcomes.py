@@ -14,10 +14,12 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from eyrie_api.artifacts.stage_manifests import StageManifest
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.job_report import report_of
+from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.routes.jobs import JOBS
+from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList, FigureSummary
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.stages import FileEntry, StageName
@@ -91,10 +93,14 @@ def leaderboard(
     target: Annotated[str | None, Query(max_length=4096)] = None,
     job_id: Annotated[str | None, Query(max_length=63)] = None,
     family: Annotated[str | None, Query(max_length=32)] = None,
+    suite: Annotated[str | None, Query(max_length=63)] = None,
+    temperature: Annotated[float | None, Query(ge=0.0, le=4.0)] = None,
+    engine: EngineKind | None = None,
     tuned: bool | None = None,
     lossless: bool | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Leaderboard:
-    """Measured checkpoints, best average first; lossless ones before the others."""
+    """Measured checkpoints, best average first; lossless ones before the others. With a suite, a temperature or an
+    engine, figures and ranks are of the measurements made with it alone; `choices` has the values that occur."""
     wanted = ResultFilter(job_id=job_id, target=target, family=family, tuned=tuned, lossless=lossless)
-    return Leaderboard(items=control.results.leaderboard(wanted, limit))
+    return control.results.board(wanted, Selection(suite, temperature, engine), limit)

@@ -46,13 +46,27 @@ function valueTable(figure) {
     const line = lines.insertRow();
     for (const name of names) {
       const one = line.insertCell();
-      one.textContent = cell(row[name]);
+      if (name === "time") one.append(Object.assign(document.createElement("time"), { dateTime: row[name] }));
+      else one.textContent = cell(row[name]);
       if (typeof row[name] === "number") one.className = "n";
     }
   }
   scroll.append(body);
   details.append(summary, scroll);
+  localTimes(details);
   return details;
+}
+
+// Figures are made again when they have new values: an open table stays open, with its scrolling and the focus.
+function keepTable(shown, next) {
+  const parts = (outer) => ["summary", ".drawing", ".scroll"].map((one) => outer.querySelector(one));
+  const [before, after] = [parts(shown), parts(next)], focused = before.indexOf(document.activeElement);
+  next.querySelector("details").open = shown.querySelector("details").open;
+  const { scrollTop, scrollLeft } = before[2];
+  queueMicrotask(() => {
+    Object.assign(after[2], { scrollTop, scrollLeft });
+    if (focused >= 0) after[focused].focus({ preventScroll: true });
+  });
 }
 
 function frame(figure) {
@@ -113,6 +127,10 @@ async function showFigures() {
       if (found.length) {
         await loaded();
         figures = found.map((one) => [one, frame(one)]);
+        for (const [{ name }, outer] of figures) {
+          const shown = place.querySelector(`figure[data-name="${CSS.escape(name)}"]`);
+          if (shown !== null) keepTable(shown, outer);
+        }
         place.replaceChildren(...figures.map(([, outer]) => outer));
         redraw();
       }
@@ -134,7 +152,7 @@ addEventListener("resize", () => {
 // The live part of a page: a stream has it whole, whenever it has changed.
 const REDRAWN_MS = 5000, RETRY_MS = 2000;
 const stale = document.getElementById("stale");
-let stream = null, answered = null, drawn = Date.now();
+let stream = null, followed = null, answered = null, drawn = Date.now(), due = 0;
 
 function warn(text) {
   stale.textContent = text;
@@ -174,7 +192,12 @@ function put(html) {
 }
 
 function drawAgain(now) {
-  if (!now && Date.now() - drawn < REDRAWN_MS) return;
+  const rest = drawn + REDRAWN_MS - Date.now();
+  clearTimeout(due);
+  if (!now && rest > 0) {  // none after the last change is missed
+    due = setTimeout(drawAgain, rest, true);
+    return;
+  }
   drawn = Date.now();
   document.dispatchEvent(new Event("live"));  // curves.js
   showFigures();
@@ -186,6 +209,7 @@ function stop() {
 }
 
 function follow(path) {
+  followed = path;
   if (stream !== null || document.hidden) return;
   stream = new EventSource(path);
   stream.addEventListener("open", () => { answered = null; warn(""); });
@@ -210,7 +234,7 @@ async function check(path) {
     if (status === 401 || status === 403) return warn("Signed out: load the page again");
     if (status === 404) return warn("Deleted");
   } catch { /* nobody answered: followed again until somebody does */ }
-  follow(path);
+  if (path === followed) follow(path);
 }
 
 function signIn(form) {
@@ -337,7 +361,7 @@ const live = document.querySelector("[data-stream]");
 if (live !== null) {
   follow(live.dataset.stream);
   // A browser opens six connections to a server: hidden pages must not use them up.
-  document.addEventListener("visibilitychange", () => document.hidden ? stop() : follow(live.dataset.stream));
+  document.addEventListener("visibilitychange", () => document.hidden ? stop() : follow(followed));
 }
 const form = document.getElementById("sign-in"), made = document.getElementById("new-job");
 if (form !== null) signIn(form);

@@ -81,7 +81,7 @@ function runsOf(answers) {
       if (one.points.length === 0) continue;
       const id = `${job.id}/${one.key}`;
       const label = [answers.length > 1 ? job.name : "", one.key].filter(Boolean).join(" ") || "training";
-      if (!runs.has(id)) runs.set(id, { id, label, series: new Map() });
+      if (!runs.has(id)) runs.set(id, { id, label, job: job.id, series: new Map() });
       runs.get(id).series.set(one.name, one);
     }
   }
@@ -97,13 +97,30 @@ function runsOf(answers) {
     .sort((one, other) => byNumber.compare(one.label, other.label));
 }
 
+// What the rungs of sweeps decided, by step and job: the runs that went on and those that ended.
+function rungsOf(runs) {
+  const rungs = new Map();
+  for (const run of runs) {
+    for (const { step, value } of run.series.get("rung")?.points ?? []) {
+      const id = `${run.job}/${step}`;
+      if (!rungs.has(id)) rungs.set(id, { step, job: run.job, on: [], ended: [] });
+      rungs.get(id)[value > 0 ? "on" : "ended"].push(run);
+    }
+  }
+  return [...rungs.values()].sort((one, other) => one.step - other.step);
+}
+
+function isEnded(run) {
+  return run.series.get("rung")?.points.at(-1).value === 0;
+}
+
 // The page.
 
 const curves = document.getElementById("curves");
 const inScheme = matchMedia("(prefers-color-scheme: dark)");
 const log = document.getElementById("curves-log"), smoothing = document.getElementById("curves-smoothing");
 const plots = new Map(), rows = new Map();
-let runs = [];
+let runs = [], rungs = [];
 
 function cellOf(row, text, number) {
   return Object.assign(row.insertCell(), { textContent: text, className: number ? "n" : "" });
@@ -132,6 +149,51 @@ function listRuns() {
     row.cells[1].textContent = Math.max(...[...run.series.values()].map((one) => one.points.at(-1).step));
     LAST_VALUES.forEach(([, name], column) => { row.cells[column + 2].textContent = short(latest(name)?.value) || "-"; });
   }
+}
+
+function listRungs() {
+  const found = rungsOf(runs), said = document.getElementById("curves-rungs");
+  const names = (of) => of.map((run) => run.label).join(", ");
+  const items = found.map(({ step, on, ended }) => Object.assign(document.createElement("li"), { textContent:
+    `Step ${step}: ${on.length} of ${on.length + ended.length} went on (${names(on) || "none"}), `
+      + `${ended.length} ended (${names(ended) || "none"})` }));
+  said.hidden = items.length === 0;
+  const list = said.querySelector("ul");
+  if (list.textContent !== items.map((one) => one.textContent).join("")) list.replaceChildren(...items);
+}
+
+// Lines at the rungs of the chosen runs, and a cross where one ended a run.
+function drawRungs(plot) {
+  const { ctx, bbox } = plot, ink = getComputedStyle(document.body).color, half = 4 * devicePixelRatio;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  ctx.strokeStyle = ink;
+  ctx.lineWidth = devicePixelRatio;
+  ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+  for (const step of new Set(rungs.map((one) => one.step))) {
+    const x = Math.round(plot.valToPos(step, "x", true)) + 0.5;  // on one column of pixels
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.setLineDash([]);
+  ctx.lineWidth = 2 * devicePixelRatio;
+  plot.series.forEach((one, number) => {
+    if (number === 0 || !one.ended || one.class === "raw") return;
+    const values = plot.data[number], last = values.findLastIndex((value) => value != null);
+    if (last < 0) return;
+    const x = plot.valToPos(plot.data[0][last], "x", true), y = plot.valToPos(values[last], "y", true);
+    ctx.beginPath();
+    for (const side of [-half, half]) {
+      ctx.moveTo(x - half, y - side);
+      ctx.lineTo(x + half, y + side);
+    }
+    ctx.stroke();
+  });
+  ctx.restore();
 }
 
 function valuesOf(series) {
@@ -167,7 +229,7 @@ function drawing(series, isLog, weight) {
   const [steps, ...raw] = aligned(series);
   const values = isLog ? raw.map((one) => one.map((value) => value > 0 ? value : null)) : raw;
   const width = series.length > MAX_LEGEND ? 1 : 1.5;  // 100 lines without a GPU: 0.05 s instead of 1.2 s
-  const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash, width, spanGaps: true,
+  const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash, ended: one.ended, width, spanGaps: true,
     points: { show: steps.length < 30, size: 5, fill: one.colour }, value: (_, value) => short(value) });
   if (weight === 0) return { options: series.map(style), data: [steps, ...values] };
   const faint = series.map((one) => ({ ...style(one), stroke: `${one.colour}50`, width: 1, class: "raw", points: { show: false } }));
@@ -186,7 +248,7 @@ function newPlot(figure, series, made, isLog, said) {
     focus: { alpha: 0.25 },
     cursor: { focus: { prox: 24 }, dataIdx: (plot, number, place) =>
       number === 0 ? place : made.options[number - 1].class === "raw" ? null : nearest(plot.data[number], place) },
-    hooks: { setSeries: [(plot, number) => {
+    hooks: { draw: [drawRungs], setSeries: [(plot, number) => {
       const place = number ? plot.cursor.idxs[number] : null;
       said.textContent = place == null ? said.dataset.key :
         `${plot.series[number].label}: ${short(plot.data[number][place])} at step ${plot.data[0][place]}`;
@@ -196,7 +258,7 @@ function newPlot(figure, series, made, isLog, said) {
 }
 
 function place(title, series, isLog, weight) {
-  const shape = JSON.stringify([series.map((one) => [one.label, one.colour]), isLog, weight > 0, inScheme.matches, innerWidth]);
+  const shape = JSON.stringify([series.map((one) => [one.label, one.colour, one.ended]), isLog, weight > 0, inScheme.matches, innerWidth]);
   const made = drawing(series, isLog, weight), before = plots.get(title);
   if (before?.shape === shape) {
     const { plot, values } = before, { min, max } = plot.scales.x, steps = plot.data[0];
@@ -236,9 +298,10 @@ function draw() {
   document.getElementById("curves-empty").hidden = chosen.length > 0;
   document.getElementById("curves-empty").textContent = runs.length ? "No run is chosen." : "No metrics yet.";
   const weight = Number(smoothing.value);
+  rungs = rungsOf(chosen);
   for (const [title, pattern] of CHARTS) {
     const series = chosen.flatMap((run) => [...run.series.values()].filter((one) => pattern.test(one.name)).map((one, number) => ({
-      points: one.points, name: one.name, label: runs.length > 1 ? `${run.label} ${one.name}` : one.name,
+      points: one.points, name: one.name, ended: isEnded(run), label: runs.length > 1 ? `${run.label} ${one.name}` : one.name,
       // Of one run its series have colours; of several the runs have them, as in the table, and their series are dashed.
       colour: runs.length > 1 ? rows.get(run.id).colour : COLOURS[number % COLOURS.length],
       dash: runs.length > 1 ? DASHES[number % DASHES.length] : [] })));
@@ -277,6 +340,7 @@ async function refresh() {
   runs = runsOf(answers);
   for (const part of curves.querySelectorAll("[data-with-runs]")) part.hidden = runs.length === 0;
   listRuns();
+  listRungs();
   draw();
 }
 

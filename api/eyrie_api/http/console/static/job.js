@@ -91,7 +91,7 @@ function keepLogs(part) {
 }
 
 // Numbers begin with the largest; the rank, which is the order of the server, decides between equal ones.
-let sorted = { column: 0, direction: "ascending" }, family = "";
+let sorted = { column: 0, direction: "ascending" };
 const LEADERBOARD = "section[aria-labelledby=leaderboard]";
 
 function number(row, column) {
@@ -117,34 +117,27 @@ function arrange(section) {
   const isNumber = heads[sorted.column].classList.contains("n");
   const rows = [...body.rows].sort((one, other) =>
     compared(one, other, sorted.column, isNumber) || number(one, 0) - number(other, 0));
-  const place = heads.findIndex((head) => head.textContent === "family");
-  for (const row of rows) row.hidden = family !== "" && row.cells[place].textContent !== family;
   body.append(...rows);
-}
-
-function familyFilter(section, families) {
-  const label = Object.assign(document.createElement("label"), { className: "filter", textContent: "Family " });
-  const select = Object.assign(document.createElement("select"), { id: "family" });
-  for (const one of ["", ...families]) {
-    select.append(Object.assign(document.createElement("option"), { value: one, textContent: one || "all" }));
-  }
-  label.append(select);
-  section.querySelector(".scroll").before(label);
-  select.value = family;
 }
 
 function prepareLeaderboard(root) {
   const section = root.querySelector(LEADERBOARD);
   if (section === null) return;
-  const heads = [...section.querySelectorAll("thead th")], place = heads.findIndex((head) => head.textContent === "family");
-  for (const head of heads) {
+  for (const head of section.querySelectorAll("thead th")) {
     head.scope = "col";
     head.replaceChildren(Object.assign(document.createElement("button"), { type: "button", textContent: head.textContent }));
   }
-  const families = [...new Set([...section.querySelectorAll("tbody tr")].map((row) => row.cells[place].textContent))].sort();
-  if (!families.includes(family)) family = "";
-  if (families.length > 1) familyFilter(section, families);
   arrange(section);
+}
+
+// The server ranks by the selection. The address has it, and so has the stream of the live part, which brings the rows.
+function selectRows(form) {
+  const chosen = new URLSearchParams([...new FormData(form)].filter(([, value]) => value !== ""));
+  const query = chosen.size ? `?${chosen}` : "";
+  history.replaceState(null, "", location.pathname + query);
+  form.closest(LEADERBOARD).setAttribute("aria-busy", "true");
+  stop();
+  follow(`${location.pathname}/live${query}`);
 }
 
 // Files are not part of the stream, which is rendered at every change: they are read again when a stage has finished.
@@ -204,9 +197,7 @@ document.addEventListener("click", ({ target }) => {
   arrange(head.closest(LEADERBOARD));
 });
 document.addEventListener("change", ({ target }) => {
-  if (target.id !== "family") return;
-  family = target.value;
-  arrange(target.closest(LEADERBOARD));
+  if (target.form?.id === "selection") selectRows(target.form);
 });
 // Hidden pages follow nothing: a browser opens six connections to a server.
 document.addEventListener("visibilitychange", () => {

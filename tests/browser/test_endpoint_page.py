@@ -1,0 +1,100 @@
+"""The page of an endpoint in a real Chromium: live acceptance over time and by position."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from eyrie_api.clock import utc_now
+from eyrie_api.database.engine import Database
+from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, watch
+from tests.api.samples import ManualClock
+from tests.browser.conftest import SHOTS, TOKEN, signed_in
+
+OpenPage = Callable[..., Any]
+Server = tuple[str, Database]
+NAMES = ("acceptance", "acceptance-by-position")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """Begins an hour ago."""
+    made = ManualClock()
+    made.now = utc_now().replace(microsecond=0) - timedelta(hours=1)
+    return made
+
+
+def figure(page: Any, name: str) -> Any:
+    return page.locator(f"#figures figure[data-name={name}]")
+
+
+def drawn(page: Any, name: str) -> Any:
+    found = figure(page, name)
+    found.locator("svg path").first.wait_for()
+    return found
+
+
+def test_figures_follow_new_windows_without_a_reload_and_an_open_table_stays_open(
+        guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
+    url, database = guarded
+    first = endpoint_with_history(database, clock)
+    page = signed_in(open_page(timezone_id="Asia/Tokyo"), url, TOKEN, "/console/endpoints/chat")
+    over_time = drawn(page, "acceptance")
+    assert "rolled-back" in over_time.inner_text()
+    for name in NAMES:
+        drawn(page, name).locator("summary").click()
+        rows = page.request.get(f"{url}/v1alpha1/endpoints/chat/figures/{name}").json()["spec"]["data"]["values"]
+        assert figure(page, name).locator("tbody tr").count() == len(rows)
+    times = over_time.locator("tbody time")
+    at_server, shown = times.last.get_attribute("datetime"), times.last.inner_text()
+    in_tokyo = clock.now + timedelta(hours=9)
+    assert at_server.startswith(clock.now.isoformat()[:19])
+    assert in_tokyo.strftime("%M:%S") in shown
+    assert str(int(in_tokyo.strftime("%I"))) in shown.split(",")[1], "in the reader's zone"
+    page.evaluate("window.stays = true")
+    over_time.locator("summary").focus()
+    watch(database, clock, first, (2.77,))
+    page.get_by_text("Acceptance length now 2.77").wait_for()
+    assert page.evaluate("window.stays"), "the page was loaded again"
+    assert drawn(page, "acceptance").locator("tbody tr", has_text="2.77").is_visible(), "the table stays open"
+    assert page.evaluate("document.activeElement.tagName") == "SUMMARY", "and so does the focus"
+    assert page.locator("#past tbody tr", has_text="tau 2.77").count() == 1
+    assert [one for one in faults if "401" not in one] == []
+
+
+def test_what_is_not_known_or_not_there_yet_is_said(
+        guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
+    url, database = guarded
+    revision = serve_drafter(database, clock, engine="sglang")
+    page = signed_in(open_page(), url, TOKEN, "/console/endpoints/chat")
+    page.get_by_text("No window of acceptance has closed yet").wait_for()
+    assert "not known where SGLang serves" in page.locator("#unmeasured").inner_text()
+    assert page.locator("#figures figure").count() == 0
+    watch(database, clock, revision, (2.9, 2.8), positions=False)
+    drawn(page, "acceptance")
+    page.get_by_text("No window of acceptance has closed yet").wait_for(state="detached")
+    assert figure(page, "acceptance-by-position").count() == 0
+    assert "not known where SGLang serves" in page.locator("#unmeasured").inner_text()
+    assert [one for one in faults if "401" not in one] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
+        scheme: str, guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    url, database = guarded
+    endpoint_with_history(database, clock)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for width, height in ((375, 812), (1440, 900)):
+        page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
+                         "/console/endpoints/chat")
+        for name in NAMES:
+            drawn(page, name)
+        figure(page, "acceptance").locator("summary").click()
+        page.screenshot(path=SHOTS / f"endpoint-{width}-{scheme}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
+        assert found.violations_count == 0, f"at {width}, {scheme}: {found.generate_report()}"
+    assert [one for one in faults if "401" not in one] == []
