@@ -60,7 +60,8 @@ def served_hub(files: dict[str, bytes]) -> Iterator[ServedHub]:
                 return self._json(503, {"error": "busy"})
             if hub.token is not None and self.headers.get("authorization") != f"Bearer {hub.token}":
                 return self._json(401, {"error": "Invalid credentials in Authorization header"}, GatedRepo="x")
-            if path in ("/api/models/org/model", *(f"/api/models/org/model/revision/{one}" for one in (COMMIT, "main"))):
+            if path in ("/api/models/org/model", f"/api/models/org/model/revision/{COMMIT}",
+                        "/api/models/org/model/revision/main"):
                 return self._json(200, {"id": "org/model", "sha": COMMIT, "siblings": [
                     {"rfilename": name, "size": len(data), "blobId": _git(data)} | _lfs(name, data)
                     for name, data in hub.files.items()]})

@@ -1,4 +1,4 @@
-"""The model cache is filled once, whatever kills, damages or fills it, and nothing but whole targets is read from it."""
+"""The model cache is filled once, whatever kills or damages it, and only whole targets are read from it."""
 
 import json
 import os
@@ -64,7 +64,8 @@ def environment(hub: ServedHub, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", "/nonexistent")
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+                        hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     return {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
 
 
