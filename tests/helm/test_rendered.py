@@ -301,6 +301,7 @@ def test_the_model_cache_is_in_the_profile_and_read_by_the_control_plane_where_e
                         } in pod["volumes"]
     node = render({"cluster": {"kubeflow": KUBEFLOW, "model_cache": {"node_path": "/shared/models"}}})
     assert profile_of(node, tmp_path).model_cache == ModelCacheSpec(node_path="/shared/models")
+    assert MODEL_CACHE_DIR not in json.dumps(node.the("Deployment", "rel-eyrie-api"))
 
 
 def test_what_the_values_say_of_the_cluster_lies_over_what_the_chart_knows(tmp_path: Path) -> None:

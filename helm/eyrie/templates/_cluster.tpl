@@ -62,7 +62,7 @@ targets there, for plans and for the command lines of engines.
 {{- define "eyrie.cluster.modelClaim" -}}
 {{- $given := .Values.cluster -}}
 {{- if and (include "eyrie.cluster.known" .) $given.serve (eq ($given.serving.namespace | default .Release.Namespace) .Release.Namespace) -}}
-{{- ($given.model_cache).claim -}}
+{{- ($given.model_cache).claim | default "" -}}
 {{- end -}}
 {{- end -}}
 
