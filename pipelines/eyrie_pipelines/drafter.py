@@ -1,8 +1,9 @@
 """The pipeline: the order in which the stages of a job run. One definition for both runners.
 
-    regenerate -> capture -> sweep -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
-    -> with prove.hardware: the first profile -> each other profile
+    [prefetch ->] regenerate -> capture -> sweep -> each candidate: train -> each checkpoint: benchmark
+    -> select -> tune -> prove -> with prove.hardware: the first profile -> each other profile
 
+On a cluster with a model cache, the prefetch task fills it with a target of the Hub first (`define(prefetched=True)`).
 The sweep task trains all candidates of a job in one program where that is cheaper (`sweep.trains_together`); the train
 tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
 
@@ -32,7 +33,7 @@ import argparse
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kfp import compiler, dsl
 
@@ -47,6 +48,14 @@ def _component(function: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return dsl.component(base_image=IMAGE, install_kfp_package=False)(function)
+
+
+@_component
+def prefetch(job_dir: str, spec_digest: str, code_version: str) -> str:
+    """Fill the model cache with the target."""
+    from eyrie_pipelines import tasks
+
+    return tasks.prefetch(job_dir, spec_digest)
 
 
 @_component
@@ -157,6 +166,9 @@ def prove(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, tu
 train_all = sweep
 """The parameter `sweep` of the pipeline hides the component of that name."""
 
+TaskKind = StageName | Literal["prefetch"] | None
+"""How a task is placed: as a stage, as the task that fills the model cache, or as a small task between stages."""
+
 
 @_component
 def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, profile: str, after: str,
@@ -169,26 +181,28 @@ def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str,
     return done
 
 
-def _unplaced(task: Any, _stage: StageName | None, _profile: str) -> Any:
+def _unplaced(task: Any, _kind: TaskKind, _profile: str) -> Any:
     """One machine: tasks need no placement."""
     return task
 
 
-def define(place: Callable[[Any, StageName | None, str], Any] = _unplaced, trainings: int | None = 1,
-           benchmarks: int | None = 1, *, together: bool = True, profiles: Sequence[str] = ()) -> Any:
+def define(place: Callable[[Any, TaskKind, str], Any] = _unplaced, trainings: int | None = 1,
+           benchmarks: int | None = 1, *, together: bool = True, prefetched: bool = False,
+           profiles: Sequence[str] = ()) -> Any:
     """The whole job as a kfp pipeline.
 
-    place       applies a placement to a task, given its stage (None for the small tasks between stages) and the name
-                of its hardware profile, if it is measured on one
+    place       applies a placement to a task, given its kind and the name of its hardware profile, if it is measured
+                on one
     trainings   how many candidates are trained in parallel; None for no limit
     benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
     together    whether there is a task that trains all candidates; it is placed like a training
+    prefetched  whether there is a task that fills the model cache first
     profiles    names of `prove.hardware`: a task each, since each is placed on hardware of its own
     """
 
-    def placed(task: Any, stage: StageName | None = None, profile: str = "") -> Any:
+    def placed(task: Any, kind: TaskKind = None, profile: str = "") -> Any:
         # No kfp cache: its key does not cover what a stage program reads.
-        return place(task.set_caching_options(False), stage, profile)
+        return place(task.set_caching_options(False), kind, profile)
 
     @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
     def train_drafter(job_dir: str, spec_digest: str, code_version: str, target: str, data: str, sweep: str) -> str:
@@ -197,6 +211,8 @@ def define(place: Callable[[Any, StageName | None, str], Any] = _unplaced, train
         job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
         code = {"job_dir": job_dir, "code_version": code_version}
         rows = placed(regenerate(**job), "regenerate")
+        if prefetched:
+            rows.after(placed(prefetch(**job), "prefetch"))
         store = placed(capture(**job, rows=rows.outputs["Output"], answers=rows.outputs["answers"]), "capture")
         states = store.outputs["states"]
         candidates = placed(list_candidates(**job))

@@ -39,6 +39,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import STAGES, StageName
+from eyrie_api.v1alpha1.targets import is_hub_id
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR, read_failure
@@ -111,7 +112,8 @@ class KubeflowRunner:
 
         gpus = resolve_stage_placement(self._profile, spec.placement, "train").num_gpus
         together = trains_together(spec, len(expand(spec)), gpus, on_cluster=True)
-        pipeline = compile_for(self._profile, spec.placement, together=together, hardware=spec.prove.hardware)
+        pipeline = compile_for(self._profile, spec.placement, together=together, hardware=spec.prove.hardware,
+                               prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
         job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
         self._remove_failure(job_id)
         number = self._runs(job_id)[-1][1] + 1 if seen.attempt == attempt else 1

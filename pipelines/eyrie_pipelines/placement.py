@@ -16,6 +16,11 @@ the pod's fields from it. The test double reads it itself. Resources other than 
 The pods of capture and train get their number of GPUs as EYRIE_PROCESSES and start that many processes by torchrun
 (`torchrun`). With `train_launcher: trainjob` the train task is small and creates a TrainJob (`trainjob`).
 
+With a model cache, stages have it at MODEL_CACHE_DIR and only read it; the prefetch task, which fills it, is small and
+has the stages' secret variables (HF_TOKEN, HF_ENDPOINT). kfp mounts no claim read-only: the annotation asks for that.
+
+    {"read_only": ["/var/cache/eyrie/models"]}
+
 The service account of a run is `KubeflowSpec.service_account`. Secrets appear by name only.
 
 kfp starts a task with `python3` in a shell. The compiled command names the profile's Python instead and uses `exec`, so
@@ -35,15 +40,15 @@ from kfp import compiler, kubernetes
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.submission.placement import resolve_hardware_placement, resolve_stage_placement
-from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile
 from eyrie_api.v1alpha1.hardware import HardwareSpec
-from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
+from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_pipelines.drafter import define
+from eyrie_pipelines.drafter import TaskKind, define
 from eyrie_pipelines.torchrun import DIVIDED_STAGES, PROCESSES_VARIABLE
 from eyrie_pipelines.trainjob import TRAINJOB_VARIABLE, TrainJobRequest
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
+from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
 POD_ANNOTATION = "eyrie.dev/pod"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -52,6 +57,9 @@ PART_LABEL = ("app.kubernetes.io/part-of", "eyrie")
 
 _SMALL = {"cpu": "100m", "memory": "512Mi"}
 """Requests of the tasks between stages: they only read manifests."""
+
+_FETCHING = {"cpu": "1", "memory": "4Gi"}
+"""Requests of the task that downloads a target: several connections, and digests of what they bring."""
 
 _RETRIES = 5
 """Retries of a task whose pod was evicted or killed (spot nodes, memory, drained nodes): the next pod resumes from what
@@ -67,43 +75,51 @@ _TASK_COMMAND = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
 
 
 def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: bool = False,
-                hardware: HardwareSpec | None = None) -> dict[str, Any]:
+                hardware: HardwareSpec | None = None, prefetched: bool = False) -> dict[str, Any]:
     """The pipeline with every task placed, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
 
     together   whether one task trains all candidates. It then gets the training's placement, and the candidates' own
                tasks get small requests. Otherwise there is no such task: it would wait for a GPU to do nothing.
-    hardware   of the job's `prove`: a task for each profile, placed there.
+    hardware   of the job's `prove`: a task for each profile, placed there
+    prefetched whether the first task fills the profile's model cache
 
     Raises InvalidInput for what Kubeflow cannot do.
     """
     documents: dict[str, Any] = json.loads(_compiled(
         profile.model_dump_json(), requested.model_dump_json(), together,
-        "" if hardware is None else hardware.model_dump_json()))
+        "" if hardware is None else hardware.model_dump_json(), prefetched))
     return documents
 
 
 @lru_cache(maxsize=64)
-def _compiled(profile_text: str, requested_text: str, together: bool, hardware_text: str) -> str:
+def _compiled(profile_text: str, requested_text: str, together: bool, hardware_text: str, prefetched: bool) -> str:
     """The pipeline as JSON. Cached: compiling takes a tenth of a second, and most jobs request the same placement."""
     profile = ClusterProfile.model_validate_json(profile_text)
     requested = JobPlacement.model_validate_json(requested_text)
     hardware = HardwareSpec.model_validate_json(hardware_text).profiles if hardware_text else ()
     pools = {one.name: one for one in hardware}
 
-    def placed(task: Any, stage: StageName | None, name: str) -> Any:
-        if stage is None:
+    def placed(task: Any, kind: TaskKind, name: str) -> Any:
+        if kind is None:
             return place(task, small(profile.stages), profile)
-        if stage == "hardware":
+        if kind == "prefetch":
+            fetching = small(profile.stages).model_copy(update={
+                "requests": _FETCHING, "secret_variables": profile.stages.secret_variables})
+            return _mount_model_cache(place(task, fetching, profile), profile, read_only=False)
+        if kind == "hardware":
             task.set_display_name(f"hardware {name}")
-            return place(task, resolve_hardware_placement(profile, requested, pools[name]), profile)
-        given = resolve_stage_placement(profile, requested, stage)
-        if stage not in DIVIDED_STAGES:
-            return place(task, given, profile)
-        if stage != "train" or requested.train_launcher == "pod":
-            return place(task, given, profile).set_env_variable(PROCESSES_VARIABLE, str(max(1, given.num_gpus)))
+            return placed_stage(task, resolve_hardware_placement(profile, requested, pools[name]))
+        given = resolve_stage_placement(profile, requested, kind)
+        if kind not in DIVIDED_STAGES:
+            return placed_stage(task, given)
+        if kind != "train" or requested.train_launcher == "pod":
+            return placed_stage(task, given).set_env_variable(PROCESSES_VARIABLE, str(max(1, given.num_gpus)))
         request = TrainJobRequest(nodes=requested.train_nodes, placement=given, home=profile.home,
-                                  sync_s=profile.sync_s, python=profile.python)
+                                  sync_s=profile.sync_s, python=profile.python, model_cache=profile.model_cache)
         return place(task, small(given), profile).set_env_variable(TRAINJOB_VARIABLE, request.model_dump_json())
+
+    def placed_stage(task: Any, given: Placement) -> Any:
+        return _mount_model_cache(place(task, given, profile), profile, read_only=True)
 
     # On CPUs, pods of one node would disturb each other's measurements.
     benchmarks = None if resolve_stage_placement(profile, requested, "benchmark").num_gpus else 1
@@ -113,7 +129,8 @@ def _compiled(profile_text: str, requested_text: str, together: bool, hardware_t
         # server's or a test runner's stack it takes seconds, from an empty one a tenth of a second.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(lambda: compiler.Compiler().compile(
-                define(placed, trainings=None, benchmarks=benchmarks, together=together, profiles=tuple(pools)),
+                define(placed, trainings=None, benchmarks=benchmarks, together=together, prefetched=prefetched,
+                       profiles=tuple(pools)),
                 str(path))).result()
         documents = list(yaml.load_all(path.read_text(), _LOADER))
     for executor in documents[0]["deploymentSpec"]["executors"].values():
@@ -148,9 +165,32 @@ def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
                                    size_limit=placement.shared_memory)
     for one in placement.secret_variables:
         kubernetes.use_secret_as_env(task, one.secret, {one.key: one.variable})
-    beyond = _beyond_kfp(placement)
+    _annotate(task, _beyond_kfp(placement))
+    return task
+
+
+def _annotate(task: Any, beyond: dict[str, Any]) -> None:
+    """Add to the value of POD_ANNOTATION: see the module docstring."""
+    known = task.platform_config.get("kubernetes", {}).get("podMetadata", {}).get("annotations", {})
+    before = json.loads(known.get(POD_ANNOTATION, "{}"))
     if beyond:
-        kubernetes.add_pod_annotation(task, POD_ANNOTATION, json.dumps(beyond, sort_keys=True))
+        beyond = {**before, **beyond, "host_paths": [*before.get("host_paths", ()), *beyond.get("host_paths", ())]}
+        kubernetes.add_pod_annotation(task, POD_ANNOTATION, json.dumps(
+            {name: value for name, value in beyond.items() if value}, sort_keys=True))
+
+
+def _mount_model_cache(task: Any, profile: ClusterProfile, *, read_only: bool) -> Any:
+    cache = profile.model_cache
+    if cache is None:
+        return task
+    task.set_env_variable(MODEL_CACHE_VARIABLE, MODEL_CACHE_DIR)
+    if cache.claim is not None:
+        kubernetes.mount_pvc(task, cache.claim, MODEL_CACHE_DIR)
+        _annotate(task, {"read_only": [MODEL_CACHE_DIR]} if read_only else {})
+    else:
+        assert cache.node_path is not None
+        _annotate(task, {"host_paths": [HostPath(path=cache.node_path, mount_path=MODEL_CACHE_DIR,
+                                                 read_only=read_only).model_dump(mode="json")]})
     return task
 
 

@@ -49,18 +49,27 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
     Raises StageFailed when it ended without one after MAX_ATTEMPTS transient failures. Exits this process with 143
     after SIGTERM or SIGINT.
     """
+    alone = command(spec.stage, directory)
+    arguments = under_torchrun(alone, processes) if is_node() or processes > 1 else alone
+    _run_until_done(spec, directory, arguments, several=processes > 1)
+    if is_first_node():
+        read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: report it here
+
+
+def run_program_before(spec: StageSpec, directory: Path) -> None:
+    """Run the program before a stage (`catalog.Stage.before`), in the stage's directory. Raises as
+    `run_stage_program`."""
+    _run_until_done(spec, directory, command(spec.stage, directory, before=True), several=False)
+
+
+def _run_until_done(spec: StageSpec, directory: Path, arguments: list[str], *, several: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     wait_for_room(directory)
     write_model(directory / "spec.json", spec)
     node = is_node()
-    several = processes > 1
-    alone = command(spec.stage, directory)
-    arguments = under_torchrun(alone, processes) if node or several else alone
     for attempt in range(1, MAX_ATTEMPTS + 1):
         code, interrupted = _run_with_room(arguments, directory, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
-            if is_first_node():
-                read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: report it here
             return
         if interrupted:
             raise SystemExit(INTERRUPTED_EXIT_CODE)

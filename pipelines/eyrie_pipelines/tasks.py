@@ -33,7 +33,7 @@ from eyrie_pipelines.run_failure import (
     read_failure,
     read_stage_failure,
 )
-from eyrie_pipelines.stage_process import run_stage_program, run_sweep_program
+from eyrie_pipelines.stage_process import run_program_before, run_stage_program, run_sweep_program
 from eyrie_pipelines.torchrun import num_processes
 from eyrie_pipelines.work_area import WorkArea
 from eyrie_workers.catalog import stage_dir
@@ -42,6 +42,16 @@ ReportT = TypeVar("ReportT", bound=Frozen)
 
 
 # In the order in which the pipeline calls them.
+
+
+def prefetch(job_dir: str, spec_digest: str) -> str:
+    """Fill the cluster's model cache with the target. Its progress and failure are the first stage's."""
+    with _recording_failure(job_dir, "regenerate"):
+        job = load_job(job_dir, spec_digest)
+        spec, directory = steps.regenerate_spec(job, Path(job_dir)), stage_dir(Path(job_dir), "regenerate")
+        with WorkArea.of(Path(job_dir)).before(directory):
+            run_program_before(spec, directory)
+        return job.spec.target.model
 
 
 def regenerate(job_dir: str, spec_digest: str) -> str:

@@ -30,10 +30,12 @@ from typing import Any, Literal
 import httpx
 
 from eyrie_api.errors import Permanent, Transient
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_pipelines.torchrun import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
+from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
 TRAINJOB_VARIABLE = "EYRIE_TRAINJOB"
 """A TrainJobRequest as JSON: set on the train task that creates a TrainJob, not on its nodes."""
@@ -75,6 +77,7 @@ class TrainJobRequest(Frozen):
     home: str
     sync_s: float
     python: tuple[str, ...]
+    model_cache: ModelCacheSpec | None = None
 
 
 class TrainJobResult(Frozen):
@@ -102,6 +105,8 @@ def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[
     placed = request.placement
     processes = max(1, placed.num_gpus)
     values = pod_variables(placed, request.home, request.sync_s) | {PROCESSES_VARIABLE: str(processes)}
+    if request.model_cache is not None:
+        values[MODEL_CACHE_VARIABLE] = MODEL_CACHE_DIR
     variables: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in values.items()]
     variables += [{"name": one.variable, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
                   for one in placed.secret_variables]
@@ -120,13 +125,14 @@ def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[
                 "env": variables, "numNodes": request.nodes, "numProcPerNode": processes,
                 "resourcesPerNode": {side: given for side, given in amounts.items() if given}},
             "runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
-                {"name": _NODE, "template": {"spec": {"template": {"spec": _pod(placed, request.home)}}}}]}}}}],
+                {"name": _NODE, "template": {"spec": {"template": {"spec": _pod(request)}}}}]}}}}],
         },
     }
 
 
-def _pod(placed: Placement, home: str) -> dict[str, Any]:
+def _pod(request: TrainJobRequest) -> dict[str, Any]:
     """The pod template's patch: node selection, volumes, names of secrets. The container is the TrainJob's trainer."""
+    placed, cache = request.placement, request.model_cache
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
 
@@ -139,10 +145,13 @@ def _pod(placed: Placement, home: str) -> dict[str, Any]:
         mount("work", {"persistentVolumeClaim": {"claimName": placed.work.claim}}, placed.work.mount_path, **more)
     elif isinstance(placed.work, S3Work):
         size = {} if placed.work.scratch_size is None else {"sizeLimit": placed.work.scratch_size}
-        mount("work", {"emptyDir": size}, home)
+        mount("work", {"emptyDir": size}, request.home)
         if placed.work.credentials_secret is not None:
             mount("artifacts", {"secret": {"secretName": placed.work.credentials_secret}}, CREDENTIALS_DIR,
                   readOnly=True)
+    if cache is not None:
+        mount("models", {"hostPath": {"path": cache.node_path}} if cache.claim is None else {
+            "persistentVolumeClaim": {"claimName": cache.claim, "readOnly": True}}, MODEL_CACHE_DIR, readOnly=True)
     if placed.shared_memory is not None:
         mount("shared-memory", {"emptyDir": {"medium": "Memory", "sizeLimit": placed.shared_memory}}, "/dev/shm")
     for number, one in enumerate(placed.host_paths):

@@ -20,6 +20,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, is_digest_of, parse_manifest, read_manifest
@@ -58,6 +59,8 @@ CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
 """Where the store's credentials are mounted in a pod."""
 
 _LEFT_IN_STORE = (SHARD_PATTERN, f"shard-*{DAMAGED_SUFFIX}")
+
+_RECORDS = ("events.jsonl", "log.txt")
 
 RUN_FAILURE = f"{RUN_DIR}/{FAILURE_FILE}"
 
@@ -147,6 +150,20 @@ class WorkArea:
             # Deleted last: if this pod dies before, the next capture still finds which files to rebuild.
             for key in damaged:
                 self._store.delete(key)
+
+    @contextmanager
+    def before(self, directory: Path) -> Iterator[None]:
+        """Upload events and log of the program before a stage while it runs, from the stage's directory. What the stage
+        has left in the store stays there: nothing else is downloaded."""
+        if self._store is None or self._store.stat(self._key(directory / MANIFEST)) is not None:
+            yield
+            return
+        for name in _RECORDS:
+            with_room(self._job_dir, partial(self._download_if_stored, directory / name))
+        # Not `begin`, which removes a ledger from the store that is not in this directory.
+        sync = DirectorySync(self._store, directory, self._key(directory), SYNC_SHARE, not_ours=("*",))
+        with sync.every(self._sync_s):
+            yield
 
     def _upload_finished(self, directory: Path) -> None:
         assert self._store is not None

@@ -10,7 +10,7 @@ from kubernetes_validate import SchemaNotFoundError, validate
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
-from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
 from eyrie_operator.manifests import names
 from tests.helm.rendering import CHART, EVERYTHING, EXTERNAL, SECRET_WORDS, SETS, Rendered, from_file, render, sdk
@@ -281,6 +281,27 @@ def test_without_kubeflow_there_is_no_profile() -> None:
     rendered = render()
     assert rendered.of("ConfigMap", "rel-eyrie-cluster") == []
     assert "EYRIE_CLUSTER_PROFILE" not in json.dumps(rendered)
+
+
+def test_the_model_cache_is_in_the_profile_and_read_by_the_control_plane_where_endpoints_stand_beside_it(
+        tmp_path: Path) -> None:
+    cache = {"claim": "models"}
+    for serving, beside in (({}, True), ({"namespace": "elsewhere"}, False)):
+        rendered = render({"cluster": {"kubeflow": KUBEFLOW, "model_cache": cache, "serving": serving}})
+        assert profile_of(rendered, tmp_path).model_cache == ModelCacheSpec(claim="models")
+        for part in ("api", "worker", "operator"):
+            pod = rendered.the("Deployment", f"rel-eyrie-{part}")["spec"]["template"]["spec"]
+            [main] = pod["containers"]
+            mounts = {one["mountPath"]: one for one in main["volumeMounts"]}
+            assert (MODEL_CACHE_DIR in mounts) is beside, part
+            assert ({"name": "HF_HUB_CACHE", "value": MODEL_CACHE_DIR} in main["env"]) is beside, part
+            if beside:
+                assert mounts[MODEL_CACHE_DIR]["readOnly"] is True
+                assert {"name": "model-cache", "persistentVolumeClaim": {"claimName": "models", "readOnly": True},
+                        } in pod["volumes"]
+    node = render({"cluster": {"kubeflow": KUBEFLOW, "model_cache": {"node_path": "/shared/models"}}})
+    assert profile_of(node, tmp_path).model_cache == ModelCacheSpec(node_path="/shared/models")
+    assert MODEL_CACHE_DIR not in json.dumps(node.the("Deployment", "rel-eyrie-api"))
 
 
 def test_what_the_values_say_of_the_cluster_lies_over_what_the_chart_knows(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.helm.values_table import PAGE, page_with, profile_definitions, resolv
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 
-PROFILED = (".cluster.kubeflow", ".cluster.stages", ".cluster.per_stage", ".cluster.serving")
+PROFILED = (".cluster.kubeflow", ".cluster.stages", ".cluster.per_stage", ".cluster.serving", ".cluster.model_cache")
 
 
 def test_the_defaults_pass() -> None:

@@ -27,7 +27,7 @@ _PROFILE = "Profile"
 """Prefix of the definitions that are the contract's."""
 
 _LEAVES = ("image", "resources", "serviceAccount", "existingSecret", "persistence", "kubeflow", "stages", "per_stage",
-           "serving")
+           "serving", "model_cache")
 """Shapes that are one line in the table."""
 
 _SAME = ("resources", "serviceAccount", "extraEnv", "podAnnotations", "nodeSelector", "tolerations", "affinity",

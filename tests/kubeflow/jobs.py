@@ -325,13 +325,16 @@ def _place(asked: Mapping[str, Any], node: Node, metadata: dict[str, Any], spec:
 def _go_beyond(annotations: Mapping[str, str], spec: dict[str, Any], container: dict[str, Any]) -> None:
     """What `eyrie.dev/pod` says of the pod."""
     beyond = json.loads(annotations.get(POD_ANNOTATION, "{}"))
-    others = sorted(set(beyond) - {"host_paths", "priority_class", "service_account"})
+    others = sorted(set(beyond) - {"host_paths", "priority_class", "read_only", "service_account"})
     if others:
         raise Refused(f"annotation {POD_ANNOTATION}: {', '.join(others)} is not read by this double")
     for index, one in enumerate(beyond.get("host_paths", ())):
         spec["volumes"].append({"name": f"node-{index}", "hostPath": {"path": one["path"]}})
         container["volumeMounts"].append({"name": f"node-{index}", "mountPath": one["mount_path"],
                                           "readOnly": bool(one.get("read_only", False))})
+    for mount in container["volumeMounts"]:
+        if mount["mountPath"] in beyond.get("read_only", ()):
+            mount["readOnly"] = True
     for key, field in (("priority_class", "priorityClassName"), ("service_account", "serviceAccountName")):
         if beyond.get(key):
             spec[field] = beyond[key]

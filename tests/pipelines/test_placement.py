@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, KubeflowSpec, ModelCacheSpec
 from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork, WorkArea
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
@@ -28,9 +29,9 @@ EVERYTHING = Placement(
 
 
 def compiled(stages: Placement = EVERYTHING, wanted: JobPlacement | None = None, *, together: bool = False,
-             **profile: Any) -> dict[str, Any]:
+             prefetched: bool = False, **profile: Any) -> dict[str, Any]:
     return compile_for(ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=stages, **profile),
-                       wanted or JobPlacement(), together=together)
+                       wanted or JobPlacement(), together=together, prefetched=prefetched)
 
 
 def container(pipeline: dict[str, Any], box: str) -> dict[str, Any]:
@@ -128,6 +129,50 @@ def test_the_boxes_between_stages_take_little_and_no_gpu() -> None:
         assert resources["resourceCpuRequest"] == "100m"
         assert "secretAsEnv" not in platform(pipeline, box)
         assert variables(pipeline, box)["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
+
+
+@pytest.mark.parametrize("volume", [{"claim": "models"}, {"node_path": "/shared/models"}])
+def test_a_model_cache_is_filled_by_a_small_task_before_the_first_stage_and_read_by_all_stages(
+        volume: dict[str, str]) -> None:
+    pipeline = compiled(model_cache=volume, prefetched=True)
+
+    def mount(box: str) -> dict[str, Any] | None:
+        """Source and mode of the cache in a box."""
+        asked = platform(pipeline, box)
+        beyond = json.loads(asked["podMetadata"]["annotations"][POD_ANNOTATION])
+        for one in beyond.get("host_paths", ()):
+            if one["mount_path"] == MODEL_CACHE_DIR:
+                return {"node_path": one["path"], "read_only": one["read_only"]}
+        for one in asked.get("pvcMount", ()):
+            if one["mountPath"] == MODEL_CACHE_DIR:
+                return {"claim": one["constant"], "read_only": MODEL_CACHE_DIR in beyond.get("read_only", ())}
+        return None
+
+    for box in ("regenerate", "capture", "train", "benchmark", "tune", "prove"):
+        assert mount(box) == {**volume, "read_only": True}, box
+        assert variables(pipeline, box)["EYRIE_MODEL_CACHE"] == MODEL_CACHE_DIR
+        [own] = [one for one in json.loads(platform(pipeline, box)["podMetadata"]["annotations"][POD_ANNOTATION])[
+            "host_paths"] if one["path"] == "/models"]  # of the placement
+        assert own["mount_path"] == "/models"
+    assert mount("prefetch") == {**volume, "read_only": False}
+    assert mount("select") is None
+    assert "accelerator" not in container(pipeline, "prefetch")["resources"]
+    assert platform(pipeline, "prefetch")["secretAsEnv"][0]["keyToEnv"] == [
+        {"secretKey": "token", "envVar": "HF_TOKEN"}]
+    tasks = pipeline["pipeline_spec"]["root"]["dag"]["tasks"]
+    assert tasks["regenerate"]["dependentTasks"] == ["prefetch"]
+    without = compiled(model_cache=volume)
+    assert "exec-prefetch" not in without["pipeline_spec"]["deploymentSpec"]["executors"]
+
+
+def test_a_model_cache_is_one_volume_for_stages_and_engines() -> None:
+    for volume in ({}, {"claim": "models", "node_path": "/models"}):
+        with pytest.raises(ValidationError, match="give exactly one"):
+            ModelCacheSpec.model_validate(volume)
+    with pytest.raises(ValidationError, match=r"write model_cache: \{claim: models\}"):
+        ClusterProfile.model_validate({
+            "kubeflow": {"url": "http://kfp"}, "stages": EVERYTHING.model_dump(), "serving": {
+                "namespace": "serving", "placement": {"image": "a"}, "model_cache_claim": "models"}})
 
 
 def test_candidates_trained_together_take_one_pods_gpus_and_those_trained_apart_one_pods_each() -> None:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from eyrie_api.artifacts import digest_model, write_model
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import Placement, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_pipelines import work_area
@@ -178,3 +179,16 @@ def test_reads_are_retried_while_the_api_server_is_unavailable() -> None:
         result = TrainJobClient(client, "team").run({"metadata": {"name": "eyrie-j"}}, poll_s=0.01)
     assert (result.state, result.message) == ("complete", "R: done")
     assert next(responses, "none left") == "none left"
+
+
+def test_the_nodes_of_a_trainjob_read_the_model_cache() -> None:
+    for volume, source in ((ModelCacheSpec(claim="models"), {"persistentVolumeClaim": {
+            "claimName": "models", "readOnly": True}}), (ModelCacheSpec(node_path="/shared"), {
+                "hostPath": {"path": "/shared"}})):
+        spec = render(request().model_copy(update={"model_cache": volume}), "eyrie-j", "team", ARGUMENTS)["spec"]
+        assert {"name": "EYRIE_MODEL_CACHE", "value": MODEL_CACHE_DIR} in spec["trainer"]["env"]
+        replicated = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        pod = replicated[0]["template"]["spec"]["template"]["spec"]
+        assert {"name": "models", **source} in pod["volumes"]
+        mount = {"name": "models", "mountPath": MODEL_CACHE_DIR, "readOnly": True}
+        assert mount in pod["containers"][0]["volumeMounts"]

@@ -39,11 +39,13 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import tasks, work_area
 from eyrie_pipelines.directory_sync import LEDGER_PARTS, DirectorySync, _take_snapshot, join_parts
 from eyrie_pipelines.processes import wait_until
-from eyrie_pipelines.run_failure import StageFailed
+from eyrie_pipelines.run_failure import RunFailure, StageFailed
 from eyrie_pipelines.stage_process import INTERRUPTED_EXIT_CODE
 from eyrie_pipelines.steps import JobFile, regenerate_spec
 from eyrie_workers.catalog import CATALOG, ROWS_FILE, STATE_DIR, STORE_ADDRESS_FILE
+from eyrie_workers.targets.model_cache import cached_snapshot
 from tests.pipelines.conftest import Rehearsal, fill, spec_of, sweeping_spec
+from tests.servers.hub import served_hub
 from tests.servers.s3 import S3Server
 from tests.tiny import chats_file, tiny_target
 
@@ -548,3 +550,29 @@ def bucket(server: S3Server, directory: Path) -> ArtifactStore:
                  aws_access_key_id=server.access_key, aws_secret_access_key=server.secret_key,
                  ).create_bucket(Bucket=name)
     return open_store(f"s3://{name}/eyrie", StoreOptions(endpoint_url=server.endpoint_url, credentials_dir=secret))
+
+
+def test_the_model_cache_is_filled_in_the_first_stage_s_name_and_what_that_stage_has_stored_stays(
+        pods: Pods, environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights" * 1000}
+    with served_hub(files) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("EYRIE_MODEL_CACHE", str(environment / "models"))
+        pods.take(JobFile(id="job-1", spec=spec_of(target=TargetSpec(model="org/model"))))
+        ledger = f"stages/regenerate/{ROWS_FILE}.parts/{0:015d}"
+        pods.store.write(f"jobs/job-1/{ledger}", b"{}\n")
+        assert pods.run(tasks.prefetch) == "org/model"
+        assert cached_snapshot(environment / "models", TargetSpec(model="org/model")) is not None
+        assert {ledger, "stages/regenerate/events.jsonl", "stages/regenerate/spec.json"} <= pods.stored()
+        assert "stages/regenerate/manifest.json" not in pods.stored()
+        events = pods.store.read("jobs/job-1/stages/regenerate/events.jsonl").decode()
+        assert '"unit":"MB"' in events
+        assert "TargetFetched" in events
+        hub.token = "needed"
+        shutil.rmtree(environment / "models")
+        with pytest.raises(StageFailed, match="TargetNotFound"):
+            pods.run(tasks.prefetch)
+        failure = RunFailure.model_validate_json(pods.store.read("jobs/job-1/run/failure.json"))
+        assert (failure.stage, failure.failure.reason) == ("regenerate", "TargetNotFound")
+        assert "TargetFetched" in pods.store.read("jobs/job-1/stages/regenerate/events.jsonl").decode()

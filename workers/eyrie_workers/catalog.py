@@ -29,6 +29,9 @@ LOAD_RESULTS_FILE = "results.jsonl"
 SHARD_PATTERN = "shard-*.states"
 """File names of the shards of a feature store."""
 
+MODEL_CACHE_VARIABLE = "EYRIE_MODEL_CACHE"
+"""Environment variable of the pods of a cluster that has a model cache: its directory."""
+
 STORE_ADDRESS_FILE = ".store-address"
 """File in the directory of a feature store whose shards are not on this machine: the address of the artifact store
 where capture puts them and training reads them. Hidden, since it concerns this machine alone."""
@@ -51,11 +54,16 @@ class Stage:
     together: str = ""
     """A program that runs several members of the stage in one process, if there is one."""
 
+    before: str = ""
+    """A program that prepares the machines for all stages, in this one's directory and from its spec, on a cluster with
+    a model cache."""
+
 
 CATALOG: dict[StageName, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("regenerate", "eyrie_workers.stages.regenerate", (), "", True, "Regenerated"),
+        Stage("regenerate", "eyrie_workers.stages.regenerate", (), "", True, "Regenerated",
+              before="eyrie_workers.stages.prefetch"),
         Stage("capture", "eyrie_workers.stages.capture", ("regenerate",), "", True, "Captured"),
         Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", True, "Trained",
               together="eyrie_workers.stages.sweep"),
@@ -72,10 +80,11 @@ def stage_dir(job_dir: Path, stage: StageName, key: str = "") -> Path:
     return job_dir / "stages" / stage / key if key else job_dir / "stages" / stage
 
 
-def command(stage: StageName, directory: Path) -> list[str]:
-    """The command line of a stage program; the same in a pod, in a test and on a laptop."""
+def command(stage: StageName, directory: Path, *, before: bool = False) -> list[str]:
+    """The command line of a stage program, or of the program before it; the same in a pod, in a test and on a laptop.
+    """
     return [
-        sys.executable, "-m", CATALOG[stage].module,
+        sys.executable, "-m", CATALOG[stage].before if before else CATALOG[stage].module,
         "--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json"),
     ]
 

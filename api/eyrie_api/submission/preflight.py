@@ -53,7 +53,6 @@ from eyrie_api.submission.hardware_profiles import check_hardware
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
-    HUB_ID,
     data_facts,
     local_path,
     read_config,
@@ -77,6 +76,7 @@ from eyrie_api.v1alpha1.targets import (
     QUICKSTART,
     QUICKSTART_SUITE_NAMES,
     SUPPORTED_ARCHITECTURES,
+    is_hub_id,
     resolve_dtype,
 )
 
@@ -215,7 +215,7 @@ def _unread(spec: JobSpec) -> list[str]:
 
 
 def _is_hub_id(name: str) -> bool:
-    return local_path(name) is None and HUB_ID.match(name) is not None
+    return local_path(name) is None and is_hub_id(name)
 
 
 def rates(settings: Settings) -> Rates | None:
@@ -375,7 +375,7 @@ def _check_source(source: DataSource) -> None:
     if source.path == QUICKSTART or is_remote(source.path):
         return
     if local_path(source.path) is None:
-        if not HUB_ID.match(source.path):
+        if not is_hub_id(source.path):
             raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
                                "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
                                "'quickstart'")
@@ -396,7 +396,7 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
                                f"quickstart suites are {', '.join(QUICKSTART_SUITE_NAMES)}")
         return
     path = local_path(suite.path)
-    if path is None and not HUB_ID.match(suite.path):
+    if path is None and not is_hub_id(suite.path):
         raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is neither a file here nor a Hub id",
                            "give a JSONL file, a Hub id, quickstart:<suite>, or held-out")
     if path is not None and not path.is_file():

@@ -14,11 +14,11 @@ from eyrie_api.decisions.mtp_layers import require_mtp_architecture
 from eyrie_api.decisions.plan import TargetFacts
 from eyrie_api.decisions.sweep import Candidate
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
-from eyrie_api.submission.target_facts import HUB_ID, local_path, read_config, target_dir
+from eyrie_api.submission.target_facts import local_path, read_config, target_dir
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.targets import TargetSpec, is_hub_id
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -90,7 +90,7 @@ def _named(spec: JobSpec, candidates: Sequence[Candidate]) -> Iterator[tuple[str
 
 def _directory(field: str, path: str, revision: str | None) -> Path | None:
     found = local_path(path)
-    if found is None and HUB_ID.match(path):
+    if found is None and is_hub_id(path):
         return target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
     if found is None or not (found / "config.json").is_file():
         raise InvalidInput(f"{field} is not a directory with config.json on the server",

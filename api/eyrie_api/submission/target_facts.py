@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,9 +18,8 @@ from eyrie_api.decisions.plan import DataFacts, Experts, TargetFacts
 from eyrie_api.decisions.target_config import has_tied_embeddings, language_model
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, trained_here
+from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, is_hub_id, trained_here
 
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DATA_SUFFIXES = (*SUFFIXES, ".csv", ".txt")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SAMPLE_BYTES = 1 << 18
@@ -85,7 +83,7 @@ def target_dir(target: JobTarget) -> Path | None:
             raise TargetNotFound(f"target.model {target.model!r}: no such directory on the server",
                                  "give a Hugging Face directory with config.json, a Hub id org/name, or 'quickstart'")
         return path
-    if not HUB_ID.match(target.model):
+    if not is_hub_id(target.model):
         raise TargetNotFound(f"target.model {target.model!r} is neither a directory here nor a Hub id",
                              "give a Hugging Face directory, a Hub id org/name, or 'quickstart'")
     return _cached(target)

@@ -54,6 +54,29 @@ class AutoscaleSpec(Frozen):
     target_requests: float = Field(8.0, gt=0.0)
 
 
+MODEL_CACHE_DIR = "/var/cache/eyrie/models"
+"""Where the pods of stages and engines have the model cache."""
+
+
+class ModelCacheSpec(Frozen):
+    """The volume where targets of the Hub are kept: filled once per revision, read by stages and engines. Give a claim
+    or a path."""
+
+    claim: ObjectName | None = None
+    """A PersistentVolumeClaim, ReadWriteMany where pods run on several nodes. There has to be one of this name in the
+    namespace of the runs and one in that of the endpoints; both may be bound to the same file system."""
+
+    node_path: AbsolutePath | None = None
+    """A directory of the nodes: of a file system that all of them mount, or filled on each of them beforehand."""
+
+    @model_validator(mode="after")
+    def _is_one_volume(self) -> "ModelCacheSpec":
+        if (self.claim is None) == (self.node_path is None):
+            raise ValueError(f"model_cache has claim {self.claim!r} and node_path {self.node_path!r}: give exactly one "
+                             "of them, or leave model_cache out")
+        return self
+
+
 class ServingSpec(Frozen):
     """How endpoints stand on this cluster."""
 
@@ -72,7 +95,6 @@ class ServingSpec(Frozen):
     """User and group of the pods. 0 is root, which namespaces that enforce PodSecurity `baseline` let through and those
     that enforce `restricted` refuse: for images and host paths that only root may read."""
 
-    model_cache_claim: ObjectName | None = None
     key_secret: ObjectName | None = None
     """Secret with `engine.yaml`, SGLang's --config file with the line `api-key: ...`."""
 
@@ -94,6 +116,9 @@ class ClusterProfile(Frozen):
     per_stage: dict[StageKey, Placement] = Field(default_factory=dict)
     """Whole placements, for stages that need another image or other nodes; `work` is taken from `stages`."""
 
+    model_cache: ModelCacheSpec | None = None
+    """Targets of the Hub, for stages and engines. None: each pod downloads the target for itself."""
+
     home: AbsolutePath = "/var/lib/eyrie"
     """EYRIE_HOME in every pod, the control plane's included: paths in stage specs are the same wherever they are read.
     """
@@ -110,6 +135,15 @@ class ClusterProfile(Frozen):
 
     sync_s: float = Field(15.0, gt=0.0, le=3600.0)
     """How often a stage's pod puts progress and resumable state into the store: what a lost node costs at most."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_model_cache(cls, given: object) -> object:
+        serving = given.get("serving") if isinstance(given, dict) else None
+        if isinstance(serving, dict) and "model_cache_claim" in serving:
+            raise ValueError("cluster profile: serving.model_cache_claim is no longer a field: write model_cache: "
+                             f"{{claim: {serving['model_cache_claim']}}} in the profile, for stages and engines")
+        return given
 
     @model_validator(mode="after")
     def _work_is_shared(self) -> "ClusterProfile":

@@ -5,6 +5,7 @@ forward pass in `eyrie_workers.targets`, then list it here.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -41,6 +42,14 @@ def trained_here(name: str) -> Path:
 
 
 QUICKSTART_SUITE_NAMES: tuple[str, ...] = ("chat", "math", "code", "tools")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether the text has the form of a Hub id, `org/name`. A relative path may have it too: stored jobs have none."""
+    return _HUB_ID.fullmatch(model) is not None
+
 
 HELD_OUT = "held-out"
 """The suite made of the prompts split off the job's own data."""

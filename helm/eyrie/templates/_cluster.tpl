@@ -47,11 +47,23 @@ credentials_secret: {{ . }}
 {{- $_ := set $single $stage (mergeOverwrite (deepCopy $stages) (deepCopy $placement)) -}}
 {{- end -}}
 {{- $profile := dict "kubeflow" $kubeflow "stages" $stages "per_stage" $single "home" "/var/lib/eyrie" "python" $python "max_runs" $given.max_runs "sync_s" $given.sync_s -}}
+{{- with $given.model_cache -}}{{- $_ := set $profile "model_cache" . -}}{{- end -}}
 {{- if $given.serve -}}
 {{- $pods := dict "namespace" .Release.Namespace "placement" (include "eyrie.cluster.placement" . | fromYaml) "python" $python -}}
 {{- $_ := set $profile "serving" (mergeOverwrite $pods (deepCopy $given.serving)) -}}
 {{- end -}}
 {{- toYaml $profile -}}
+{{- end -}}
+
+{{/*
+The claim of the model cache, where endpoints stand in the release's namespace: the control plane reads the config.json of
+targets there, for plans and for the command lines of engines.
+*/}}
+{{- define "eyrie.cluster.modelClaim" -}}
+{{- $given := .Values.cluster -}}
+{{- if and (include "eyrie.cluster.known" .) $given.serve (eq ($given.serving.namespace | default .Release.Namespace) .Release.Namespace) -}}
+{{- ($given.model_cache).claim | default "" -}}
+{{- end -}}
 {{- end -}}
 
 {{/* The claim of the work area, if it is a volume: it then contains the control plane's home. */}}

@@ -130,6 +130,9 @@ env:
   {{- if (include "eyrie.cluster.known" .root) }}
   - {name: EYRIE_CLUSTER_PROFILE, value: /etc/eyrie/cluster/profile.yaml}
   {{- end }}
+  {{- if (include "eyrie.cluster.modelClaim" .root) }}
+  - {name: HF_HUB_CACHE, value: /var/cache/eyrie/models}
+  {{- end }}
   {{- include "eyrie.userVariables" . | nindent 2 }}
   {{- with (index .root.Values .component).extraEnv }}
   {{- toYaml . | nindent 2 }}
@@ -156,6 +159,9 @@ env:
 {{ include "eyrie.storeMounts" . }}
 {{- if (include "eyrie.cluster.known" .) }}
 - {name: cluster, mountPath: /etc/eyrie/cluster, readOnly: true}
+{{- end }}
+{{- if (include "eyrie.cluster.modelClaim" .) }}
+- {name: model-cache, mountPath: /var/cache/eyrie/models, readOnly: true}
 {{- end }}
 {{- end -}}
 
@@ -186,6 +192,10 @@ env:
 - name: cluster
   configMap:
     name: {{ include "eyrie.fullname" . }}-cluster
+{{- end }}
+{{- with (include "eyrie.cluster.modelClaim" .) }}
+- name: model-cache
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
 {{- end }}
 {{- end -}}
 

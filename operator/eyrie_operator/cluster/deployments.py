@@ -4,9 +4,9 @@ Drafters are added one revision at a time (`with_drafter`), so that an error of 
 error of the endpoint.
 
 SGLang's command line depends on the target's config.json. The operator reads it from a mounted directory or a Hub cache
-(HF_HOME). Where it can read neither, it takes the target's architecture and number of layers from a drafter's card, and
-the drafter's context length as the target's. This suffices for the architectures in PLAIN_ATTENTION; for others it
-raises Undeployable with a hint.
+(HF_HOME, HF_HUB_CACHE). Where it can read neither, it takes the target's architecture and number of layers from a
+drafter's card, and the drafter's context length as the target's. This suffices for the architectures in
+PLAIN_ATTENTION; for others it raises Undeployable with a hint.
 """
 
 from collections.abc import Collection
@@ -18,20 +18,21 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import merge_placement
 from eyrie_api.submission.target_facts import read_config, target_dir
-from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.v1alpha1.targets import TargetSpec, is_hub_id
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.cluster.drafters import Drafters
 from eyrie_operator.manifests.deployment import (
     Autoscale,
+    CachedTarget,
     EmbeddedEngine,
     EndpointDeployment,
     GatewayRef,
     KeySecret,
-    ModelCache,
     Monitoring,
     Owner,
     SglangEngine,
@@ -42,6 +43,7 @@ from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import TargetCheckpoint, read_drafter, read_target
 from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile as machine_profile
+from eyrie_workers.targets.model_cache import revision_link
 
 PLAIN_ATTENTION = frozenset({
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM",
@@ -79,7 +81,7 @@ class Deployments:
             leave_delay_s=given.leave_delay_s, surge=given.surge, run_as=given.run_as, python=given.python,
             fetch_image=self._profile.stages.image, fetch_python=self._profile.python,
             api_key=None if given.key_secret is None else KeySecret(given.key_secret),
-            model_cache=ModelCache(given.model_cache_claim), owner=owner,
+            cached_target=self._cached(serving.target), owner=owner,
             gateway=None if gateway is None else GatewayRef(
                 gateway.name, gateway.namespace, gateway.section,
                 tuple(one.replace("{endpoint}", endpoint.name) for one in gateway.hostnames),
@@ -88,6 +90,16 @@ class Deployments:
                 scale.prometheus_url, scale.max_replicas, scale.target_requests),
             monitoring=Monitoring(labels=given.monitoring_labels, min_acceptance_ratio=serve.min_acceptance_ratio)
             if given.monitoring else None)
+
+    def _cached(self, target: TargetSpec) -> CachedTarget | None:
+        volume = self._profile.model_cache
+        return None if volume is None or not is_hub_id(target.model) else CachedTarget(volume, target)
+
+    def _path(self, target: TargetSpec) -> str:
+        """The target as an engine is told it: a path in the model cache, else what the endpoint says."""
+        if self._cached(target) is None:
+            return target.model
+        return str(revision_link(PurePosixPath(MODEL_CACHE_DIR), target))
 
     def with_drafter(self, deployment: EndpointDeployment, revision: Revision,
                      job: JobSpec | None) -> EndpointDeployment:
@@ -100,20 +112,24 @@ class Deployments:
 
     def _embedded(self, endpoint: Endpoint, serving: Serving) -> EmbeddedEngine:
         target, serve = serving.target, serving.serve
+        path = self._path(target)
 
         def argv(use: DrafterUse, port: int) -> tuple[str, ...]:
             command = EngineCommand(
-                target=target.model, model=endpoint.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
+                target=path, model=endpoint.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
                 setting=use.setting, map=use.map, host=ANY_HOST, port=port,
                 max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY, dtype=target.dtype)
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
 
-        return EmbeddedEngine(target.model, argv)
+        return EmbeddedEngine(path, argv)
 
     def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangEngine:
         machine = machine_profile(serving.serve.hardware_profile or self._given.hardware_profile)
+        target = self._target(endpoint, serving)
+        if self._cached(serving.target) is not None:
+            target = replace(target, model=self._path(serving.target), revision=None)
         return SglangEngine(LaunchPlan(
-            target=self._target(endpoint, serving), machine=machine, served_model_name=endpoint.model,
+            target=target, machine=machine, served_model_name=endpoint.model,
             dtype=serving.target.dtype, tp_size=max(serving.serve.engine.tp_size, placement.num_gpus),
             max_running_requests=serving.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS))
 

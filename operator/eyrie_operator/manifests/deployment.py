@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.cluster import ModelCacheSpec
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.placement import ObjectName, Placement, S3Work
+from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
@@ -76,12 +78,12 @@ class KeySecret:
 
 
 @dataclass(frozen=True)
-class ModelCache:
-    """Volume for Hub downloads: a claim that outlives pods, otherwise an emptyDir (one download per pod)."""
+class CachedTarget:
+    """A target of the Hub in the cluster's model cache. An init container fills the cache where it lacks the target;
+    the engine reads it, read-only and without the Hub."""
 
-    claim: ObjectName | None = None
-    size: str | None = None
-    """Size limit of the emptyDir."""
+    volume: ModelCacheSpec
+    target: JobTarget
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,9 @@ class EndpointDeployment:
     """Command that starts Python in the images."""
 
     api_key: KeySecret | None = None
-    model_cache: ModelCache = ModelCache()
+    cached_target: CachedTarget | None = None
+    """None: the engine itself downloads a target of the Hub into its pod."""
+
     fetch_image: str | None = None
     """Image that contains Eyrie, for init containers that download drafters from an artifact store and bring SGLang the
     package it imports; default: the placement's image, which then contains Eyrie. SGLang's own does not."""

@@ -15,14 +15,16 @@ ephemeral volumes.
 import math
 from typing import Any
 
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
-from eyrie_operator.manifests.deployment import EndpointDeployment
+from eyrie_operator.manifests.deployment import CachedTarget, EndpointDeployment
 from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, PLUGIN_DIR, EngineLine, literal
 from eyrie_operator.manifests.names import WORKER, Manifest, digest
 
 CREDENTIALS_DIR = "/var/run/secrets/eyrie/artifacts"
 SCRATCH_DIR = "/scratch"
-CACHE_DIR = f"{SCRATCH_DIR}/huggingface"
+HUB_DIR = f"{SCRATCH_DIR}/huggingface"
+"""Of what the engine itself downloads from the Hub."""
 
 _TERMINATION_POLICY = "FallbackToLogsOnError"
 """The end of the log becomes the container's termination message, which `observed` reports."""
@@ -44,7 +46,9 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
         "containers": [_engine(deployment, line, adaptive_map, role)],
         "volumes": _volumes(deployment, line, adaptive_map),
     }
-    first = [_fetcher(deployment, line)] if line.fetch is not None else []
+    first = [] if deployment.cached_target is None else [_prefetcher(deployment, deployment.cached_target)]
+    if line.fetch is not None:
+        first.append(_fetcher(deployment, line))
     if line.plugin:
         first.append(_plugin_bringer(deployment))
     if first:
@@ -66,7 +70,9 @@ def pod_annotations(deployment: EndpointDeployment, line: EngineLine) -> dict[st
 
 def _engine(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None, role: str) -> Manifest:
     placement = deployment.placement
-    home = {"HOME": SCRATCH_DIR, "HF_HOME": CACHE_DIR, "PYTHONUNBUFFERED": "1"}
+    home = {"HOME": SCRATCH_DIR, "HF_HOME": HUB_DIR, "PYTHONUNBUFFERED": "1"}
+    if deployment.cached_target is not None:
+        home["HF_HUB_OFFLINE"] = "1"
     container: Manifest = {
         "name": "engine", "image": placement.image, "imagePullPolicy": placement.image_pull_policy,
         "command": list(line.command),
@@ -112,6 +118,20 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
                 *_secret_variables(deployment.placement)]}
 
 
+def _prefetcher(deployment: EndpointDeployment, cached: CachedTarget) -> Manifest:
+    """Fills the model cache. It is done at once where the cache has the target, and waits for another pod that fills it
+    as long as that takes: the engine's startup timeout begins afterwards."""
+    mounts: list[Manifest] = [{"name": "scratch", "mountPath": SCRATCH_DIR}, {"name": "tmp", "mountPath": "/tmp"},
+                              {"name": "model-cache", "mountPath": MODEL_CACHE_DIR}]
+    revision = () if cached.target.revision is None else ("--revision", cached.target.revision)
+    container = _ours(deployment, "prefetch-target", mounts, "eyrie_workers.targets.prefetch", *literal((
+        "--cache", MODEL_CACHE_DIR, "--model", cached.target.model, *revision)))
+    return container | {
+        "env": [{"name": "HF_HOME", "value": HUB_DIR}, {"name": "HOME", "value": SCRATCH_DIR},
+                *_secret_variables(deployment.placement)],
+        "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}}}
+
+
 def _plugin_bringer(deployment: EndpointDeployment) -> Manifest:
     return _ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
                  "eyrie_workers.engines.sglang.plugin_files", "--directory", PLUGIN_DIR)
@@ -149,7 +169,9 @@ def _resources(placement: Placement) -> Manifest:
 def _mounts(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None) -> list[Manifest]:
     placement = deployment.placement
     mounts: list[Manifest] = [{"name": "scratch", "mountPath": SCRATCH_DIR}, {"name": "tmp", "mountPath": "/tmp"},
-                              {"name": "models", "mountPath": CACHE_DIR}]
+                              {"name": "models", "mountPath": HUB_DIR}]
+    if deployment.cached_target is not None:
+        mounts.append({"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True})
     if placement.shared_memory is not None:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     if isinstance(placement.work, VolumeWork):
@@ -172,13 +194,15 @@ def _host_mounts(placement: Placement) -> list[Manifest]:
 
 
 def _volumes(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None) -> list[Manifest]:
-    placement, cache = deployment.placement, deployment.model_cache
+    placement, cached = deployment.placement, deployment.cached_target
     work = placement.work
     scratch_size = work.scratch_size if isinstance(work, S3Work) else None
-    models = {"emptyDir": _bounded(cache.size)} if cache.claim is None else {
-        "persistentVolumeClaim": {"claimName": cache.claim}}
     volumes: list[Manifest] = [{"name": "scratch", "emptyDir": _bounded(scratch_size)},
-                               {"name": "tmp", "emptyDir": {}}, {"name": "models", **models}]
+                               {"name": "tmp", "emptyDir": {}}, {"name": "models", "emptyDir": {}}]
+    if cached is not None:
+        volumes.append({"name": "model-cache", **(
+            {"persistentVolumeClaim": {"claimName": cached.volume.claim}} if cached.volume.claim is not None else
+            {"hostPath": {"path": cached.volume.node_path, "type": "Directory"}})})
     if placement.shared_memory is not None:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": placement.shared_memory}})
     if isinstance(work, VolumeWork):

@@ -11,7 +11,7 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.cluster import ClusterProfile, ModelCacheSpec
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
@@ -22,6 +22,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.cluster.deployments import Deployments
 from eyrie_operator.cluster.drafters import Drafters, stored_at
 from eyrie_operator.manifests.deployment import (
+    CachedTarget,
     EmbeddedEngine,
     EndpointDeployment,
     SglangEngine,
@@ -45,12 +46,12 @@ def profile(**serving: Any) -> ClusterProfile:
 
 
 def deployed(home: Path, serve: EndpointServeSpec, row: Endpoint | None = None, target: str = "quickstart",
-             **serving: Any) -> EndpointDeployment:
-    result = profile(**serving)
+             cache: ModelCacheSpec | None = None, revision: str | None = None, **serving: Any) -> EndpointDeployment:
+    result = profile(**serving).model_copy(update={"model_cache": cache})
     assert result.serving is not None
     row = row or endpoint(active=1, num=1)
     return Deployments(Settings(home=home), result, result.serving).of(
-        row, Serving(TargetSpec(model=target), serve), served=CORE, owner=None)
+        row, Serving(TargetSpec(model=target, revision=revision), serve), served=CORE, owner=None)
 
 
 def drafter_at(directory: Path, architecture: str = "LlamaForCausalLM") -> Path:
@@ -101,6 +102,27 @@ def test_a_target_out_of_reach_is_known_by_its_drafter_s_card_where_its_attentio
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(windowed), setting=CHAIN))
     with pytest.raises(Undeployable, match="HF_HOME"):
         deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, target="org/big")
+
+
+def test_engines_read_a_target_of_the_hub_in_the_model_cache_and_others_where_they_are(tmp_path: Path) -> None:
+    cache = ModelCacheSpec(claim="models")
+    drafter = drafter_at(tmp_path / "plain")
+    row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))
+    made = deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, "org/big", cache, "refs/pr/1")
+    assert isinstance(made.engine, SglangEngine)
+    target = made.engine.plan.target
+    assert target.model == "/var/cache/eyrie/models/models--org--big/eyrie/@refs%2Fpr%2F1"
+    assert target.revision is None
+    assert made.cached_target == CachedTarget(cache, TargetSpec(model="org/big", revision="refs/pr/1"))
+    made = deployed(tmp_path, EndpointServeSpec(), target="org/big", cache=cache)
+    assert isinstance(made.engine, EmbeddedEngine)
+    line = list(made.engine.argv(DrafterUse(), 30000))
+    assert line[line.index("--target") + 1] == "/var/cache/eyrie/models/models--org--big/eyrie/@main"
+    for name in ("quickstart", "/models/big"):
+        made = deployed(tmp_path, EndpointServeSpec(), target=name, cache=cache)
+        assert made.cached_target is None
+        assert isinstance(made.engine, EmbeddedEngine)
+        assert name in made.engine.argv(DrafterUse(), 30000)
 
 
 def test_a_drafter_s_facts_come_from_its_own_config_else_from_what_its_job_asked_for(tmp_path: Path) -> None:

@@ -5,19 +5,21 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from eyrie_api.v1alpha1.cluster import ModelCacheSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work, SecretVariable, VolumeWork
 from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.manifests.deployment import (
     LWS_API,
     Autoscale,
+    CachedTarget,
     DrafterFiles,
     EmbeddedEngine,
     EndpointDeployment,
     GatewayRef,
     KeySecret,
-    ModelCache,
     Monitoring,
     Owner,
     SglangEngine,
@@ -81,7 +83,8 @@ def rich(**changes: Any) -> EndpointDeployment:
         "served": EVERYTHING, "gateway": GatewayRef("front", "gateways", hostnames=("chat.example.com",)),
         "monitoring": Monitoring(), "autoscale": Autoscale("http://prometheus:9090", 4, 16.0), "replicas": 2,
         "owner": Owner("u-1", "chat"), "api_key": KeySecret("chat-key", version="7"),
-        "model_cache": ModelCache("models")} | changes))
+        "cached_target": CachedTarget(ModelCacheSpec(claim="models"), JobTarget(model="org/model", revision="v1")),
+    } | changes))
 
 
 def two_nodes(**changes: Any) -> EndpointDeployment:

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
+from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.manifests.deployment import (
+    CachedTarget,
     EmbeddedEngine,
     EndpointDeployment,
     KeySecret,
@@ -196,6 +199,28 @@ def test_no_secret_is_quoted_only_named(how: Any) -> None:
     for pod in pods(rendered):
         [token] = [each for each in engine(pod)["env"] if each["name"] == "HF_TOKEN"]
         assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+
+
+
+@pytest.mark.parametrize("volume", [ModelCacheSpec(claim="models"), ModelCacheSpec(node_path="/shared/models")])
+def test_an_init_container_fills_the_model_cache_and_the_engine_only_reads_it(volume: ModelCacheSpec) -> None:
+    cached = CachedTarget(volume, JobTarget(model="org/model", revision="v1"))
+    for pod in pods(render_endpoint(endpoint(active=2), rich(cached_target=cached))):
+        spec = pod["spec"]
+        first = spec["initContainers"][0]
+        assert first["command"][-6:] == ["--cache", MODEL_CACHE_DIR, "--model", "org/model", "--revision", "v1"]
+        assert {"name": "model-cache", "mountPath": MODEL_CACHE_DIR} in first["volumeMounts"]
+        assert "HF_TOKEN" in [one["name"] for one in first["env"]]
+        assert "HF_HUB_OFFLINE" not in [one["name"] for one in first["env"]]
+        [mount] = [one for one in engine(pod)["volumeMounts"] if one["name"] == "model-cache"]
+        assert mount == {"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True}
+        assert {"name": "HF_HUB_OFFLINE", "value": "1"} in engine(pod)["env"]
+        [found] = [one for one in spec["volumes"] if one["name"] == "model-cache"]
+        assert found == {"name": "model-cache", **(
+            {"persistentVolumeClaim": {"claimName": "models"}} if volume.claim else
+            {"hostPath": {"path": "/shared/models", "type": "Directory"}})}
+    for pod in pods(render_endpoint(endpoint(active=2), rich(cached_target=None))):
+        assert "model-cache" not in [one["name"] for one in pod["spec"]["volumes"]]
 
 
 def test_an_architecture_that_needs_our_package_gets_it_from_an_init_container_in_sglangs_own_image() -> None:

@@ -4,7 +4,8 @@ Weights are read from safetensors directly: importing transformers costs seconds
 They are read one tensor at a time, as the model asks for them, so that neither the host nor the device ever holds the
 checkpoint and the model at once (`CheckpointTensors`).
 `quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
-fetched by huggingface_hub into its usual cache, and only the files we read. The digest names what was read, so that an
+fetched by huggingface_hub into its usual cache, and only the files we read; on a cluster with a model cache it is read
+there (`model_cache`). The digest names what was read, so that an
 artifact says which target it belongs to.
 """
 
@@ -19,16 +20,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eyrie_api.artifacts import digest_file
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_workers.targets.config import read_json, read_reference_config
 from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.model_cache import (
+    WANTED_FILES,
+    cache_of_this_pod,
+    digest_once,
+    recorded_digests,
+    require_cached,
+)
 
 QUICKSTART = "quickstart"
 _QUICKSTART_DIR = Path(__file__).resolve().parents[1] / "quickstart" / "target"
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the names of `target.dtype`."""
 
@@ -51,6 +57,9 @@ def resolve(spec: TargetSpec) -> Path:
     if local.is_absolute() or spec.model.startswith((".", "~")) or spec.model.count("/") != 1:
         raise TargetNotFound(f"target.model {spec.model!r} is not a directory",
                              "give an existing directory, a Hub id of the form org/name, or 'quickstart'")
+    cache = cache_of_this_pod()
+    if cache is not None:
+        return require_cached(cache, spec)
     return fetch_snapshot("target.model", spec.model, spec.revision)
 
 
@@ -69,7 +78,7 @@ def fetch_snapshot(field: str, name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED_FILES)))
     except LocalEntryNotFoundError as error:
         raise TargetNotFound(f"{field} {name!r} is not in the Hub cache and the Hub cannot be reached",
                              "check the network, or give a local directory") from error
@@ -192,5 +201,6 @@ def target_digest(path: Path) -> str:
     """`sha256:<hex>` over everything that determines its answers: config, weights, tokenizer, template."""
     names = {file.name for file in weight_files(path)} | {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    entries = [[name, digest_file(path / name)] for name in sorted(names) if (path / name).exists()]
+    recorded = recorded_digests(path)
+    entries = [[name, digest_once(path / name, recorded)] for name in sorted(names) if (path / name).exists()]
     return "sha256:" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()
