@@ -44,7 +44,7 @@ def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(dis
     assert read_manifest(job_dir / "stages" / "prove").stage == "prove"
 
 
-def test_a_disk_that_fills_up_between_two_stages_is_waited_for_by_the_same_run(disk: Path, rehearsal: Rehearsal) -> None:
+def test_a_disk_that_fills_up_between_two_stages_is_waited_for_in_the_run(disk: Path, rehearsal: Rehearsal) -> None:
     job_dir = disk / "job-1"
     job_dir.mkdir()
     filler = job_dir / "stages" / "regenerate" / "filler"

@@ -2,8 +2,9 @@
 
 It is a program of its own, started by the real command line; only the table of stages points here (see `rehearsal`).
 What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
-one repeating; words are ok, transient, permanent, crash, hang, stubborn, die, fill (leaves no byte free on its disk once
-its manifest is written), meet (waits until two stages of its kind run). Every start is noted in `starts.log`, with its CUDA_VISIBLE_DEVICES in `gpus.log`.
+one repeating; words are ok, transient, permanent, crash, hang, stubborn, die, fill (its disk has no free byte once its
+manifest is written), meet (waits until two stages of its kind run). Every start is noted in `starts.log`, with its
+CUDA_VISIBLE_DEVICES in `gpus.log`.
 Told `--train DIR` several times, it is the program that trains candidates together: all in turn, whichever fails.
 Started by torchrun, every rank is noted in `ranks.log` with its EYRIE_DEVICE, and rank 0 alone goes on.
 """
