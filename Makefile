@@ -202,7 +202,7 @@ bench-codecs: setup  ## acceptance length by codec of the hidden states; ten min
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
 CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
-.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaign-corruption campaign-soak campaign-upgrade campaigns-short
+.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaign-corruption campaign-operator campaign-soak campaign-upgrade campaigns-short
 SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
@@ -219,6 +219,10 @@ campaign-chaos: setup  ## kills, full disks, clock jumps over short jobs and liv
 
 campaign-corruption: setup  ## files of jobs and of a home flipped, truncated, emptied: detected, named, made again, never used
 	@$(BIN)/python -m tests.campaigns.corruption $(CAMPAIGN)
+
+# On any cluster on which you are an administrator, as for test-cluster; no pod has to run. Without KUBECONFIG: exit code 75.
+campaign-operator: setup  ## kill -9 of the operator on a real cluster while objects and rows change (needs KUBECONFIG)
+	@$(BIN)/python -m tests.campaigns.cluster_operator $(CAMPAIGN)
 
 campaign-soak: setup  ## two hours of traffic and jobs: memory, descriptors, threads, database and p99 flat; SECONDS=120 is quick
 	@$(BIN)/python -m tests.campaigns.soak $(CAMPAIGN)

@@ -35,7 +35,7 @@ from typing import Literal, TypeVar
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
-from eyrie_api.full_disk import require_room
+from eyrie_api.full_disk import is_full, is_short, require_room, wait_for_room, with_room
 from eyrie_api.processes import last_lines
 from eyrie_api.program_exit import report_error
 from eyrie_api.submission.devices import gpus_of
@@ -275,16 +275,32 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
         before = _read(run_dir / "run.json", RunHandle)
         work = work_done(job_dir)
         starts = before.starts + 1 if before is not None and (before.attempt, before.work) >= (attempt, work) else 1
-        write_model(run_dir / "run.json", RunHandle(run_id=run_id, job_id=job.id, attempt=attempt, starts=starts,
-                                                    work=work, process=process, started_at=datetime.now(UTC)))
+        handle = RunHandle(run_id=run_id, job_id=job.id, attempt=attempt, starts=starts, work=work, process=process,
+                           started_at=datetime.now(UTC))
+        with_room(run_dir, lambda: write_model(run_dir / "run.json", handle))
         for name in ("result.json", "failure.json"):  # of an earlier run; observers ignore a result with another run_id
             (run_dir / name).unlink(missing_ok=True)
-        failure = _run_under_kfp(job_dir, job)
+        failure = _run_with_room(job_dir, job)
         state: Literal["succeeded", "failed"] = "succeeded" if failure is None else "failed"
-        write_model(run_dir / "result.json", RunResult(
-            run_id=run_id, state=state, failure=read_failure(job_dir), message=failure or "",
-            finished_at=datetime.now(UTC)))
+        result = RunResult(run_id=run_id, state=state, failure=read_failure(job_dir), message=failure or "",
+                           finished_at=datetime.now(UTC))
+        with_room(run_dir, lambda: write_model(run_dir / "result.json", result))
         return 0 if failure is None else 1
+
+
+def _run_with_room(job_dir: Path, job: JobFile) -> str | None:
+    """`_run_under_kfp`, again when the disk was full: stages wait for space themselves, but kfp's files of a task that
+    begins or ends then cannot be written, nor this process's log. Ending here would count as a start without
+    progress."""
+    while True:
+        try:
+            failure = _run_under_kfp(job_dir, job)
+            if failure is None or read_failure(job_dir) is not None or not is_short(job_dir):
+                return failure
+        except OSError as error:
+            if not is_full(error):
+                raise
+        wait_for_room(job_dir)
 
 
 def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:

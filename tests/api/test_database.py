@@ -121,13 +121,14 @@ def test_processes_that_migrate_at_the_same_time_all_succeed(backend: str, tmp_p
     assert failures == []
 
 
-def test_sqlite_connections_use_wal_wait_for_locks_and_enforce_foreign_keys(tmp_path: Path) -> None:
+def test_sqlite_connections_use_a_durable_wal_wait_for_locks_and_enforce_foreign_keys(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/new.db")
     with database.engine.connect() as connection:
         values = {name: connection.execute(text(f"PRAGMA {name}")).scalar()
-                  for name in ("journal_mode", "busy_timeout", "foreign_keys")}
+                  for name in ("journal_mode", "synchronous", "busy_timeout", "foreign_keys")}
     database.close()
-    assert values == {"journal_mode": "wal", "busy_timeout": 10_000, "foreign_keys": 1}
+    full = 2  # a commit is on the disk
+    assert values == {"journal_mode": "wal", "synchronous": full, "busy_timeout": 10_000, "foreign_keys": 1}
 
 
 def test_what_one_reader_sees_does_not_change_while_it_reads(database: Database) -> None:

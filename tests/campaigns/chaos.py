@@ -52,6 +52,7 @@ from tests.campaigns.histories import History, broken_lists, broken_rules, outco
 from tests.campaigns.live_servers import scratch
 from tests.campaigns.live_traffic import Callers
 from tests.campaigns.report import ROOT, Campaign, options
+from tests.cluster.patience import PATIENCE
 from tests.pipelines.conftest import REHEARSAL, Rehearsal, spec_of
 from tests.tiny import tiny_target
 
@@ -70,7 +71,7 @@ _FAULT_SHARE = 0.08
 """Of the steps, for each kind of fault that is no kill."""
 
 _SAY_EVERY_S = 10.0
-END_S = 180.0
+END_S = 180.0 * PATIENCE
 """For a job to end once nothing is killed any more."""
 
 _BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
@@ -101,13 +102,19 @@ class Chaos:
             self.campaign.add_finding("a deployment starts after kills", problem=problem)
 
     def ask(self, method: str, path: str, **given: Any) -> httpx.Response:
-        """The API's answer, after as many 503 with Retry-After as it takes while a server comes back."""
+        """The API's answer, after as many refused connections and 503 with Retry-After as it takes while a server comes
+        back. Raises httpx.TransportError when it does not."""
         deadline = time.monotonic() + END_S
         while True:
-            answer = self.deployment.http.request(method, path, **given)
-            self._judge(answer)
-            if answer.status_code < 500 or time.monotonic() > deadline:
-                return answer
+            try:
+                answer = self.deployment.http.request(method, path, **given)
+            except httpx.TransportError:  # `revive` has reported that it did not start in time
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                self._judge(answer)
+                if answer.status_code < 500 or time.monotonic() > deadline:
+                    return answer
             time.sleep(0.5)
 
     def _judge(self, answer: httpx.Response) -> None:

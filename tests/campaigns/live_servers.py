@@ -27,8 +27,9 @@ from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import identify, wait_until
 from tests.campaigns.report import ROOT
+from tests.cluster.patience import PATIENCE
 
-START_S = 120.0
+START_S = 120.0 * PATIENCE
 REHEARSAL = ROOT / "tests/pipelines/rehearsal"
 PACKAGES = ("api", "kernels", "operator", "pipelines", "workers")
 """Folders of a checkout that hold packages."""

@@ -7,21 +7,14 @@ whole cluster and stay: give a cluster that is yours.
 import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-
-from tests.cluster.patience import eventually
 
 collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_CLUSTER") == "1" else ["*.py"]
 
 if os.environ.get("EYRIE_TEST_CLUSTER") == "1":
-    from eyrie_api.errors import NotFound
-    from eyrie_operator.cluster.apply import Cluster, ClusterConflict
-
-CRDS = Path(__file__).parents[2] / "helm" / "eyrie" / "files" / "crds"
+    from eyrie_operator.cluster.apply import Cluster
+    from tests.cluster.definitions import define_ours, delete_namespace
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,31 +28,8 @@ def cluster() -> "Cluster":
     if not os.environ.get("KUBECONFIG"):
         pytest.fail("set KUBECONFIG to a cluster that is yours to fill")
     admin = Cluster()
-    for path in sorted(CRDS.glob("*.yaml")):
-        definition = yaml.safe_load(path.read_text(encoding="utf-8"))
-        define(admin, definition)
+    define_ours(admin)
     return admin
-
-
-def define(admin: "Cluster", definition: dict[str, Any]) -> None:
-    """Make or replace a definition, and wait until the server serves it. Not by server-side apply: a server from before
-    CEL rules drops them silently when posted, and refuses them when applied."""
-    kind, api_version, name = definition["kind"], definition["apiVersion"], definition["metadata"]["name"]
-
-    def read() -> dict[str, Any]:
-        return admin.get(api_version, kind, "", name)
-
-    try:
-        admin.create(definition)
-    except ClusterConflict:
-        definition["metadata"]["resourceVersion"] = read()["metadata"]["resourceVersion"]
-        admin.replace(definition)
-
-    def established() -> bool:
-        conditions = read().get("status", {}).get("conditions") or []  # null where it has just been made
-        return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
-
-    eventually(established, f"{name} is served")
 
 
 @pytest.fixture
@@ -68,13 +38,4 @@ def namespace(cluster: "Cluster") -> Iterator[str]:
     name = f"eyrie-test-{secrets.token_hex(3)}"
     cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     yield name
-    # What holds objects may be gone with the operator of the test: nothing may hold up the namespace.
-    for kind in ("DrafterJob", "DraftEndpoint"):
-        for one in cluster.list_all("eyrie.dev/v1alpha1", kind, name):
-            if one["metadata"].get("finalizers"):
-                try:
-                    cluster.merge("eyrie.dev/v1alpha1", kind, name, one["metadata"]["name"],
-                                  {"metadata": {"finalizers": []}})
-                except NotFound:
-                    continue
-    cluster.delete("v1", "Namespace", "", name)
+    delete_namespace(cluster, name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from eyrie_api.processes import free_port
-from tests.cluster.conftest import eventually
+from tests.cluster.patience import eventually
 
 LEASE_S = 6.0
 """How long a silent leader is waited for. Renewals get two thirds of it: enough on a crowded machine."""
@@ -61,24 +61,28 @@ class OperatorProcess:
         return self.process.wait(60)
 
 
-@contextmanager
-def operating(home: Path, namespace: str, *options: str, lead: bool = True) -> Iterator[OperatorProcess]:
-    """An operator that watches one namespace and has its lease there."""
+def start_operator(home: Path, namespace: str, *options: str) -> OperatorProcess:
+    """Start an operator that watches one namespace and has its lease there."""
     port = free_port()
     log = home / f"operator-{port}.log"
     argv = [sys.executable, "-m", "eyrie_operator.command", "operator", "--namespace", namespace, "--host", "127.0.0.1",
             "--port", str(port), "--lease", f"{namespace}/eyrie-operator", "--lease-seconds", str(LEASE_S), *options]
     with log.open("wb") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "EYRIE_HOME": str(home)})
-    one = OperatorProcess(process, port, log)
+    return OperatorProcess(process, port, log)
+
+
+@contextmanager
+def operating(home: Path, namespace: str, *options: str, lead: bool = True) -> Iterator[OperatorProcess]:
+    """`start_operator`, killed at the end."""
+    one = start_operator(home, namespace, *options)
     try:
         if lead:
             eventually(lambda: alive(one) and one.leads, "the operator leads")
         yield one
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait(30)
+        if one.process.poll() is None:
+            one.kill()
 
 
 def alive(one: OperatorProcess) -> bool:

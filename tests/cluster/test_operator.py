@@ -28,8 +28,8 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRejected
 from eyrie_operator.cluster.resources import read_job
 from tests.api.samples import ended, job_body, job_spec
-from tests.cluster.conftest import eventually
 from tests.cluster.operators import OperatorProcess, operating
+from tests.cluster.patience import eventually
 
 API = "eyrie.dev/v1alpha1"
 

@@ -27,7 +27,7 @@ from eyrie_pipelines.trainjob import (
     TrainJobUnavailable,
     render,
 )
-from tests.cluster.conftest import define
+from tests.cluster.definitions import define
 from tests.cluster.patience import eventually
 
 STAND_IN: dict[str, Any] = {

@@ -63,6 +63,16 @@ def test_selectors_find_their_pods_and_only_those(rendered: Rendered) -> None:
         assert any(wanted <= template["metadata"]["labels"].items() for template in templates.values())
 
 
+def test_users_of_the_cluster_may_write_our_objects_only_where_an_administrator_says_so() -> None:
+    def writers(values: dict[str, object]) -> list[str]:
+        return [name for one in render(values).of("ClusterRole") if (name := one["metadata"]["name"])
+                and any(label.endswith(("aggregate-to-edit", "aggregate-to-admin"))
+                        for label in one["metadata"].get("labels", {}))]
+
+    assert writers({}) == []
+    assert len(writers({"rbac": {"editorRole": True}})) == 1
+
+
 def test_engines_are_reached_at_their_http_port_alone_wherever_the_operator_serves(rendered: Rendered) -> None:
     serves = any("serving:" in str(one.get("data", {})) for one in rendered.of("ConfigMap"))
     found = [one for one in rendered.of("NetworkPolicy") if one["metadata"]["name"].endswith("-engines")]

@@ -44,6 +44,20 @@ def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(dis
     assert read_manifest(job_dir / "stages" / "prove").stage == "prove"
 
 
+def test_a_disk_that_fills_up_between_two_stages_is_waited_for_in_the_run(disk: Path, rehearsal: Rehearsal) -> None:
+    job_dir = disk / "job-1"
+    job_dir.mkdir()
+    filler = job_dir / "stages" / "regenerate" / "filler"
+    rehearsal.plan(regenerate=["fill"])
+    local.start(job_dir, "job-1", spec_of())
+    assert wait_until(lambda: filler.exists() and free_bytes(disk) == 0, 60.0)
+    assert not wait_until(lambda: local.observe(job_dir).state != "running", 8.0), "it waits"
+    filler.unlink()
+    assert wait_until(lambda: local.observe(job_dir).state != "running", 180.0)
+    seen = local.observe(job_dir)
+    assert (seen.state, seen.handle and seen.handle.starts) == ("succeeded", 1)
+
+
 def test_a_record_that_fits_only_in_part_is_not_written_and_the_next_one_is_whole(disk: Path) -> None:
     stage = Stage(disk, quiet=True)
     stage.event("Before", "x" * 3900)  # the next line would cross the end of the first page

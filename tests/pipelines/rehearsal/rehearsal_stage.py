@@ -2,12 +2,15 @@
 
 It is a program of its own, started by the real command line; only the table of stages points here (see `rehearsal`).
 What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
-one repeating; words are ok, transient, permanent, crash, hang, stubborn, die, meet (waits until two stages of its kind
-run). Every start is noted in `starts.log`, with its CUDA_VISIBLE_DEVICES in `gpus.log`.
+one repeating; words are ok, transient, permanent, crash, hang, stubborn, die, fill (its disk has no free byte once its
+manifest is written), meet (waits until two stages of its kind run). Every start is noted in `starts.log`, with its
+CUDA_VISIBLE_DEVICES in `gpus.log`.
 Told `--train DIR` several times, it is the program that trains candidates together: all in turn, whichever fails.
 Started by torchrun, every rank is noted in `ranks.log` with its EYRIE_DEVICE, and rank 0 alone goes on.
 """
 
+import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -176,6 +179,8 @@ def behave(name: str, stage: Stage) -> None:
         raise RuntimeError("an index was out of range")
     if word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if word == "fill":
+        atexit.register(fill, stage.out_dir / "filler")
     if word == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while word in ("hang", "stubborn"):
@@ -184,6 +189,12 @@ def behave(name: str, stage: Stage) -> None:
     while word == "meet" and (HOME / "starts.log").read_text().count(name.split("/")[0] + "/") < 2:
         stage.pause_point()
         time.sleep(0.02)
+
+
+def fill(filler: Path) -> None:
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
 
 
 def work(spec: StageSpec, stage: Stage) -> Result:
