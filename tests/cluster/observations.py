@@ -1,4 +1,4 @@
-"""What is seen of jobs and endpoints of an installation (`release`): phases, manifests, answers, and a diary of them."""
+"""What is seen of jobs and endpoints of an installation (`release`): phases, manifests, answers, and a diary."""
 
 import json
 import time

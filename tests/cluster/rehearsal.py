@@ -1,11 +1,11 @@
-"""The rehearsal: the seed's job, at the size of two processor cores, from an empty namespace to answers of its endpoint.
+"""The rehearsal: the seed's job, at the size of two processor cores, from an empty namespace to answers.
 
     make rehearse-seed [SHORT=1]
 
-`docs/examples/olmo-3.1-32b.yaml` with the overlay `rehearsal.yaml` (`seed_job`) is posted to the chart's API on a cluster
-that is part of this machine. The stages are tasks of Kubeflow's double, in pods; answers, benchmarks, tuning and proof
-are SGLang's, in the stages' pods; the endpoint's engines are SGLang in pods of their own, whose model package of ours an
-init container brings. In the end the drafted endpoint answers what an endpoint without a drafter answers.
+`docs/examples/olmo-3.1-32b.yaml` with the overlay `rehearsal.yaml` (`seed_job`) is posted to the chart's API on a
+cluster that is part of this machine. The stages are tasks of Kubeflow's double, in pods; answers, benchmarks, tuning
+and proof are SGLang's, in the stages' pods; the endpoint's engines are SGLang in pods of their own, to which an init
+container brings our model package. In the end the drafted endpoint answers what one without a drafter answers.
 
 Prints a diary and a summary, writes both as JSON, and ends with 1 if anything is not as it should be. `CANNOT_SHOW` is
 part of the summary.
@@ -27,16 +27,13 @@ from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
 from eyrie_workers.engines.sglang.process import PROGRAM
 from tests.cluster.observations import QUESTIONS, Diary, Served, chat, serving
-from tests.cluster.patience import PATIENCE, eventually
+from tests.cluster.patience import PATIENCE
 from tests.cluster.programs import ROOT, Programs, programs
 from tests.cluster.release import Release, installed
 from tests.cluster.seed_job import BUCKET, SEED, seed_job, write_sources
 from tests.sglang.servers import sglang_python
 
 TARGET = ROOT / ".eyrie" / "rehearsal" / "target"
-TARGET_TOKENS = 400_000
-"""Of training: a tenth of an hour on two idle cores. Fewer, and its answers are noise, which nothing can draft."""
-
 ENVIRONMENT = ROOT / "tests" / "sglang" / "environment"
 PROGRAM_SECRET = "sglang-program"
 JOB_S = 7200.0
@@ -93,9 +90,7 @@ def train_target(say: Diary) -> None:
     if card.is_file() and json.loads(card.read_text())["finished"]:
         return
     say("training the target, a small Olmo 3")
-    subprocess.run([sys.executable, "-m", "tests.benchmarks.quickstart.pretrain", "--olmo", "--tokens",
-                    str(TARGET_TOKENS), "--out", str(TARGET), "--work", str(TARGET.with_name("target-work"))],
-                   check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "tests.cluster.seed_target", "--out", str(TARGET)], check=True, cwd=ROOT)
     say("the target is trained")
 
 
@@ -222,8 +217,8 @@ def lines(summary: Mapping[str, Any]) -> Sequence[str]:
         + ", ".join(f"{one['level']:g} at once {one['throughput_ratio']:.2f}x" for one in load["comparisons"]
                     if (one["variant"], one["baseline"]) == ("candidate", "off")),
         "serve: revisions " + ", ".join(f"{one['number']} {one['state']}" for one in summary["endpoint"]["revisions"])
-        + f"; init containers {', '.join(summary['init_containers'])}; {len(summary['answers'])} answers by the Service "
-        "equal to the bare target's",
+        + f"; init containers {', '.join(summary['init_containers'])}; {len(summary['answers'])} answers by the "
+        "Service equal to the bare target's",
         f"seconds: {seconds}",
         "This cannot show:",
         *(f"  - {line}" for line in summary["cannot_show"]),

@@ -3,12 +3,13 @@
 import json
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_workers.conversations.conversation import conversation
+from eyrie_workers.conversations.conversation import Message, conversation
 from tests.benchmarks.quickstart.corpus.streams import conversations
 from tests.cluster.seed_job import SEED, STREAM, published, seed_job
 
@@ -43,8 +44,11 @@ def test_a_row_written_as_dolci_publishes_it_asks_what_the_corpus_asks() -> None
         found = [message for message in dolci.prompt
                  if message["role"] != "tool" and message != {"role": "system", "content": ""}]
         assert [message.get("content") for message in found] == [message.get("content") for message in wanted]
-        assert [json.loads(call["function"]["arguments"]) for message in found for call in message.get("tool_calls", ())] \
-            == [json.loads(call["function"]["arguments"]) for message in wanted
-                for call in message.get("tool_calls", ())]
+        assert arguments(found) == arguments(wanted)
         assert [message["content"] for message in dolci.prompt if message["role"] == "tool"] \
             == [message["content"] for message in ours.prompt if message["role"] == "tool"]
+
+
+def arguments(messages: list[Message]) -> list[Any]:
+    """Of all calls, in order."""
+    return [json.loads(call["function"]["arguments"]) for message in messages for call in message.get("tool_calls", ())]
