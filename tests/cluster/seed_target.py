@@ -21,13 +21,14 @@ def main() -> None:
     """Train it."""
     parser = argparse.ArgumentParser(description="Train a small Olmo 3.")
     parser.add_argument("--out", type=Path, required=True, help="target directory to write; its state is beside it")
-    parser.add_argument("--tokens", type=int, default=200_000, help="tokens to train on")
+    parser.add_argument("--tokens", type=int, default=300_000, help="tokens to train on")
     args = parser.parse_args()
     torch.set_num_threads(1)  # on shared cores two threads wait for each other
     course = COURSES[QUICKSTART_OLMO]
     work = args.out.with_name(f"{args.out.name}-work")
     work.mkdir(parents=True, exist_ok=True)
-    recipe = replace(course.recipe, tokens=args.tokens, practice_from=args.tokens, practice_until=args.tokens)
+    recipe = replace(course.recipe, tokens=args.tokens, practice_from=args.tokens, practice_until=args.tokens,
+                     orthogonal=False, learning_rate=course.recipe.learning_rate / 2)
     run(replace(course, shape=replace(course.shape, num_layers=NUM_LAYERS), recipe=recipe), args.out, work,
         num_validation=40, num_tokenizer=1000)
 
