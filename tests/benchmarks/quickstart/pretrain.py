@@ -5,11 +5,10 @@
 One pass over a generated corpus, 2048 tokens a step: at this size many small steps matter more than large batches
 (measured earlier: 24 x 256 tokens a step left the loss at 3.4 where 8 x 256 reached 0.43 on the same number of
 tokens). Weights and activations are bfloat16 with float32 masters; float32 on processors that do not multiply bfloat16
-natively, which emulate it (one product forward and backward, [2048, 256] x [256, 1408], on a core without AVX-512: 0.06 s in
-float32, 2.1 s in bfloat16). The matrices inside the blocks are updated by
-Muon (orthogonal updates, Jordan et al. 2024), everything else by AdamW; warm-up, constant rate, linear decay.
-Measured here on the first 80k tokens: Muon loss 3.15, AdamW alone at half that rate 5.1; a Muon step takes 1.28 s
-instead of 0.9 s and is worth it.
+natively, which emulate it (one product forward and backward, [2048, 256] x [256, 1408], on a core without AVX-512:
+0.06 s in float32, 2.1 s in bfloat16). The matrices inside the blocks are updated by Muon (orthogonal updates, Jordan
+et al. 2024), everything else by AdamW; warm-up, constant rate, linear decay. Measured here on the first 80k tokens:
+Muon loss 3.15, AdamW alone at half that rate 5.1; a Muon step takes 1.28 s instead of 0.9 s and is worth it.
 
 Three more courses train targets for purposes that the shipped model does not serve; neither is shipped:
 
@@ -84,8 +83,8 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     orthogonal: bool = True
-    """Whether Muon updates the matrices inside the blocks; False: AdamW updates all. torch computes the orthogonal factor
-    in bfloat16: where the processor emulates that, it took 13 of a step's 16 s (8 layers, one core without AVX-512)."""
+    """Whether Muon updates the matrices inside the blocks; False: AdamW updates all. torch computes the orthogonal
+    factor in bfloat16: where the processor emulates that, it took 13 of a step's 16 s (8 layers, one core)."""
 
     seed: int = SEED
     practice_from: int = 6_912
