@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster test-helm test-browser test-kernels test-gpu bench-gpu sbom audit docs lint bench bench-load bench-control bench-console bench-tuner bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom audit docs lint bench bench-load bench-control bench-console bench-tuner bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -85,7 +85,14 @@ test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs
 	@$(HELM_SDK)
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 $(CLUSTER_LIMIT_S) $(BIN)/pytest -v -s --timeout 2400 tests/cluster
 
-# Helm's SDK is installed for these two targets alone. With KUBECONFIG set the chart is also installed there, in namespaces
+# On a cluster of this machine, created and deleted (.ci/cluster). The target is trained first and kept in .eyrie/rehearsal.
+rehearse-seed: setup  ## the job of docs/examples/olmo-3.1-32b.yaml, smaller, on a cluster with SGLang on the CPU; SHORT=1
+	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
+	@$(HELM_SDK)
+	@EYRIE_CLUSTER_SCRIPTS="$${EYRIE_CLUSTER_SCRIPTS:-../shared/cluster}" .ci/cluster \
+		$(BIN)/python -m tests.cluster.rehearsal $(if $(SHORT),--short)
+
+# Helm's SDK is installed for these targets alone. With KUBECONFIG set the chart is also installed there, in namespaces
 # of its own, with definitions for the whole cluster: on a cluster where Eyrie is installed those tests skip.
 test-helm: setup  ## the chart rendered by Helm's SDK; installed too where KUBECONFIG names an API server
 	@$(HELM_SDK)

@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from kubernetes.client.exceptions import ApiException
 
 from tests.cluster.patience import PATIENCE, eventually
 from tests.cluster.programs import ROOT, Programs
+from tests.cluster.seed_job import laid_over
 
 NAME = "rel"
 API = "eyrie.dev/v1alpha1"
@@ -143,7 +144,7 @@ class Release:
 
     def install(self, values: Mapping[str, Any]) -> None:
         """Sends it to the server; the pods come up by themselves."""
-        merged = _over(self.programs.values(), values)
+        merged = laid_over(self.programs.values(), values)
         self._helm.install(self._chart, NAME, merged, timeout=int(120 * PATIENCE))
 
     def uninstall(self) -> None:
@@ -325,6 +326,44 @@ class Release:
         return "\n".join(lines)[-60_000:]
 
 
+@contextlib.contextmanager
+def installed(programs: Programs, directory: Path, values: Mapping[str, Any],
+              around: Callable[[Release], None] = lambda _: None) -> Iterator[Release]:
+    """The chart installed in a namespace of its own, with everything around it, and up; cleaned afterwards. What failed
+    is printed.
+
+    values   laid over those that every test needs
+    around   called before the chart is installed
+    """
+    made = Release(programs, directory)
+    try:
+        made.offer_volumes()
+        made.start_double()
+        made.start_visitor()
+        around(made)
+        # A share of the processors, so that others of the node do not starve them; and all of them fit on two.
+        placement: dict[str, Any] = {"requests": {"cpu": "200m", "memory": "256Mi"}}
+        if made.programs.on_host:
+            placement["host_paths"] = made.programs.host_paths()
+        made.install(laid_over({
+            # Where a cluster has our definitions already, they are another's to keep or delete.
+            "crds": {"install": not made.definitions()},
+            "operator": {"namespaced": True, "mirrorNamespace": made.namespace},
+            "rbac": {"userRoles": False},
+            "worker": {"concurrency": 2},
+            "cluster": {
+                "kubeflow": {"url": f"http://{DOUBLE}:8888"},
+                "stages": placement, "serving": {"placement": placement, "leave_delay_s": 2, "drain_timeout_s": 30},
+                "sync_s": 2}}, values))
+        made.await_pods()
+        yield made
+    except BaseException:
+        print(made.diagnosis())
+        raise
+    finally:
+        made.clean()
+
+
 def _ready(pod: Any) -> bool:
     return any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
 
@@ -337,14 +376,3 @@ def _processes(container: str) -> list[int]:
             if container in path.read_text():
                 found.append(int(path.parent.name))
     return found
-
-
-def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Values over values, as Helm lays them."""
-    merged = dict(under)
-    for name, value in over.items():
-        known = merged.get(name)
-        merged[name] = _over(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-

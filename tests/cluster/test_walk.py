@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -23,20 +22,15 @@ import pytest
 
 from eyrie_api.v1alpha1.stages import JOB_STAGES
 from eyrie_workers.catalog import STATE_DIR
+from tests.cluster.observations import LONG_S, QUESTIONS, Diary, Served, chat, manifest, phase, serving
 from tests.cluster.patience import PATIENCE, eventually
 from tests.cluster.programs import missing, programs
 
 if os.environ.get("EYRIE_TEST_CLUSTER") == "1":
     try:
-        from tests.cluster.release import DOUBLE, NAME, Release
+        from tests.cluster.release import NAME, Release, installed
     except ImportError as error:
         missing(f"{error.name} is not installed: make test-cluster installs it")
-
-LONG_S = 1200.0
-"""For a whole job."""
-
-QUESTIONS = ("Explain electricity in three sentences.", "What is 12 plus 7?", "Write a short greeting.",
-             "What can you do?")
 
 LENIENT = {"min_speedup": 0.5, "require_confidence": False, "max_ttft_p99_ratio": 100.0,
            "min_speedup_changed_prompt": 0.1}
@@ -66,46 +60,12 @@ def job(name: str, conversations: int, tokens: int, *, strict: bool, **train: An
     }
 
 
-class Diary:
-    """What the walk saw, and when."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def __call__(self, words: str) -> None:
-        print(f"[{time.monotonic() - self._began:5.0f} s] {words}", flush=True)
-
-
 @pytest.fixture
 def release(tmp_path: Path) -> Iterator["Release"]:
     """The chart installed, with everything around it, and up."""
-    made = Release(programs(), tmp_path)
-    try:
-        made.offer_volumes()
-        made.start_double()
-        made.start_visitor()
-        # A share of the processors, so that others of the node do not starve them; and all of them fit on two.
-        placement: dict[str, Any] = {"requests": {"cpu": "200m", "memory": "256Mi"}}
-        if made.programs.on_host:
-            placement["host_paths"] = made.programs.host_paths()
-        made.install({
-            # Where a cluster has our definitions already, they are another's to keep or delete.
-            "crds": {"install": not made.definitions()},
-            "operator": {"replicas": 2, "namespaced": True, "mirrorNamespace": made.namespace},
-            "rbac": {"userRoles": False},
-            "worker": {"concurrency": 2},
-            "cluster": {
-                "kubeflow": {"url": f"http://{DOUBLE}:8888"},
-                "stages": placement, "serving": {"placement": placement, "leave_delay_s": 2, "drain_timeout_s": 30},
-                # The second job's measurements would disturb the first's: it waits in line.
-                "max_runs": 1, "sync_s": 2}})
-        made.await_pods()
+    # The second job's measurements would disturb the first's: it waits in line.
+    with installed(programs(), tmp_path, {"operator": {"replicas": 2}, "cluster": {"max_runs": 1}}) as made:
         yield made
-    except BaseException:
-        print(made.diagnosis())
-        raise
-    finally:
-        made.clean()
 
 
 def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_once(release: "Release") -> None:
@@ -163,11 +123,6 @@ def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_onc
 AWAY_S = 15.0
 
 
-def phase(release: "Release", job_id: str) -> str:
-    found: str = release.get_json(f"/jobs/{job_id}")["status"]["phase"]
-    return found
-
-
 def await_stage(release: "Release", job_id: str, stage: str) -> None:
     """Until the stage has begun."""
     def begun() -> bool:
@@ -175,15 +130,6 @@ def await_stage(release: "Release", job_id: str, stage: str) -> None:
         return any(one["stage"] == stage and one["state"] not in ("Pending", "Skipped") for one in stages)
 
     eventually(begun, f"stage {stage} of {job_id} begins", LONG_S, every_s=1.0)
-
-
-def manifest(release: "Release", job_id: str, stage: str) -> dict[str, Any]:
-    """Of a finished stage, as it lies in the store."""
-    path = f"/data/eyrie/jobs/{job_id}/stages/{stage}/manifest.json"
-    code, text = release.execute(release.pod(release.part("s3")), ["cat", path])
-    assert code == 0, text
-    read: dict[str, Any] = json.loads(text)
-    return read
 
 
 # What is killed.
@@ -243,40 +189,6 @@ def wait_with_kubectl(release: "Release", name: str) -> None:
     eventually(lambda: ("Succeeded", "True") in [(one["type"], one["status"]) for one in
                                                  release.object("drafterjobs", name)["status"]["conditions"]],
                "the object shows its success")
-
-
-@dataclass(frozen=True)
-class Served:
-    """What clients need to know of an endpoint."""
-
-    url: str
-    model: str
-
-
-def serving(release: "Release", name: str, revision: int) -> Served:
-    """An endpoint, once that revision serves it and its object says so."""
-    def served() -> Served | None:
-        found = next((one for one in release.objects("draftendpoints") if one["metadata"]["name"] == name), {})
-        status = found.get("status", {})
-        conditions = {one["type"]: one["status"] for one in status.get("conditions", ())}
-        active = status.get("active_revision") == revision and conditions.get("Serving") == "True"
-        return Served(status["url"], status["model"]) if active else None
-
-    found = eventually(served, f"revision {revision} of {name} serves", LONG_S, every_s=1.0)
-    assert isinstance(found, Served)
-    return found
-
-
-def chat(release: "Release", endpoint: Served, question: str = QUESTIONS[0]) -> tuple[str, float]:
-    """An answer by the Service, and the seconds it took."""
-    def asked() -> Any:
-        answer = release.ask(f"{endpoint.url}/chat/completions", {
-            "model": endpoint.model, "temperature": 0, "max_tokens": 64,
-            "messages": [{"role": "user", "content": question}]})
-        return answer if answer.status == 200 else None
-
-    answer = eventually(asked, f"{endpoint.url} answers", every_s=1.0)
-    return answer.body["choices"][0]["message"]["content"], answer.seconds
 
 
 def compare(release: "Release", drafted: Served, bare: Served, say: Diary) -> None:

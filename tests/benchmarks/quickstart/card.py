@@ -21,7 +21,7 @@ def write(out: Path, facts: dict[str, Any]) -> None:
 
 def hardware() -> str:
     cores = torch.get_num_threads()
-    return f"{cores} CPU cores ({platform.machine()}), {torch.backends.cpu.get_cpu_capability()}, bfloat16"
+    return f"{cores} CPU cores ({platform.machine()}), {torch.backends.cpu.get_cpu_capability()}"
 
 
 def readme(card: dict[str, Any]) -> str:

@@ -235,8 +235,6 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     plans = {variant: with_drafting(use) for variant, use in uses.items()}
     context_length = min(shared_args(variant).context_length for variant in plans.values())
     own = plans[name]
-    if machine.platform == "cpu":  # main memory is shared: no larger KV pool than the requests can fill
-        own = replace(own, max_total_tokens=plan.max_concurrency * context_length)
     # One attention backend for all variants: chosen for the drafter with the most requirements, under every setting.
     most_demanding = max(plans.values(), key=_backend_requirements)
     shared = shared_args(most_demanding, other_settings=[use.setting for use in uses.values()])

@@ -86,6 +86,13 @@ def test_idle_variants_sleep_on_a_processor_they_share_with_the_one_measured(mac
     assert all(("--sleep-on-idle" in command) == (machine == "cpu") for command in commands)
 
 
+def test_an_engine_on_a_cpu_takes_no_more_memory_than_its_requests_can_fill() -> None:
+    line = launch_arguments(plan("cpu", max_running_requests=4, context_length=512))
+    assert value(line, "--max-total-tokens") == "2048"
+    assert value(launch_arguments(plan("cpu", max_total_tokens=100)), "--max-total-tokens") == "100"
+    assert value(launch_arguments(plan("h100")), "--max-total-tokens") is None
+
+
 def test_a_server_that_writes_states_drafts_nothing_keeps_no_prefix_and_replays_no_graph() -> None:
     capturing = plan(setting=OFF, drafter=None, captured_layers=(1, 15, 28), capture_dir="/dev/shm/states")
     line = launch_arguments(capturing)

@@ -65,8 +65,12 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         line += ["--pp-size", str(plan.pp_size)]
     if plan.attn_dp_size > 1:
         line += ["--attn-dp-size", str(plan.attn_dp_size)]
-    if plan.max_total_tokens is not None:
-        line += ["--max-total-tokens", str(plan.max_total_tokens)]
+    pool = plan.max_total_tokens
+    if pool is None and plan.machine.platform == "cpu":
+        # Main memory is shared with other programs, and SGLang takes its fraction of the machine's, not of the pod's.
+        pool = shared.max_running_requests * shared.context_length
+    if pool is not None:
+        line += ["--max-total-tokens", str(pool)]
     if plan.quantization is not None:
         line += ["--quantization", plan.quantization]
     if plan.machine.platform == "cpu":

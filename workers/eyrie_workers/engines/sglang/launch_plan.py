@@ -51,7 +51,7 @@ class LaunchPlan:
     """Default: the machine profile's."""
 
     max_total_tokens: int | None = None
-    """Size limit of the KV pool in tokens, for machines that SGLang shares with other programs."""
+    """Size limit of the KV pool in tokens. Default: on a CPU as many as the requests can fill, on a GPU none."""
 
     attention_backend: str | None = None
     page_size: int | None = None
