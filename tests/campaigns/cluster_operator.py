@@ -25,7 +25,6 @@ import secrets
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
@@ -235,12 +234,14 @@ class Campaigner:
 
     def refused_writes(self) -> list[str]:
         """Where a new leader, which may not write, would have written."""
-        places = []
+        places: list[str] = []
 
         def refuse() -> None:
-            frames = traceback.extract_stack()
-            places.append(" < ".join(f"{Path(one.filename).stem}.{one.name}" for one in reversed(frames[:-1])
-                                     if "/eyrie_operator/" in one.filename)[:300])
+            frame = sys._getframe(1)
+            while frame.f_back is not None and not {"path", "key"} & frame.f_locals.keys():
+                frame = frame.f_back
+            known = {name: frame.f_locals[name] for name in ("verb", "path", "body", "key") if name in frame.f_locals}
+            places.append(f"{frame.f_code.co_name}: {known}"[:1500])
             raise NotLeader("the campaign's controller may not write")
 
         controller = Controller(self.settings, self.database, Cluster(refuse), Telemetry(),
@@ -261,6 +262,16 @@ class Campaigner:
         return {**{job.id: job.updated_at for job in self._all_jobs()},
                 **{one.name: one.updated_at for one in self.endpoints.list().items}}
 
+    def _is_quiet(self) -> bool:
+        """Whether an operator leads, and has looked at all rows without a write."""
+        leader = next((one for one in self._operators if one.leads), None)
+        if leader is None:
+            return False
+        before = leader.figure("eyrie_operator_writes_total")
+        time.sleep(3 * POLL_S)
+        return (leader.leads and leader.figure("eyrie_operator_queue_length") == 0
+                and leader.figure("eyrie_operator_writes_total") == before)
+
     def check(self) -> None:
         """Leave everything alone until it has settled; then judge."""
         self.revive()
@@ -269,16 +280,16 @@ class Campaigner:
             self.drive()
             with contextlib.suppress(EyrieError):  # the API server recovers from its stop
                 broken = self.broken()
-                if not broken:
+                if not broken and self._is_quiet():
                     break
             self.revive()  # an operator that lost its lease has ended
             time.sleep(1.0)
         for rule, facts in broken:
             self.campaign.add_finding(rule, **facts)
-        time.sleep(3 * POLL_S)  # what changed last has been seen
         self.kill_all()
         if not broken and (writes := self.refused_writes()):
-            self.campaign.add_finding("a new leader has nothing to write", writes=writes[:20], number=len(writes))
+            self.campaign.add_finding("a new leader has nothing to write", writes=writes[:20], number=len(writes),
+                                      objects=[one.get("status") for kind in KINDS for one in self._objects(kind)])
         self.counts["checks"] += 1
 
 

@@ -380,10 +380,16 @@ def _write(identity: Identity, stored: Any, status: DrafterJobStatus | DraftEndp
     """The status, if it differs from the stored one. Its events come first: if this operator is killed in between, they
     are posted again, and the API server rejects duplicates by name; in the other order they would be lost."""
     wanted = dump(status)
-    if wanted == stored:
+    if _in_order(wanted) == _in_order(stored):
         return ()
     events = event_records(identity, stored.get("conditions", ()), status.conditions)
     return (*(PostEvent(event) for event in events), UpdateStatus(wanted))
+
+
+def _in_order(status: dict[str, Any]) -> dict[str, Any]:
+    """A status for comparison. The API server merges conditions by type and keeps the order in which they first came: a
+    status that differs in the order alone would be written at every look."""
+    return {**status, "conditions": sorted(status.get("conditions", ()), key=lambda one: str(one.get("type")))}
 
 
 def _condition(kind: str, status: Literal["True", "False"], reason: str, message: str,

@@ -79,6 +79,13 @@ def test_a_status_that_is_right_already_is_not_written_again() -> None:
     assert look(raw, job()) == ()
 
 
+def test_a_status_whose_conditions_the_server_keeps_in_another_order_is_not_written_again() -> None:
+    raw, row = drafter_job(), job("Running", ("Accepted", "True", "JobAccepted"), ("Trained", "Unknown", "Running"))
+    status = projected(look(raw, row))
+    assert len(status["conditions"]) > 1
+    assert look({**raw, "status": {**status, "conditions": status["conditions"][::-1]}}, row) == ()
+
+
 def test_a_change_is_written_once_with_one_event_per_changed_condition() -> None:
     raw = settled(drafter_job(), job())
     actions = look(raw, job("Running", ("Trained", "Unknown", "Running")))
