@@ -109,6 +109,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     control.endpoints.propose(endpoint, job_id=job_id, checkpoint=benchmarked.checkpoint, reason="better",
                               drafter_dir=str(directory))
     control.endpoints.activate(endpoint, 2)
+    control.histories.record_window(endpoint, 2, 2.5, 100.0, None)
     return Tenant(project, made.json()["secret"], {
         "job_id": job_id, "name": endpoint, "key_id": made.json()["key"]["id"], "project": project,
         "member_id": str(member.json()["id"]), "stage": "benchmark", "path": "cells.bin", "key": key,

@@ -98,6 +98,8 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", ENDPOINTS): ("many", None),
     ("GET", ENDPOINTS + "/{name}"): ("one", None),
     ("GET", ENDPOINTS + "/{name}/history"): ("one", None),
+    ("GET", ENDPOINTS + "/{name}/figures"): ("one", None),
+    ("GET", ENDPOINTS + "/{name}/figures/{figure}"): ("one", None),
     ("GET", ENDPOINTS + "/{name}/recorded-prompts"): ("one", None),
     ("POST", ENDPOINTS + "/{name}/promote"): ("one", {"job_id": "{job_id}"}),
     ("POST", ENDPOINTS + "/{name}/rollback"): ("one", None),
@@ -138,7 +140,7 @@ def of_kind(*kinds: Kind) -> list[tuple[str, str, Any]]:
 
 def filled(path: str, ids: dict[str, str]) -> str:
     """The path with its parameters, and the query that some routes need."""
-    values = {"file": "console.css", "figure": "throughput"} | ids
+    values = {"file": "console.css", "figure": "acceptance" if path.startswith(ENDPOINTS) else "throughput"} | ids
     made = re.sub(r"{(\w+)(?::path)?}", lambda found: values[found[1]], path)
     if path.endswith("/logs"):
         made += f"?stage=benchmark&key={ids['key']}"
