@@ -35,6 +35,7 @@ NOT_RUN = {
     r"eyrie check-drafter ": "needs a trained drafter: tests/operator/test_drafter_check.py",
     r"eyrie webhooks create ": "resolves the receiver's host: tests/api/access/test_webhooks.py",
     r"eyrie worker ": "needs Redis: tests/api/test_prefork.py",
+    r"python -m eyrie_workers\.targets\.prefetch ": "reads the Hub: tests/workers/targets/test_prefetch.py",
     r"python -m eyrie_workers\.shards": "needs Redis and an S3 server: tests/workers/regeneration",
     r"eyrie (plan|train) --file docs/examples/one_gpu\.yaml": "reads the Hub; tests/docs validates the file",
 }

@@ -100,6 +100,15 @@ def test_a_target_is_downloaded_once_and_read_from_the_cache_without_the_hub(
     assert target_dir(TARGET) == snapshot
 
 
+def test_without_permission_to_download_the_task_ends_at_once(
+        environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    heard = Heard()
+    with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE forbids"):
+        fill(tmp_path, TARGET, heard)
+    assert heard.reasons == []
+
+
 def test_the_weights_are_not_hashed_again_until_a_file_changes(
         hub: ServedHub, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = fill(tmp_path, TARGET, Heard())

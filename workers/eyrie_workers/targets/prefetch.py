@@ -346,7 +346,7 @@ def _download(cache: Path, model: str, commit: str, names: list[str]) -> None:
 def _hub_errors(target: JobTarget) -> Iterator[None]:
     """Raise errors of the Hub as ours: whether another attempt may succeed, and what the user can do. Those of a full
     disk pass as they are."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     name = f"target.model {target.model!r} (revision {target.revision or DEFAULT_REVISION})"
     try:
@@ -363,6 +363,9 @@ def _hub_errors(target: JobTarget) -> Iterator[None]:
                 "check id and revision; for a gated or private model give HF_TOKEN from a Secret "
                 "(secret_variables of the stages' placement) and accept the model's terms") from error
         raise Transient(f"the Hub answered {status} for {target.model}") from error
+    except OfflineModeIsEnabled as error:
+        raise InvalidInput(f"{name} is not in the model cache, and HF_HUB_OFFLINE forbids to download it",
+                           "unset HF_HUB_OFFLINE for the prefetch task, or copy a filled cache") from error
     except Exception as error:
         if is_full(error) or (isinstance(error, OSError) and error.errno in _UNWRITABLE):
             raise
