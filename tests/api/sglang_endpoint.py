@@ -81,9 +81,10 @@ def two_engines(directory: Path) -> Iterator[Engines]:
 
 
 def add_sglang_endpoint(settings: Settings, database: Database, url: str, answers: tuple[RecordedAnswer, ...] | None, *,
-                        canary: bool = False, engine: EngineKind = "sglang", project: str | None = None) -> str:
+                        canary: bool = False, engine: EngineKind = "sglang", project: str | None = None,
+                        urls: dict[int, str] | None = None) -> str:
     """Endpoint `default`: revision 1 without a drafter, revision 2 with one, which serves or is the canary. Its job's
-    proof, in `engine`, recorded `answers`. Returns the job's id."""
+    proof, in `engine`, recorded `answers`. `urls`: of the revisions alone. Returns the job's id."""
     job = Jobs(database).submit(job_spec())
     report = ProveReport(checkpoint="c", path="/d", engine=engine, use=DrafterUse(setting=NGRAM), seconds=1.0,
                          environment=ENVIRONMENT, load=load_report((1, 4), ("off", "candidate"), 1.9))
@@ -97,7 +98,7 @@ def add_sglang_endpoint(settings: Settings, database: Database, url: str, answer
     endpoints.activate("default", 1, url)
     endpoints.propose("default", job_id=job.id, checkpoint="c", use=DrafterUse(setting=NGRAM), reason="proven")
     if canary:
-        endpoints.canary("default", 2, 0.2)
+        endpoints.canary("default", 2, 0.2, urls)
     else:
         endpoints.activate("default", 2)
     return job.id

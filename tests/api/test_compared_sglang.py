@@ -51,6 +51,18 @@ def test_during_a_canary_the_revision_without_a_drafter_answers_the_other_side(
     assert texts["drafted"] == texts["undrafted"] == engines.answer(PROMPT, 32).text
 
 
+def test_on_a_cluster_each_revision_of_a_canary_is_asked_at_its_own_address(
+        settings: Settings, database: Database, engines: Engines) -> None:
+    urls = {1: f"{engines.plain_url}/v1", 2: f"{engines.drafting_url}/v1"}
+    add_sglang_endpoint(settings, database, GONE, None, canary=True, urls=urls)
+    found = compared(settings, database)
+    assert found[-1] == ("end", {"equal": True})
+    assert {event["revision"] for event in runs(found, "drafted")} == {2}
+    assert {event["revision"] for event in runs(found, "undrafted")} == {1}
+    assert max(one["num_tokens"] for event in runs(found, "drafted") for one in event["rounds"]) > 1
+    assert max(one["num_tokens"] for event in runs(found, "undrafted") for one in event["rounds"]) == 1
+
+
 def test_where_the_drafter_alone_serves_the_answer_that_the_proof_recorded_is_returned_and_compared(
         settings: Settings, database: Database, engines: Engines) -> None:
     engines.route(canary=False)

@@ -195,10 +195,11 @@ class Endpoints:
 
     # Reports of the reconciler.
 
-    def canary(self, name: str, number: int, share: float) -> Endpoint:
-        """The candidate `number` gets that share of the requests."""
+    def canary(self, name: str, number: int, share: float, urls: Mapping[int, str] | None = None) -> Endpoint:
+        """The candidate `number` gets that share of the requests. `urls`: of revisions that have one of their own."""
         with self._database.writing() as session:
             row = self._hold(session, name)
+            _set_urls(session, name, urls)
             revision = session.get(RevisionRow, (name, number))
             if revision is not None:
                 revision.state = "canary"
@@ -207,10 +208,12 @@ class Endpoints:
             return self._render(session, row)
 
     def activate(self, name: str, number: int, url: str | None = None,
-                 figures: Mapping[str, float | None] | None = None) -> Endpoint:
-        """The candidate `number` is healthy and becomes the active revision; `figures` are those of its canary."""
+                 figures: Mapping[str, float | None] | None = None, urls: Mapping[int, str] | None = None) -> Endpoint:
+        """The candidate `number` is healthy and becomes the active revision; `figures` are those of its canary, `urls`
+        as in `canary`."""
         with self._database.writing() as session:
             row = self._hold(session, name)
+            _set_urls(session, name, urls)
             revision = session.get(RevisionRow, (name, number))
             if revision is None:
                 raise NotFound(f"endpoint {name!r} has no revision {number}", "propose it first")
@@ -318,6 +321,13 @@ class Endpoints:
     def _render(self, session: Session, row: EndpointRow) -> Endpoint:
         session.flush()
         return render_endpoint(row, session.scalars(select(RevisionRow).where(RevisionRow.endpoint == row.name)))
+
+
+def _set_urls(session: Session, endpoint: str, urls: Mapping[int, str] | None) -> None:
+    for number, url in (urls or {}).items():
+        revision = session.get(RevisionRow, (endpoint, number))
+        if revision is not None:
+            revision.url = url
 
 
 def _missing(name: str) -> NotFound:

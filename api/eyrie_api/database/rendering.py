@@ -80,7 +80,7 @@ def render_revision(row: RevisionRow) -> Revision:
         "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint, "tree": row.tree,
         "drafter_dir": row.drafter_dir, "use": row.use, "speedup": row.speedup, "tau": row.tau,
         "created_at": row.created_at, "reason": row.reason, "state": row.state,
-        "rejected_reason": row.rejected_reason})
+        "rejected_reason": row.rejected_reason, "url": row.url})
 
 
 def render_history(row: HistoryRow) -> HistoryEntry:

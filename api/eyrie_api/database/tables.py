@@ -233,6 +233,7 @@ class RevisionRow(Base):
     use: Mapped[dict[str, Any]]
     state: Mapped[str] = mapped_column(String(16))
     rejected_reason: Mapped[str | None] = mapped_column(Text)
+    url: Mapped[str | None] = mapped_column(String(2048))
     created_at: Mapped[datetime]
 
 

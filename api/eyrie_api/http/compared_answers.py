@@ -13,7 +13,7 @@ what the proof recorded for this prompt.
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,10 @@ class ServedEndpoint:
     undrafted: int | None
     """The one without."""
 
+    own_urls: Mapping[int, str]
+    """Base URLs of revisions alone, by number. The others are asked for at `url` by a header, which a gateway of ours
+    reads."""
+
     recorded: RecordedRun | None = None
     """The answer that the proof recorded for the prompt."""
 
@@ -229,10 +233,11 @@ async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEnd
     wanted = None if switches else served.drafted if run == "drafted" else served.undrafted
     if run == "undrafted" and wanted is None and not switches:
         raise _AnotherRevision
+    own = None if wanted is None else served.own_urls.get(wanted)
     headers = {} if wanted is None else {"x-eyrie-revision": str(wanted)}
-    async with client.stream("POST", served.url.rstrip("/") + "/chat/completions", headers=headers,
+    async with client.stream("POST", (own or served.url).rstrip("/") + "/chat/completions", headers=headers,
                              json=_body(served, run, request)) as answer:
-        revision = answer.headers.get("x-eyrie-revision", "")
+        revision = answer.headers.get("x-eyrie-revision", "") if own is None else str(wanted)
         so_far.revision = int(revision) if revision.isdecimal() else None
         if answer.status_code != 200:
             raise refusal(json.loads(await answer.aread()))

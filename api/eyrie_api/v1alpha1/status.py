@@ -187,6 +187,10 @@ class Revision(Frozen):
     rejected_reason: str | None = None
     """Of a revision rejected or rolled back: `<Reason>: <what was seen>`."""
 
+    url: str | None = None
+    """Base URL of this revision alone, up to and including `/v1`, where it has one (a Service of the cluster), since it
+    first got requests. It is reached there while it is the canary or active."""
+
 
 class Endpoint(Frozen):
     """A stable URL and the engine behind it."""

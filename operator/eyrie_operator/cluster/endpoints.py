@@ -67,7 +67,7 @@ from eyrie_operator.manifests.rollout import (
     obsolete_objects,
     policy_on_cluster,
 )
-from eyrie_operator.manifests.traffic import base_url
+from eyrie_operator.manifests.traffic import base_url, revision_base_url
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +271,8 @@ class EndpointReconciler:
                 counts = scrape_engines(snapshot.objects, action.revision, self._given.port)
                 self._write_baseline(snapshot, workload, WINDOW_BASELINE, CounterBaseline(snapshot.now, counts))
         return self._records.record(action, snapshot.endpoint, conditions,
-                                    self._home.absolute() / "endpoints" / snapshot.name)
+                                    self._home.absolute() / "endpoints" / snapshot.name,
+                                    lambda number: revision_base_url(snapshot.name, number, self._given.namespace))
 
     def _render(self, snapshot: _Snapshot, deployment: EndpointDeployment,
                 wanted: RolloutState) -> tuple[tuple[Manifest, ...], EyrieError | None]:

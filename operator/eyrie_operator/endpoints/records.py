@@ -5,6 +5,7 @@ recorded here. All are idempotent.
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from eyrie_api.clock import Clock, utc_now
@@ -66,15 +67,17 @@ class EndpointRecords:
         active = endpoint.active_revision
         return RecentWindows() if active is None else self._histories.watched(endpoint.name, active)
 
-    def record(self, action: EndpointAction, endpoint: Endpoint, conditions: Conditions,
-               directory: Path) -> Conditions:
+    def record(self, action: EndpointAction, endpoint: Endpoint, conditions: Conditions, directory: Path,
+               url_of: Callable[[int], str] | None = None) -> Conditions:
         """Record an action that changes rows; returns the updated conditions.
 
         directory   contains the endpoint's recorded traffic, and receives copies of it
+        url_of      base URL of a revision alone, where each has one
         """
         name, now = endpoint.name, self._clock()
         if isinstance(action, Activate):
-            self.endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau})
+            self.endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau},
+                                    urls=_urls(url_of, action.revision))
             if action.revision < (endpoint.active_revision or 0):
                 return conditions  # a rollback: the condition RolledBack keeps its reason
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
@@ -90,7 +93,7 @@ class EndpointRecords:
             self._histories.record(name, "gap", "ReplacingEngine", action.message, revision=action.revision,
                                    once=f"gap/{action.revision}/{now.isoformat()}")
         elif isinstance(action, ShareRoute):
-            self.endpoints.canary(name, action.revision, action.share)
+            self.endpoints.canary(name, action.revision, action.share, _urls(url_of, action.revision, action.serving))
         elif isinstance(action, CloseWindow):
             if action.proven is not None:
                 self._histories.record_window(
@@ -118,3 +121,7 @@ class EndpointRecords:
             return False
         self.endpoints.observe(endpoint.name, url=url, conditions=conditions)
         return True
+
+
+def _urls(url_of: Callable[[int], str] | None, *revisions: int) -> dict[int, str]:
+    return {} if url_of is None else {number: url_of(number) for number in revisions}

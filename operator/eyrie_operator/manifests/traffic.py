@@ -42,6 +42,11 @@ def base_url(endpoint: str, namespace: str) -> str:
     return f"http://{object_name(endpoint)}.{namespace}.svc/v1"
 
 
+def revision_base_url(endpoint: str, revision: int, namespace: str) -> str:
+    """The same of a revision's own Service, which exists while the revision has an engine."""
+    return f"http://{service_name(endpoint, revision)}.{namespace}.svc/v1"
+
+
 def weights(wanted: RolloutState) -> dict[int, int]:
     """Hundredths of the requests by revision; they sum to 100, or are empty when no revision serves."""
     if wanted.serving is None:

@@ -486,6 +486,9 @@ def test_with_a_gateway_a_trial_gets_more_as_it_answers_and_then_everything(
         tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
     harness, reconciler = trial(tmp_path, server, pages.port)
     assert harness.chat.url == "http://chat.example.org/v1"
+    assert [one.url for one in harness.chat.revisions] == [
+        f"http://{name}.{server.of('Service')[name]['metadata']['namespace']}.svc/v1"
+        for name in ("eyrie-chat-r1-http", "eyrie-chat-r2-http")], "each by its own Service, for compared answers"
     pages.count(answered=19)
     settle(reconciler)
     assert weights(server) == [90, 10]

@@ -144,7 +144,8 @@ def _comparable(control: Control, name: str, prompt: str) -> ServedEndpoint:
     recording = read_recording(control, endpoint)
     return ServedEndpoint(
         endpoint.url, endpoint.model, engine, live_revision(endpoint, drafts=True),
-        live_revision(endpoint, drafts=False), None if recording is None else recording.run(prompt),
+        live_revision(endpoint, drafts=False), {one.number: one.url for one in endpoint.revisions if one.url},
+        None if recording is None else recording.run(prompt),
         () if recording is None else tuple(one.prompt for one in recording.answers))
 
 
