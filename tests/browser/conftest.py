@@ -117,6 +117,16 @@ def guarded(tmp_path: Path) -> Iterator[tuple[str, Database]]:
     database.close()
 
 
+def assert_accessible(page: Any, where: str, part: str | None = None) -> None:
+    """No violation of WCAG 2.2 AA, on the page or in the element that a CSS selector names. axe is asked for violations
+    alone: it would describe every element that passes too, which takes longer than the rules."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    options = {"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"], "resultTypes": ["violations"]}
+    found = Axe().run(page, part, options)
+    assert found.violations_count == 0, f"{where}: {found.generate_report()}"
+
+
 def within(project: str, database: Database) -> Scope:
     """The scope of an administrator in a project, which is made if need be."""
     if not Projects(database).exists(project):
