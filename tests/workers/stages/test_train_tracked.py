@@ -51,11 +51,9 @@ def warnings(out: Path) -> list[str]:
             if record.kind == "event" and record.reason.startswith("Tracker")]
 
 
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, store_dir: Path, mlflow_address: str) -> Path:
-    """The directory of a training that all trackers follow, killed once and resumed: steps since its last save are
-    recorded twice."""
-    out = tmp_path_factory.mktemp("tracked")
+def test_each_tracker_has_every_step_of_a_killed_and_resumed_training_once_in_one_run(
+        tmp_path: Path, target_dir: Path, store_dir: Path, mlflow_address: str) -> None:
+    out = tmp_path
     write_spec(out, target_dir, store_dir, trackers=("mlflow", "wandb", "tensorboard"), save_every_steps=4)
     variables = {"MLFLOW_TRACKING_URI": mlflow_address, "WANDB_MODE": "offline"}
     process = start(out, **variables)
@@ -68,7 +66,9 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, store_di
                        if record.kind == "metric")
     assert max(recorded.values()) == 2, "the training has repeated no step"
     assert warnings(out) == []
-    return out
+    _is_in_tensorboard(out)
+    _is_in_an_offline_run_of_wandb(out)
+    _is_in_mlflow(out, mlflow_address)
 
 
 def same(shown: Series, out: Path) -> None:
@@ -82,11 +82,11 @@ def same(shown: Series, out: Path) -> None:
             assert [value for _, value in shown[name]] == pytest.approx([value for _, value in points], rel=1e-6), name
 
 
-def test_tensorboard_reads_every_recorded_step_once(tracked: Path) -> None:
-    directory = tracked / "trackers/tensorboard"
+def _is_in_tensorboard(out: Path) -> None:
+    directory = out / "trackers/tensorboard"
     read = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
     scalars = read.Tags()["scalars"]
-    same({name: [(event.step, event.value) for event in read.Scalars(name)] for name in scalars}, tracked)
+    same({name: [(event.step, event.value) for event in read.Scalars(name)] for name in scalars}, out)
     [file] = directory.glob("events.out.tfevents.*")
     written = Counter((value.tag, event.step) for event in EventFileLoader(str(file)).Load()
                       for value in event.summary.value)
@@ -115,8 +115,8 @@ def offline_records(out: Path) -> list[Any]:
     return found
 
 
-def test_an_offline_run_of_wandb_has_every_recorded_step_once(tracked: Path) -> None:
-    records = offline_records(tracked)
+def _is_in_an_offline_run_of_wandb(out: Path) -> None:
+    records = offline_records(out)
     shown: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for record in records:
         if record.WhichOneof("record_type") == "history":
@@ -124,7 +124,7 @@ def test_an_offline_run_of_wandb_has_every_recorded_step_once(tracked: Path) -> 
             for name, value in row.items():
                 if not name.startswith("_"):
                     shown[name].append((row["_step"], value))
-    same(dict(shown), tracked)
+    same(dict(shown), out)
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert (run.display_name, run.run_group, run.project) == ("job/c0", "job", "eyrie")
@@ -141,9 +141,9 @@ def of_mlflow(address: str, key_of: str) -> tuple[Any, Series]:
                  for name in run.data.metrics}
 
 
-def test_an_mlflow_server_has_every_recorded_step_once_in_one_run(tracked: Path, mlflow_address: str) -> None:
-    run, shown = of_mlflow(mlflow_address, "job")
-    same(shown, tracked)
+def _is_in_mlflow(out: Path, address: str) -> None:
+    run, shown = of_mlflow(address, "job")
+    same(shown, out)
     assert (run.info.run_name, run.info.status) == ("job/c0", "FINISHED")
     assert (run.data.tags["eyrie_job"], run.data.tags["eyrie_candidate"]) == ("job", "c0")
     assert (run.data.params["ttt_length"], run.data.params["family"]) == ("3", "eagle3")
