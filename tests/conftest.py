@@ -8,10 +8,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.servers.fixtures import moto_s3, postgres_server, rclone_s3, redis
+from tests.servers.fixtures import mlflow_address, moto_s3, postgres_server, rclone_s3, redis
 from tests.servers.processes import SESSION, Session
 
-__all__ = ["moto_s3", "postgres_server", "rclone_s3", "redis"]
+__all__ = ["mlflow_address", "moto_s3", "postgres_server", "rclone_s3", "redis"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -26,13 +26,13 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import EyrieError, Transient
-from eyrie_workers.catalog import ROWS_FILE
+from eyrie_workers.catalog import ROWS_FILE, TRACKERS_DIR
 
 SYNC_SHARE = 4
 """Pauses between two syncs are at least this multiple of the last sync's duration."""
 
 _GROWING = (".jsonl", ".txt")
-"""Files a stage appends to: a snapshot copies them, since a hard link would keep growing."""
+"""Files a stage appends to, and those of trackers: a snapshot copies them, since a hard link would keep growing."""
 
 LEDGER_PARTS = f"{ROWS_FILE}.parts"
 _PART_BYTES = 64 * 2**20
@@ -168,7 +168,7 @@ def _take_snapshot(directory: Path) -> dict[str, FileStamp]:
             for name in before:
                 path = directory / _SNAPSHOT_DIR / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if name.endswith(_GROWING):
+                if _grows(name):
                     shutil.copyfile(directory / name, path)
                 else:
                     os.link(directory / name, path)
@@ -201,6 +201,10 @@ def _write_order(name: str, stamp: FileStamp) -> tuple[int, int, bool]:
     return stamp[2], -name.count("/"), name.endswith((".json", *_GROWING))
 
 
+def _grows(name: str) -> bool:
+    return name.endswith(_GROWING) or name.startswith(f"{TRACKERS_DIR}/")
+
+
 def _replaced_inodes(stamps: dict[str, FileStamp]) -> dict[str, int]:
     """Inodes of the files that a stage replaces by rename. Files it appends to are left out: valid at any length."""
-    return {name: stamp[0] for name, stamp in stamps.items() if not name.endswith(_GROWING)}
+    return {name: stamp[0] for name, stamp in stamps.items() if not _grows(name)}

@@ -25,7 +25,7 @@ from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sd
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"api": ["api"], "operator": ["operator"], "workers": ["workers", "pipelines"]}
+EXTRAS = {"api": ["api"], "operator": ["operator"], "workers": ["workers", "pipelines", "trackers"]}
 BUILD = "operator/build-requirements.txt"
 BUILDERS = ("hatchling", "setuptools")
 """kfp-server-api is published as sources alone, for setuptools."""

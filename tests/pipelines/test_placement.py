@@ -74,6 +74,18 @@ def test_a_stages_box_has_all_its_placement_asks_for() -> None:
                       "priority_class": "batch", "service_account": "stages"}
 
 
+def test_credentials_of_trackers_reach_the_pods_that_train_alone() -> None:
+    key = SecretVariable(variable="WANDB_API_KEY", secret="trackers", key="wandb")
+    per_stage = {"train": EVERYTHING.model_copy(update={"secret_variables": (key,)})}
+    for together in (False, True):
+        pipeline = compiled(per_stage=per_stage, together=together)
+        executors = pipeline["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+        having = {name.removeprefix("exec-") for name, one in executors.items()
+                  if {"secretKey": "wandb", "envVar": "WANDB_API_KEY"} in [
+                      each for secret in one.get("secretAsEnv", ()) for each in secret["keyToEnv"]]}
+        assert having == ({"sweep"} if together else {"train"})
+
+
 def test_each_hardware_profile_is_a_task_on_nodes_of_its_own_and_the_others_wait_for_the_first() -> None:
     hardware = HardwareSpec(profiles=(
         PlacedProfile(name="h200-x2", price_per_hour=7.0, placement=PlacementRequest(gpu_type="NVIDIA-H200")),

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.servers.mlflow_server import shared_mlflow
 from tests.servers.postgres import Postgres, shared_postgres
 from tests.servers.processes import Unavailable
 from tests.servers.redis import Redis
@@ -47,3 +48,9 @@ def rclone_s3() -> S3Server:
 def moto_s3() -> S3Server:
     """An S3 server that honours conditional writes."""
     return or_skip(shared_moto)
+
+
+@pytest.fixture(scope="session")
+def mlflow_address() -> str:
+    """Of the session's MLflow tracking server."""
+    return or_skip(shared_mlflow)

@@ -96,4 +96,6 @@ class TrainSpec(Frozen):
     """CPU threads of each process; default: all."""
 
     trackers: tuple[Literal["mlflow", "wandb", "tensorboard"], ...] = Field((), max_length=3)
-    """Trackers that receive the metrics, each configured by its own environment variables."""
+    """Trackers that are sent the metrics while training runs. Server and credentials are the tracker's own environment
+    variables where the training runs: MLFLOW_TRACKING_URI for mlflow, WANDB_API_KEY or WANDB_MODE=offline for wandb.
+    tensorboard writes files in the training's directory. A tracker that is away delays and fails nothing."""

@@ -274,7 +274,8 @@ def test_patience_ends_a_run_with_a_checkpoint_of_where_it_stood(
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_trained(
-        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+        tmp_path: Path, target_dir: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not: it cannot be imported
     write_spec(tmp_path, target_dir, store_dir, trackers=("wandb",))
     failure = fails(tmp_path)
     assert failure["reason"] == "InvalidInput"

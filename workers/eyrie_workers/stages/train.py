@@ -71,7 +71,8 @@ from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly
 from eyrie_workers.training.peak_rate import peak_rate
 from eyrie_workers.training.state import Moments, StateWriter, load_state, take_snapshot, trainable_parameters
-from eyrie_workers.training.trackers import open_trackers
+from eyrie_workers.training.tracker_process import TrackerProcess, start_trackers
+from eyrie_workers.training.trackers import require_trackers
 
 NUM_EVALUATIONS = 10
 """Evenly spaced evaluations of a run; those before an export are additional."""
@@ -96,6 +97,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     embeddings, features  of the target and of spec.store_dir, if another run of this process has opened them already.
     digest                of the target, if it is known; else rank 0 reads the whole target for it.
     """
+    require_trackers(spec.train.trackers, os.environ)
     device = default_device()
     torch.set_num_threads(spec.train.threads or threads_of_process(cpu_count(), os.environ))
     path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
@@ -153,6 +155,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                num_rows=len(train_rows),
                init_digest=head.digest if head is not None else None)
     run.resume()
+    run.start_trackers()
     return run
 
 
@@ -347,9 +350,7 @@ class TrainingRun:
         self._saved_at = self.clock()
         self._dist = self.trainer.dist
         self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
-        self._trackers = open_trackers(
-            train.trackers if self._dist.is_main else (), f"{self.spec.job_id}/{self.spec.candidate}",
-            train.model_dump(mode="json"), self.stage.out_dir / "trackers")
+        self._trackers: list[TrackerProcess] = []
 
     @property
     def device(self) -> torch.device:
@@ -392,6 +393,17 @@ class TrainingRun:
                 raise ArtifactCorrupt(f"{directory} differs from the checkpoint that was written there",
                                       "delete the training's directory and retry the job: it trains again")
 
+    def start_trackers(self) -> None:
+        """Start to send what is recorded to the trackers of the spec. Call it after `resume`."""
+        spec = self.spec
+        if self._dist.is_main and spec.train.trackers:
+            # The same for a resumed training, and for no other: the digest is that of its state.
+            key = digest_bytes(f"{spec.job_id}/{spec.candidate}/{self.digest}".encode()).removeprefix("sha256:")[:16]
+            self._trackers = start_trackers(
+                spec.train.trackers, self.stage, key=key, job_id=spec.job_id, candidate=spec.candidate,
+                resumed_from=self.resumed_from, settings={
+                    "family": self.family.name, "target": spec.target.model, **spec.train.model_dump(mode="json")})
+
     @property
     def finished(self) -> bool:
         """Whether the schedule has ended, or the run was stopped early."""
@@ -406,11 +418,15 @@ class TrainingRun:
             self.close()
 
     def close(self) -> None:
-        """Close the trackers, stop reading batches ahead, and wait for the last state to be on disk."""
-        self.trainer.loader.close()
+        """Stop reading batches ahead, wait for the last state to be on disk, and a limited time for the trackers."""
         for tracker in self._trackers:
-            tracker.close()
-        self._state_writer.close()
+            tracker.end(finished=self.finished)
+        self.trainer.loader.close()
+        try:
+            self._state_writer.close()
+        finally:
+            for tracker in self._trackers:
+                tracker.wait(finished=self.finished)
 
     def evaluate_also_at(self, steps: Iterable[int]) -> None:
         """Evaluate after these steps too."""
@@ -422,7 +438,7 @@ class TrainingRun:
 
     def log_rung(self, step: int, *, goes_on: bool) -> None:
         """Log what a rung of the sweep decided after a step, as the metric `rung`: 1 goes on, 0 ends."""
-        self._metric("rung", step, float(goes_on))
+        self.stage.metric("rung", step, float(goes_on))
 
     def stop_early(self, why: str) -> None:
         """Make the step just done the last: export a checkpoint, save."""
@@ -479,12 +495,7 @@ class TrainingRun:
                 ("tokens_per_s", counters.tokens / seconds), ("mfu", self.mfu),
                 ("padding_share", 1 - counters.supervised_tokens / max(1, counters.computed_tokens)),
                 ("data_wait_share", counters.data_wait_s / seconds)):
-            self._metric(name, report.step, value)
-
-    def _metric(self, name: str, step: int, value: float) -> None:
-        self.stage.metric(name, step, value)
-        for tracker in self._trackers:
-            tracker.metric(name, step, value)
+            self.stage.metric(name, report.step, value)
 
     def _evaluate(self) -> Evaluation:
         return evaluate(self.trainer.objective, (batch.with_layers(self.columns) for batch in self.held_out()),
@@ -492,10 +503,10 @@ class TrainingRun:
 
     def _after_evaluation(self, report: StepReport, evaluation: Evaluation) -> None:
         for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):
-            self._metric(f"accuracy/{index}", report.step, accuracy)
-            self._metric(f"acceptance/{index}", report.step, acceptance)
-        self._metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
-        self._metric("evaluation_loss", report.step, evaluation.loss)
+            self.stage.metric(f"accuracy/{index}", report.step, accuracy)
+            self.stage.metric(f"acceptance/{index}", report.step, acceptance)
+        self.stage.metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
+        self.stage.metric("evaluation_loss", report.step, evaluation.loss)
         self._consider_stopping(evaluation.theoretical_speedup, report.step)
         if self._dist.is_main and (report.step in self._exports or self.stopped_early):
             self._export(report.step, report.epoch, evaluation)
