@@ -26,6 +26,7 @@ from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.short_waits import prefer_short_waits
+from eyrie_operator import doctor
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
@@ -66,7 +67,9 @@ class Plane:
         settings.home.mkdir(parents=True, exist_ok=True)
         self._settings = settings
         self._database = Database(settings.resolved_database_url)
+        doctor.check_database(self._database)
         upgrade(self._database)
+        doctor.check_start(doctor.Home(settings.home.absolute(), self._database, digests=False))
         encrypt_stored(self._database, SecretKeys(settings.required_secret_keys()))
         self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
