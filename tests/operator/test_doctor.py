@@ -92,6 +92,24 @@ def test_a_damaged_page_of_the_database_is_found(made: Made) -> None:
     assert file.read_bytes() == before, "a control plane writes nothing into it"
 
 
+def test_a_copied_home_is_whole_where_it_is_restored_and_a_database_older_than_its_files_loses_no_file(
+        made: Made, tmp_path: Path) -> None:
+    made.database.close()
+    shutil.copytree(made.home, tmp_path / "backup")
+    later = Jobs(made.database).submit(job_spec()).id
+    (made.home / "jobs" / later).mkdir()
+    made.database.close()
+    for file in made.home.glob("eyrie.db*"):
+        file.unlink()
+    shutil.copy2(tmp_path / "backup" / "eyrie.db", made.home)
+    assert [one.where for one in made.found(digests=True)] == [f"jobs/{later}"]
+    made.database.close()
+    shutil.rmtree(made.home)
+    shutil.copytree(tmp_path / "backup", made.home)
+    assert made.found(digests=True) == []
+    assert Jobs(made.database).get(made.job).status.phase == "Running"
+
+
 def test_a_database_that_has_lost_rows_starts_and_the_log_names_the_files_that_it_does_not_know(
         made: Made, caplog: pytest.LogCaptureFixture) -> None:
     for lost in ("jobs/job-of-yesterday", "endpoints/of-yesterday"):
