@@ -81,6 +81,14 @@ def test_text_is_checked_where_bodies_enter_and_escaped_backslashes_and_whole_pa
         check_text(text.encode())
 
 
+def test_the_place_of_the_text_is_named() -> None:
+    for body, place in ((rb'{"labels": {"a": ["x", "\ud800"]}}', "/labels/a/1"), (rb'{"a": {"\u0000": 1}}', r"/a/\x00"),
+                        (rb'{"a": "\ud800"', "byte 7")):
+        with pytest.raises(InvalidInput) as refused:
+            check_text(body)
+        assert f" at {place}" in refused.value.message
+
+
 @pytest.mark.parametrize("body", [b'"\xff"', b'"\xed\xa0\x80"', '"x"'.encode("utf-16")])
 def test_a_body_that_is_not_utf_8_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidInput, match="not UTF-8"):

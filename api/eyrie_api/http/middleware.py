@@ -18,11 +18,13 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
 """
 
 import asyncio
+import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import parse_qs, unquote_to_bytes
 
 from anyio import to_thread
@@ -101,8 +103,26 @@ def check_text(body: bytes | bytearray) -> None:
     # Most bodies end here. The second pattern passes over whole pairs, and over backslashes that are escaped.
     if _IMPOSSIBLE.search(body) and (found := _TEXT_THEN_IMPOSSIBLE.match(body)):
         escape = body[found.end() - 2:found.end() + 4].decode(errors="replace")
-        raise InvalidInput(f"the body has the character {escape} (byte {found.end() - 2})",
+        raise InvalidInput(f"the body has the character {escape} at {_pointer(body) or f'byte {found.end() - 2}'}",
                            "leave out NUL characters and halves of surrogate pairs")
+
+
+def _pointer(body: bytes | bytearray) -> str:
+    """JSON pointer of a string in the body that `check_text` refuses; empty where the body is not JSON."""
+    try:
+        open_values: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return ""
+    while open_values:
+        pointer, value = open_values.pop()
+        if isinstance(value, str) and ("\0" in value or any("\ud800" <= one <= "\udfff" for one in value)):
+            return pointer
+        if isinstance(value, dict):
+            open_values += [(f"{pointer}/{ascii(name)[1:-1]}", part)
+                            for name, one in value.items() for part in (name, one)]
+        elif isinstance(value, list):
+            open_values += [(f"{pointer}/{number}", one) for number, one in enumerate(value)]
+    return ""
 
 
 class AccessMiddleware:
