@@ -128,6 +128,7 @@ TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE = $(CONTAINER) build $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) $(BUILD_ARGS) \
 	-t $(if $(REGISTRY),$(REGISTRY)/)eyrie/$(@:image-%=%):$(TAG) -f
 comma := ,
+SGLANG ?= $(shell sed -n 's/^ARG SGLANG=//p' workers/sglang.Dockerfile)
 
 image-api:  ## the image of API server and migrations; CONTAINER=docker, podman or buildah
 	@$(IMAGE) api/Dockerfile .
@@ -139,7 +140,7 @@ image-workers:  ## the image of the stages
 	@$(IMAGE) workers/Dockerfile .
 
 image-sglang:  ## SGLang's image with Eyrie, for stages that measure in SGLang
-	@$(IMAGE) workers/sglang.Dockerfile .
+	@base=$$($(PYTHON) -m tests.helm.base_digest "$(SGLANG)") && $(IMAGE) workers/sglang.Dockerfile --build-arg SGLANG="$$base" .
 
 test-images: image-api image-operator image-workers  ## those of API, operator and workers, built and run: user, contents, tables, API, a stage program
 	@CONTAINER=$(CONTAINER) PREFIX=$(if $(REGISTRY),$(REGISTRY)/)eyrie TAG=$(TAG) bash tests/helm/run_images.sh

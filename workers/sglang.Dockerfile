@@ -1,14 +1,16 @@
-# syntax=docker/dockerfile:1
 # SGLang with Eyrie: the image of the stages that start SGLang (`engine: {kind: sglang}`: regenerate, benchmark, tune, prove).
 # Endpoints need it not: they run SGLang's own image, and an init container brings our package.
 # From the repository's root:
 #
 #   make image-sglang
 #
-# By digest: --build-arg SGLANG=docker.io/lmsysorg/sglang@sha256:...
+# The target looks up the digest of the tag, and builds on that; make image-sglang SGLANG=docker.io/lmsysorg/sglang:v0.5.23@sha256:...
+# builds on the one that you name. The label says which it was.
 ARG SGLANG=docker.io/lmsysorg/sglang:v0.5.23
 
 FROM ${SGLANG}
+ARG SGLANG
+LABEL org.opencontainers.image.base.name="${SGLANG}"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY pyproject.toml README.md LICENSE /source/
 COPY api /source/api

@@ -129,7 +129,7 @@ def doctor(
 
     Ends with 74 when something is found and not repaired.
     """
-    from eyrie_operator.cli import doctor as examination
+    from eyrie_operator import doctor as examination
 
     screen, settings = Screen(as_json=as_json), settings_for(home, None, None)
     if settings.database_url is None and not (settings.home / "eyrie.db").is_file():

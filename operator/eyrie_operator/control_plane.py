@@ -9,12 +9,15 @@ down on SIGTERM or SIGINT.
 """
 
 import logging
+import os
 import signal
 import socket
 import threading
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.tasks import make_celery, queue_lengths
@@ -23,9 +26,11 @@ from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.webhook_secrets import encrypt_stored
+from eyrie_api.full_disk import free_bytes
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.short_waits import prefer_short_waits
+from eyrie_operator import doctor
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
@@ -33,6 +38,10 @@ from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.local import LocalRunner
 
 log = logging.getLogger(__name__)
+
+RESERVE = "reserve"
+_RESERVE_BYTES = 1 << 20
+"""Thirty times SQLite's index: what else writes on a full disk may take a part before SQLite does."""
 
 # Open event streams are cut after this time; clients resume by Last-Event-ID.
 _GRACEFUL_S = 2
@@ -65,8 +74,10 @@ class Plane:
     def __init__(self, settings: Settings) -> None:
         settings.home.mkdir(parents=True, exist_ok=True)
         self._settings = settings
-        self._database = Database(settings.resolved_database_url)
+        self._database = _open_database(settings)
+        doctor.check_database(self._database)
         upgrade(self._database)
+        doctor.check_start(doctor.Home(settings.home.absolute(), self._database, digests=False))
         encrypt_stored(self._database, SecretKeys(settings.required_secret_keys()))
         self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
@@ -101,6 +112,41 @@ class Plane:
         for part in parts:
             part.join()
         self._database.close()
+        _keep_reserve(self._settings.home)
+
+
+def _open_database(settings: Settings) -> Database:
+    """The database, on a full disk too: SQLite creates its log and its index when it opens the file, and cannot start
+    where there is no space for them. The reserve makes that space."""
+    database = Database(settings.resolved_database_url)
+    reserve = settings.home / RESERVE
+    if database.is_sqlite:
+        try:
+            database.engine.connect().close()
+        except OperationalError as error:
+            if not reserve.exists() or free_bytes(settings.home) >= _RESERVE_BYTES:
+                raise
+            reserve.unlink()
+            log.warning("the disk is full (%s): started with the space of %s, changes are refused until there is more",
+                        error.orig, reserve)
+        except DatabaseError:
+            return database  # damaged: `doctor.check_database` says how
+        else:
+            _keep_reserve(settings.home)
+    return database
+
+
+def _keep_reserve(home: Path) -> None:
+    """Set space aside for a start on a full disk, if there is any."""
+    reserve = home / RESERVE
+    if reserve.exists():
+        return
+    try:
+        with reserve.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+    except OSError as error:
+        reserve.unlink(missing_ok=True)
+        log.warning("no space can be set aside in %s: %s", home, error.strerror)
 
 
 def stop_orphans(settings: Settings) -> None:

@@ -104,7 +104,8 @@ def test_a_directory_without_config_is_not_a_target(settings: Settings, tmp_path
     refused(settings, TargetNotFound, "config.json", target={"model": str(tmp_path)})
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"x"', "\x80"])
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "\x80", "[" * 100_000, '{"a": ' * 100_000,
+                                  '{"a": ' + "9" * 5000 + "}"], ids=range(7))
 def test_an_unreadable_config_is_refused(settings: Settings, target: Path, text: str) -> None:
     (target / "config.json").write_bytes(text.encode("latin-1"))
     refused(settings, UnsupportedTarget, "config.json", target={"model": str(target)})

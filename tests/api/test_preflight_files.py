@@ -156,6 +156,14 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
         check(job_spec(target={"model": str(target)}), settings)
 
 
+def test_a_pipe_or_a_device_in_place_of_data_is_refused_and_not_waited_for(settings: Settings, tmp_path: Path) -> None:
+    target = str(target_directory(tmp_path / "target"))
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in (tmp_path / "rows.jsonl", tmp_path / "*.jsonl", "/dev/zero", "/dev/stdin"):
+        with pytest.raises(InvalidInput, match="file on the server"):
+            check(job_spec(target={"model": target}, data={"sources": [{"path": str(path)}]}), settings)
+
+
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_broken_target_is_refused(settings: Settings, tmp_path: Path, kind: str) -> None:
     target = target_directory(tmp_path / "target")

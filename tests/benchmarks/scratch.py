@@ -16,7 +16,6 @@ Also printed, from numbers alone: objects and requests of the seed's job (42 TiB
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,6 +42,7 @@ from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine.environment import environment
 from tests.benchmarks.feature_store import chat_lengths, random_batches, s3_store
+from tests.small_disk import small_disk
 
 _CANNOT_RUN = 75
 _READ_BYTES = 16 * 2**20
@@ -115,20 +115,6 @@ def capture_random(directory: Path, fmt: StoreFormat, lengths: Sequence[int], sh
     if last == 1.0:
         writer.finish()
     return time.monotonic() - began
-
-
-@contextmanager
-def small_disk(path: Path, size_bytes: int) -> Iterator[None]:
-    """A file system of that size in memory. Raises PermissionError where none can be mounted."""
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)], check=False,
-                          capture_output=True)
-    if done.returncode != 0:
-        raise PermissionError(done.stderr.decode().strip())
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=False)
 
 
 @contextmanager

@@ -25,9 +25,7 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -54,6 +52,7 @@ from tests.campaigns.live_traffic import Callers
 from tests.campaigns.report import ROOT, Campaign, options
 from tests.cluster.patience import PATIENCE
 from tests.pipelines.conftest import REHEARSAL, Rehearsal, spec_of
+from tests.small_disk import small_disk
 from tests.tiny import tiny_target
 
 LIVE = "live"
@@ -322,24 +321,22 @@ def rehearsed(path: Path) -> Iterator[Rehearsal]:
 
 
 @contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[Path | None]:
-    """A file system of DISK_MIB at `path`; None where it may not be mounted."""
-    path.mkdir()
-    mounted = shutil.which("mount") is not None and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(path)], capture_output=True,
-        check=False).returncode == 0
-    try:
-        yield path if mounted else None
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(path)], check=False)
+def _disk_of_its_own(path: Path) -> Iterator[Path | None]:
+    """`path` as a file system of DISK_MIB; None, and a plain directory, where none may be mounted."""
+    with contextlib.ExitStack() as mounted:
+        disk = None
+        try:
+            disk = mounted.enter_context(small_disk(path, DISK_MIB << 20))
+        except PermissionError:
+            path.mkdir(exist_ok=True)
+        yield disk
 
 
 def run(campaign: Campaign, path: Path, state: Path, *, servers: bool) -> dict[str, Any]:
     """Disturb a deployment below `path` until the time is over; returns figures."""
     before = json.loads(state.read_text()) if state.exists() else {"counts": {}, "jobs": 0, "found": 0}
     total: dict[str, Any] = before
-    with small_disk(path / "disk") as disk:
+    with _disk_of_its_own(path / "disk") as disk:
         home = path / "disk" / "home"
         home.mkdir()
         tiny_target(path / "target")

@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,19 @@ POLL_S = 2.0
 
 _STARTUP_S = 3600
 """Longer than the campaign: a candidate whose pods never run is not given up."""
+
+
+class ReadOnlyCluster(Cluster):
+    """Notes the writes that it is asked for, and refuses them."""
+
+    def __init__(self, check: Callable[[], None], places: list[str]) -> None:
+        super().__init__(check)
+        self._places = places
+
+    def _write(self, verb: str, kind: str, path: str, body: Mapping[str, Any], content_type: str,
+               query: list[tuple[str, Any]] | None = None) -> Object:
+        self._places.append(f"{verb} {path}: {dict(body)}"[:1500])
+        raise NotLeader("the campaign's controller may not write")
 
 
 class Campaigner:
@@ -237,14 +250,11 @@ class Campaigner:
         places: list[str] = []
 
         def refuse() -> None:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and not {"path", "key"} & frame.f_locals.keys():
-                frame = frame.f_back
-            known = {name: frame.f_locals[name] for name in ("verb", "path", "body", "key") if name in frame.f_locals}
-            places.append(f"{frame.f_code.co_name}: {known}"[:1500])
+            """The fence of writes to other systems, the rows."""
+            places.append("a row")
             raise NotLeader("the campaign's controller may not write")
 
-        controller = Controller(self.settings, self.database, Cluster(refuse), Telemetry(),
+        controller = Controller(self.settings, self.database, ReadOnlyCluster(refuse, places), Telemetry(),
                                 mirror_namespace=self.namespace, namespaces=(self.namespace,))
         before = self._row_times()
         for kind in KINDS:

@@ -6,11 +6,14 @@ Beyond the text, the programs of an image are imported with every distribution h
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.helm.base_digest import pinned
 from tests.helm.image_requirements import BUILD, EXTRAS, brought, listed, pins, wanted
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +25,7 @@ PROGRAMS = {
 }
 
 Instruction = tuple[str, str]
+DIGEST = "sha256:" + "0" * 64
 
 
 def instructions(image: str) -> list[Instruction]:
@@ -44,13 +48,67 @@ def stages(image: str) -> list[list[Instruction]]:
 
 @pytest.mark.parametrize("image", EXTRAS)
 def test_an_image_is_built_in_two_stages_on_a_pinned_base(image: str) -> None:
-    arguments = dict(rest.split("=", 1) for keyword, rest in instructions(image) if keyword == "ARG")
-    assert re.fullmatch(r"python:3\.11-slim-\w+", arguments["PYTHON"])
+    arguments = dict(rest.split("=", 1) for keyword, rest in instructions(image) if keyword == "ARG" and "=" in rest)
+    assert re.fullmatch(r"python:3\.11-slim-\w+@sha256:[0-9a-f]{64}", arguments["PYTHON"])
     build, final = stages(image)
     assert build[0] == ("FROM", "${PYTHON} AS build")
     assert final[0] == ("FROM", "${PYTHON}")
+    assert ("LABEL", 'org.opencontainers.image.base.name="${PYTHON}"') in final
     assert [rest for keyword, rest in final if keyword == "COPY"] == ["--from=build /opt/eyrie /opt/eyrie"]
     assert not [rest for keyword, rest in final if keyword == "RUN" and "pip" in rest]
+
+
+def test_every_dockerfile_builds_on_the_same_python_by_digest_and_that_of_sglang_is_looked_up() -> None:
+    files = [ROOT / path for path in subprocess.run(["git", "ls-files", "*Dockerfile"], cwd=ROOT, check=True, text=True,
+                                                    capture_output=True).stdout.split()]
+    assert len(files) >= 5
+    bases = {found for file in files
+             for found in re.findall(r"^(?:ARG PYTHON=|FROM )(python:\S+)", file.read_text(), re.M)}
+    assert len(bases) == 1
+    assert re.search(r"@sha256:[0-9a-f]{64}$", *bases)
+    dry = subprocess.run(["make", "-n", "image-sglang", f"PYTHON={sys.executable}"], cwd=ROOT, check=True, text=True,
+                         capture_output=True).stdout
+    assert '-m tests.helm.base_digest "docker.io/lmsysorg/sglang:v' in dry
+    assert '--build-arg SGLANG="$base"' in dry
+
+
+class Registry(BaseHTTPRequestHandler):
+    """The two requests that a public registry is asked. A stand-in: no registry can be reached from the tests."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        port = self.server.server_address[1]  # type: ignore[index]
+        known = self.path == "/v2/team/base/manifests/v1" and "image.index" in (self.headers["Accept"] or "")
+        permitted = self.headers["Authorization"] == "Bearer for-reading"
+        self.send_response(401 if not permitted else 200 if known else 404)
+        self.send_header("WWW-Authenticate", f'Bearer realm="http://127.0.0.1:{port}/token",service="s",scope="pull"')
+        self.send_header("Docker-Content-Digest", DIGEST)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        body = b'{"token": "for-reading"}' if self.path == "/token?service=s&scope=pull" else b"{}"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_tag_is_pinned_by_the_digest_that_the_registry_has_for_it_now() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"127.0.0.1:{server.server_address[1]}/team/base"
+        assert pinned(f"{base}:v1") == f"{base}:v1@{DIGEST}"
+        with pytest.raises(OSError, match="404"):
+            pinned(f"{base}:v2")
+        server.shutdown()
+    assert pinned(f"x:v1@{DIGEST}") == f"x:v1@{DIGEST}", "nothing to ask"
+    with pytest.raises(ValueError, match="name:tag"):
+        pinned("python")
 
 
 @pytest.mark.parametrize("image", EXTRAS)
@@ -112,6 +170,7 @@ def test_the_build_of_torch_can_be_chosen() -> None:
 # Hides every module that no extra of the image brings, and imports.
 _HIDDEN = """
 import importlib, importlib.metadata as metadata, sys
+from tests.helm.base_digest import pinned
 from tests.helm.image_requirements import brought, canonical
 
 names = brought(sys.argv[1].split(","))

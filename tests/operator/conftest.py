@@ -1,5 +1,5 @@
-"""Rehearsed runs, as in tests/pipelines, driven by the embedded world."""
+"""Rehearsed runs and small disks, as in tests/pipelines, driven by the embedded world."""
 
-from tests.pipelines.conftest import rehearsal
+from tests.pipelines.conftest import disk, rehearsal
 
-__all__ = ["rehearsal"]
+__all__ = ["disk", "rehearsal"]

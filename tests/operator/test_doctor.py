@@ -13,9 +13,11 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import JobStatus, StageStatus
-from eyrie_operator.cli.doctor import SET_ASIDE, Finding, Home, examine, repair
-from tests.api.samples import job_spec
+from eyrie_operator.control_plane import Plane
+from eyrie_operator.doctor import SET_ASIDE, DatabaseDamaged, Finding, Home, check_start, examine, repair
+from tests.api.samples import ended, job_spec
 from tests.operator.test_reconcile import manifest
 
 
@@ -84,6 +86,41 @@ def test_a_damaged_page_of_the_database_is_found(made: Made) -> None:
     data[4096:len(data)] = bytes(len(data) - 4096)
     file.write_bytes(data)
     assert {one.reason for one in made.found()} == {"DatabaseDamaged"}
+    before = file.read_bytes()
+    with pytest.raises(DatabaseDamaged, match=r"eyrie\.db is damaged: .*restore the latest backup"):
+        Plane(Settings(home=made.home))
+    assert file.read_bytes() == before, "a control plane writes nothing into it"
+
+
+def test_a_copied_home_is_whole_where_it_is_restored_and_a_database_older_than_its_files_loses_no_file(
+        made: Made, tmp_path: Path) -> None:
+    made.database.close()
+    shutil.copytree(made.home, tmp_path / "backup")
+    later = Jobs(made.database).submit(job_spec()).id
+    (made.home / "jobs" / later).mkdir()
+    made.database.close()
+    for file in made.home.glob("eyrie.db*"):
+        file.unlink()
+    shutil.copy2(tmp_path / "backup" / "eyrie.db", made.home)
+    assert [one.where for one in made.found(digests=True)] == [f"jobs/{later}"]
+    made.database.close()
+    shutil.rmtree(made.home)
+    shutil.copytree(tmp_path / "backup", made.home)
+    assert made.found(digests=True) == []
+    assert Jobs(made.database).get(made.job).status.phase == "Running"
+
+
+def test_a_database_that_has_lost_rows_starts_and_the_log_names_the_files_that_it_does_not_know(
+        made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    for lost in ("jobs/job-of-yesterday", "endpoints/of-yesterday"):
+        (made.home / lost).mkdir(parents=True)
+    deleted = Jobs(made.database).submit(job_spec()).id
+    Jobs(made.database).save_status(deleted, ended("Failed"))
+    assert Jobs(made.database).delete(deleted)
+    (made.home / "jobs" / deleted).mkdir()  # a worker removes it soon
+    check_start(Home(made.home, made.database, digests=False))
+    named = {record.getMessage().split(":")[0] for record in caplog.records}
+    assert named == {"jobs/job-of-yesterday", "endpoints/of-yesterday"}
 
 
 def test_the_command_prints_findings_and_ends_with_74_until_they_are_repaired(made: Made) -> None:

@@ -1,6 +1,8 @@
 """The control plane as a process: it comes up, drives jobs, ends in order, and is survived by what it started."""
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
-from tests.pipelines.conftest import Rehearsal, spec_of
+from tests.pipelines.conftest import Rehearsal, fill, spec_of
 
 LIMIT_S = 120.0
 JOB = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
@@ -99,6 +101,38 @@ def test_a_posted_job_survives_an_ordered_end_and_a_kill_of_the_plane(
     assert wait_until(lambda: plane.phase(job_id) == "Succeeded", LIMIT_S), plane.job(job_id)
     assert rehearsal.starts().count("regenerate") == 1
     assert plane.job(job_id)["status"]["attempt"] == 2
+
+
+def test_sigterm_ends_the_plane_whatever_its_clients_are_doing(plane: PlaneProcess) -> None:
+    job = plane.http.post("/v1alpha1/jobs", json=JOB).json()["id"]
+    requests = ("GET /v1alpha1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n",  # headers that do not end
+                "POST /v1alpha1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                "Content-Length: 5000\r\n\r\n{",
+                f"GET /v1alpha1/jobs/{job}/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n", "")
+    with contextlib.ExitStack() as open_connections:
+        for request in requests:
+            connection = open_connections.enter_context(socket.create_connection(("127.0.0.1", plane.port)))
+            connection.sendall(request.encode())
+        assert plane.http.get("/readyz").status_code == 200
+        plane.process.send_signal(signal.SIGTERM)
+        assert plane.process.wait(60) == 0
+
+
+def test_a_plane_starts_on_a_full_disk_says_so_and_goes_on_when_there_is_space(
+        disk: Path, rehearsal: Rehearsal) -> None:
+    plane = PlaneProcess(disk / "home")
+    try:
+        plane.process.send_signal(signal.SIGTERM)
+        assert plane.process.wait(60) == 0
+        filler = fill(disk)
+        plane.start()
+        refused = plane.http.post("/v1alpha1/jobs", json=JOB)
+        assert refused.status_code == 507, refused.text
+        assert plane.http.get("/v1alpha1/jobs").json()["items"] == []
+        filler.unlink()
+        assert wait_until(lambda: plane.http.post("/v1alpha1/jobs", json=JOB).status_code == 202, LIMIT_S)
+    finally:
+        plane.close()
 
 
 def test_a_port_in_use_is_reported_before_anything_is_started(plane: PlaneProcess, tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """Rehearsed runs: the real runner, kfp.local and stage frame; only the stages do no work."""
 
+import contextlib
 import errno
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines import local
+from tests.small_disk import small_disk
 
 REHEARSAL = Path(__file__).parent / "rehearsal"
 
@@ -74,18 +74,15 @@ def sweeping_spec(together: Literal["auto", "always", "never"] = "auto", **secti
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A disk of the test's own, of 256 MB or of the size that the test gives."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    size = getattr(request, "param", "256m")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True,
-                          check=False) if os.geteuid() == 0 and shutil.which("mount") else None
-    if done is None or done.returncode != 0:
-        pytest.skip("a small file system can be mounted by root alone")
-    yield path
-    for directory in path.glob("*/run"):
-        local.stop(directory.parent, grace_s=0.5)
-    subprocess.run(["umount", "-l", str(path)], check=False)
+    """A disk of the test's own, of 256 MiB or of as many as the test gives."""
+    with contextlib.ExitStack() as mounted:
+        try:
+            path = mounted.enter_context(small_disk(tmp_path / "disk", getattr(request, "param", 256) << 20))
+        except PermissionError as error:
+            pytest.skip(str(error))
+        yield path
+        for directory in path.glob("*/run"):
+            local.stop(directory.parent, grace_s=0.5)
 
 
 def fill(disk: Path) -> Path:

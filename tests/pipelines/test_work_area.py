@@ -231,7 +231,7 @@ def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_give
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disk", ["72m"], indirect=True)
+@pytest.mark.parametrize("disk", [72], indirect=True)
 def test_states_larger_than_a_pods_disk_are_captured_through_it_and_a_killed_pod_repeats_none_of_its_shards(
         tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stages themselves."""

@@ -50,6 +50,7 @@ def parse_url(url: str) -> ParsedUrl:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as the resolver does: an empty label, or one of more than 63 characters
     except ValueError:
         raise InvalidInput("url is not a URL", "write https://host/path") from None
     if parts.scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable() or " " in url:

@@ -18,11 +18,13 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
 """
 
 import asyncio
+import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import parse_qs, unquote_to_bytes
 
 from anyio import to_thread
@@ -84,6 +86,43 @@ def _check_target(request: Request) -> None:
     if "\0" in request["path"] or b"\0" in unquote_to_bytes(request["query_string"]):
         raise InvalidInput("the path or the query has a NUL character (%00)",
                            "no id, name or value has one: leave it out")
+
+
+_IMPOSSIBLE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
+_TEXT_THEN_IMPOSSIBLE = re.compile(
+    rb"(?:[^\\]|\\(?:[^u]|u[dD][89abAB]..\\u[dD][c-fC-F]..|u(?!0000|[dD][89a-fA-F])))*+\\u", re.DOTALL)
+
+
+def check_text(body: bytes | bytearray) -> None:
+    """Raises InvalidInput for a body with text that no database, file name or answer can hold: bytes that are not
+    UTF-8, half of a surrogate pair, a NUL. JSON may have them, so each route would have to refuse them by itself."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"the body is not UTF-8 (byte {error.start})", "send JSON in UTF-8") from None
+    # Most bodies end here. The second pattern passes over whole pairs, and over backslashes that are escaped.
+    if _IMPOSSIBLE.search(body) and (found := _TEXT_THEN_IMPOSSIBLE.match(body)):
+        escape = body[found.end() - 2:found.end() + 4].decode(errors="replace")
+        raise InvalidInput(f"the body has the character {escape} at {_pointer(body) or f'byte {found.end() - 2}'}",
+                           "leave out NUL characters and halves of surrogate pairs")
+
+
+def _pointer(body: bytes | bytearray) -> str:
+    """JSON pointer of a string in the body that `check_text` refuses; empty where the body is not JSON."""
+    try:
+        open_values: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return ""
+    while open_values:
+        pointer, value = open_values.pop()
+        if isinstance(value, str) and ("\0" in value or any("\ud800" <= one <= "\udfff" for one in value)):
+            return pointer
+        if isinstance(value, dict):
+            open_values += [(f"{pointer}/{ascii(name)[1:-1]}", part)
+                            for name, one in value.items() for part in (name, one)]
+        elif isinstance(value, list):
+            open_values += [(f"{pointer}/{number}", one) for number, one in enumerate(value)]
+    return ""
 
 
 class AccessMiddleware:
@@ -241,7 +280,7 @@ class AccessMiddleware:
         return max(most, MAX_REPORT_BYTES) if request["path"] == REPORTS else most
 
     def _counted(self, request: Request, receive: Receive, ended: asyncio.Event) -> Receive:
-        received, complete, most = 0, False, self._max_body_bytes(request)
+        received, complete, most = bytearray(), False, self._max_body_bytes(request)
 
         async def counted() -> Message:
             nonlocal received, complete
@@ -249,9 +288,11 @@ class AccessMiddleware:
                 return await _first(receive, ended)
             message = await receive()
             complete = not message.get("more_body", False)
-            received += len(message.get("body", b""))
-            if received > most:
+            received += message.get("body", b"")
+            if len(received) > most:
                 raise _too_large(f"over {most} bytes", most)
+            if complete:
+                check_text(received)
             return message
 
         return counted

@@ -6,7 +6,6 @@ looked up in the local Hub cache only: the control plane contacts no model hub.
 
 import contextlib
 import importlib.util
-import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -17,6 +16,7 @@ from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
 from eyrie_api.decisions.plan import DataFacts, Experts, TargetFacts
 from eyrie_api.decisions.target_config import has_tied_embeddings, language_model
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
+from eyrie_api.submission.file_reading import read_object
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, is_hub_id, trained_here
 
@@ -67,7 +67,7 @@ def quickstart_dir() -> Path | None:
 def target_dir(target: JobTarget) -> Path | None:
     """The target's directory on this machine, or None when it is a Hub id that is not in the cache.
 
-    Raises TargetNotFound when the model is neither a directory here nor a Hub id.
+    Raises TargetNotFound when the model is neither a directory here nor a Hub id, or its revision cannot be one.
     """
     if target.model == QUICKSTART:
         return quickstart_dir()
@@ -93,6 +93,8 @@ def _cached(target: JobTarget) -> Path | None:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / ("models--" + target.model.replace("/", "--"))
     revision = target.revision or "main"
+    if "\0" in revision:
+        raise TargetNotFound(f"target.revision {revision!r} is no branch, tag or commit", "name one, or leave it out")
     if ".." in revision:
         return None
     with contextlib.suppress(OSError):  # not a branch or tag in the cache: taken as a commit
@@ -104,18 +106,10 @@ def _cached(target: JobTarget) -> Path | None:
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` of a target. Raises TargetNotFound or UnsupportedTarget."""
     path = directory / "config.json"
-    try:
-        if not path.is_file():  # opening a FIFO waits for its other end
-            raise FileNotFoundError(path)
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
+    if not path.is_file():  # opening a FIFO waits for its other end
         raise TargetNotFound(f"target.model {str(directory)!r} has no readable config.json",
-                             "give a Hugging Face model directory (config.json, weights, tokenizer)") from None
-    except ValueError as error:
-        raise UnsupportedTarget(f"{path} is not JSON: {error}", "download the model again") from None
-    if not isinstance(config, dict):
-        raise UnsupportedTarget(f"{path} is not a JSON object", "download the model again")
-    return config
+                             "give a Hugging Face model directory (config.json, weights, tokenizer)")
+    return read_object(path)
 
 
 def target_facts(directory: Path) -> TargetFacts:

@@ -1,5 +1,6 @@
 """The operator's workers over a database and a double of the API server: an outage of either ends nothing."""
 
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
+from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.model import API_VERSION
@@ -18,6 +20,7 @@ from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.resources import MIRRORED, ORIGIN_LABEL
 from eyrie_operator.cluster.telemetry import Telemetry
+from tests.api.samples import job_body
 from tests.operator.cluster.apiserver import ApiServer, serving
 from tests.operator.cluster.test_endpoints import Harness
 
@@ -129,6 +132,27 @@ def test_an_object_in_a_namespace_of_another_project_changes_no_endpoint(harness
     while len(one.queue):
         assert one.process_next()
     assert harness.chat.desired == "off", "the project's own object, though a stranger's is older"
+
+
+def test_a_job_of_any_namespace_may_name_no_file_of_the_system_and_no_host_with_metadata(harness: Harness) -> None:
+    clock = Clock()
+    one = controller(harness, clock, mirror="eyrie", projects={"search": "search"})
+    asking = {"regenerate": {"engine": "openai", "base_url": "http://0xa9fea9fe/v1", "served_model": "m"}}
+    for namespace in ("search", "unmapped", "eyrie"):
+        for changes in ({"data": {"sources": [{"path": "/proc/self/environ"}]}}, asking):
+            raw = {"apiVersion": API_VERSION, "kind": "DrafterJob", "spec": {"job": job_body(**changes)},
+                   "metadata": {"name": f"in-{namespace}", "namespace": namespace, "uid": secrets.token_hex(4),
+                                "generation": 1, "resourceVersion": "1", "creationTimestamp": "2020-01-01T00:00:00Z",
+                                "finalizers": [FINALIZER]}}
+            path = f"/apis/{API_VERSION}/namespaces/{namespace}/drafterjobs/in-{namespace}"
+            harness.server.put(path, raw)
+            one.handle_event("DrafterJob", "ADDED", harness.server.objects[path])
+            while len(one.queue):
+                assert one.process_next()
+            conditions = harness.server.objects[path]["status"]["conditions"]
+            assert ("Accepted", "False", "InvalidInput") in {(each["type"], each["status"], each["reason"])
+                                                             for each in conditions}, (namespace, conditions)
+    assert Jobs(harness.database).live() == ()
 
 
 def test_an_object_that_exceeds_its_projects_quota_is_not_applied_and_says_so(harness: Harness) -> None:

@@ -220,6 +220,8 @@ def test_invalid_json_large_bodies_and_unknown_paths_are_rejected(http: httpx.Cl
     assert large.status_code == 413
     assert http.get("/v1/nowhere").json()["error"]["hint"]
     assert http.get("/health/").status_code == 404, "a redirect would name the engine's own port"
+    for name in ("%00", "%ed%a0%80", "a" * 4000):
+        assert http.get(f"/v1/models/{name}").status_code in (400, 404)
     for arguments in ('{"n": ' + "1" * 5000 + "}", "[" * 20_000, '"\\\\ud800"'):  # the model's malformed calls
         call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": arguments.replace("\\\\", "\\")}}
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]

@@ -1,4 +1,4 @@
-"""`eyrie doctor`: what is damaged or does not belong together in a home, and its repair.
+"""What is damaged or does not belong together in a home, and its repair: `eyrie doctor`, and a part at every start.
 
 Four things are compared: the database with itself (SQLite's own checks), its rows with the directories of the home,
 every finished stage with its manifest, the records of endpoints with their format. A database that is older than its
@@ -8,34 +8,51 @@ running for the database and have nothing on disk.
 A repair deletes nothing that cannot be made again: directories that no row knows are moved to `<home>/set-aside`, a
 damaged manifest is renamed, so that a retried job runs that stage again, and damaged records of endpoints are removed,
 since the control plane writes them again.
+
+`check_start` is what a control plane does before it serves: it does not start on a damaged database, and logs which
+directories no row knows.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 from sqlalchemy import text
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 from eyrie_api.artifacts import MANIFEST, read_manifest, verify_files
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.errors import EyrieError
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import ENGINE_FILE, EngineRecord
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 
+log = logging.getLogger(__name__)
+
 SET_ASIDE = "set-aside"
 _PAGE = 200
+_MAX_LOGGED = 20
+_RESTORE = "restore the latest backup (docs/operations.md); the files of jobs are not in it and stay"
 _ENDED = ("Succeeded", "Failed", "Cancelled")
 
 Repair = Literal["set-aside", "run-again", "write-again", "none"]
 """Move the directory away; rename the manifest; remove the record; nothing that a program should decide."""
+
+
+class DatabaseDamaged(Permanent):
+    """SQLite's own checks fail."""
+
+    exit_code = 74  # EX_IOERR
+    reason = "DatabaseDamaged"
 
 
 class Finding(Frozen):
@@ -70,33 +87,67 @@ def examine(home: Home) -> Iterator[Finding]:
         return
     jobs = {job.id: job for job in _all_jobs(Jobs(home.database))}
     endpoints = {endpoint.name: endpoint for endpoint in Endpoints(home.database).list().items}
-    for kind, known in (("jobs", set(jobs)), ("endpoints", set(endpoints))):
-        for directory in sorted((home.path / kind).glob("*/")):
-            if directory.name not in known:
-                yield Finding(
-                    reason="UnknownDirectory", where=f"{kind}/{directory.name}", repair="set-aside",
-                    message=f"the database knows no such {kind[:-1]}: it is older than its files, or was replaced",
-                    hint=f"restore a newer database, or move the directory to {SET_ASIDE} with --repair")
+    yield from _unknown_directories(home, jobs, endpoints)
     for job in jobs.values():
         yield from _examine_job(home, job)
     for endpoint in endpoints.values():
         yield from _examine_endpoint(home.path, endpoint)
 
 
+def check_start(home: Home) -> None:
+    """Log the directories that no row knows. The tables are migrated."""
+    jobs = {job_id for job_id, _ in Jobs(home.database).changed_since(datetime.fromtimestamp(0, UTC))}
+    endpoints = {endpoint.name for endpoint in Endpoints(home.database).list().items}
+    found = list(_unknown_directories(home, jobs, endpoints))
+    for one in found[:_MAX_LOGGED]:
+        log.warning("%s: %s; `eyrie doctor`: %s", one.where, one.message, one.hint)
+    if len(found) > _MAX_LOGGED:
+        log.warning("%d more directories that no row knows: `eyrie doctor` lists them", len(found) - _MAX_LOGGED)
+
+
+def check_database(database: Database) -> None:
+    """Raises DatabaseDamaged. Every page is read, indexes are not compared with their rows (`quick_check`)."""
+    if not database.is_sqlite:
+        return
+    try:
+        damage = _sqlite_finds(database, "quick_check")
+    except OperationalError:
+        return  # locked, or no space: no damage, and the migration that follows reports it
+    except DatabaseError as error:
+        damage = [str(error.orig)]
+    if damage:
+        raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage[0]}", _RESTORE)
+
+
+def _unknown_directories(home: Home, jobs: Collection[str], endpoints: Collection[str]) -> Iterator[Finding]:
+    outbox = Outbox(home.database)
+    removed = {*outbox.recent("remove_files"), *(chore.argument for chore in outbox.pending())}  # of deleted jobs
+    for kind, known in (("jobs", jobs), ("endpoints", endpoints)):
+        for directory in sorted((home.path / kind).glob("*/")):
+            if directory.name not in known and directory.name not in removed:
+                yield Finding(
+                    reason="UnknownDirectory", where=f"{kind}/{directory.name}", repair="set-aside",
+                    message=f"the database knows no such {kind[:-1]}: it is older than its files, or was replaced",
+                    hint=f"restore a newer database, or move the directory to {SET_ASIDE} with --repair")
+
+
 def database_damage(database: Database) -> list[Finding]:
     """What SQLite finds wrong with its file; nothing on PostgreSQL, whose checks are its own."""
     if not database.is_sqlite:
         return []
-    found: list[str] = []
     try:
-        with database.reading() as session:
-            found += [str(row[0]) for row in session.execute(text("PRAGMA integrity_check(20)")) if row[0] != "ok"]
-            found += [f"{row[0]} row {row[1]} refers to a row of {row[2]} that does not exist"
-                      for row in session.execute(text("PRAGMA foreign_key_check"))]
+        found = _sqlite_finds(database, "integrity_check")
     except DatabaseError as error:
-        found.append(str(error.orig))
-    hint = "restore the latest backup (docs/operations.md); the files of jobs are not in it and stay"
-    return [Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=hint) for message in found]
+        found = [str(error.orig)]
+    return [Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE) for message in found]
+
+
+def _sqlite_finds(database: Database, check: Literal["quick_check", "integrity_check"]) -> list[str]:
+    with database.reading() as session:
+        found = [str(row[0]) for row in session.execute(text(f"PRAGMA {check}(20)")) if row[0] != "ok"]
+        found += [f"{row[0]} row {row[1]} refers to a row of {row[2]} that does not exist"
+                  for row in session.execute(text("PRAGMA foreign_key_check"))]
+    return found
 
 
 def _all_jobs(jobs: Jobs) -> Iterator[Job]:
