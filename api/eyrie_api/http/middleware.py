@@ -90,7 +90,7 @@ def _check_target(request: Request) -> None:
 
 _IMPOSSIBLE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 _TEXT_THEN_IMPOSSIBLE = re.compile(
-    rb"(?:[^\\]|\\(?:[^u]|u[dD][89abAB]..\\u[dD][c-fC-F]..|u(?!0000|[dD][89a-fA-F])))*+\\u", re.DOTALL)
+    rb"(?:[^\\]++|\\(?:[^u]|u[dD][89abAB]..\\u[dD][c-fC-F]..|u(?!0000|[dD][89a-fA-F])))*+\\u", re.DOTALL)
 
 
 def check_text(body: bytes | bytearray) -> None:
