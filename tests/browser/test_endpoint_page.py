@@ -14,7 +14,7 @@ from tests.browser.conftest import SHOTS, TOKEN, signed_in
 
 OpenPage = Callable[..., Any]
 Server = tuple[str, Database]
-NAMES = ("acceptance", "acceptance-by-position")
+NAMES = ("acceptance", "acceptance-by-position", "canary")
 
 
 @pytest.fixture

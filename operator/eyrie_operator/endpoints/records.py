@@ -5,6 +5,7 @@ recorded here. All are idempotent.
 """
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 from eyrie_api.clock import Clock, utc_now
@@ -22,6 +23,7 @@ from eyrie_operator.endpoints.drift import Drift
 from eyrie_operator.endpoints.state import (
     Activate,
     AnnounceGap,
+    CanaryStep,
     CloseWindow,
     EndpointAction,
     ProposeNoDrafter,
@@ -74,12 +76,12 @@ class EndpointRecords:
         """
         name, now = endpoint.name, self._clock()
         if isinstance(action, Activate):
-            self.endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau})
+            self.endpoints.activate(name, action.revision, figures=_figures(action.ended))
             if action.revision < (endpoint.active_revision or 0):
                 return conditions  # a rollback: the condition RolledBack keeps its reason
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
         if isinstance(action, Reject):
-            self.endpoints.reject(name, action.revision, action.reason, action.message)
+            self.endpoints.reject(name, action.revision, action.reason, action.message, _figures(action.ended))
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
         if isinstance(action, RollBack):
@@ -90,12 +92,13 @@ class EndpointRecords:
             self._histories.record(name, "gap", "ReplacingEngine", action.message, revision=action.revision,
                                    once=f"gap/{action.revision}/{now.isoformat()}")
         elif isinstance(action, ShareRoute):
-            self.endpoints.canary(name, action.revision, action.share)
+            self.endpoints.canary(name, action.revision, action.share, _figures(action.ended))
         elif isinstance(action, CloseWindow):
             if action.proven is not None:
                 self._histories.record_window(
                     name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
-                    rollback_below=action.rollback_below, drift_below=action.drift_below)
+                    rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
+                    seconds=action.seconds)
         elif isinstance(action, ReportDrift):
             serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
@@ -118,3 +121,7 @@ class EndpointRecords:
             return False
         self.endpoints.observe(endpoint.name, url=url, conditions=conditions)
         return True
+
+
+def _figures(ended: CanaryStep | None) -> dict[str, float | None]:
+    return {} if ended is None else asdict(ended)
