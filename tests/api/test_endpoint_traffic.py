@@ -139,9 +139,9 @@ def test_the_first_page_shows_what_the_traffic_shows(
     serve_drafter(database, clock, "idle")
     watch(database, clock, first, (2.4,))
     drifted(database, clock, first, "drift/1")
-    Endpoints(database, clock).canary("chat", candidate(database, clock, "b"), 0.25)
+    Endpoints(database, clock).canary("idle", candidate(database, clock, "b", "idle"), 0.25)
     shown = " ".join(unescape(re.sub(r"<[^>]+>", " ", client.get("/").text)).split())
-    for words in ("3.00 2.40 1.5", "Canary revision 3 gets 25 % since", "not measured",
+    for words in ("2.40 1.5", "Canary revision 3 gets 25 % since", "not measured",
                   "Endpoint chat: the traffic has drifted stayed low; hint: train a drafter on recent traffic"):
         assert words in shown, words
 
@@ -226,6 +226,7 @@ def test_drift_needs_a_person_until_a_newer_job_trains_for_the_endpoint(has_job:
     assert (item.title, item.link) == ("Endpoint chat: the traffic has drifted", "/console/endpoints/chat")
     assert hint in item.words
     assert attention([job("again", LATER)], [served(None)], [drifting]) == []
+    assert attention([], [served(None, None, candidate_revision=2)], [drifting]) == [], "another one is tried"
 
 
 def test_jobs_that_wait_for_another_are_one_item_and_a_used_up_quota_says_how_to_raise_it() -> None:

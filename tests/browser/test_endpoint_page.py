@@ -1,4 +1,5 @@
-"""The page of an endpoint in a real Chromium: live acceptance over time and by position."""
+"""The page of an endpoint in a real Chromium: live acceptance over time and by position, canaries; and what of it the
+first page shows."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -7,8 +8,10 @@ from typing import Any
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, watch
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
 from tests.api.samples import ManualClock
 from tests.browser.conftest import SHOTS, TOKEN, signed_in
 
@@ -31,7 +34,7 @@ def figure(page: Any, name: str) -> Any:
 
 def drawn(page: Any, name: str) -> Any:
     found = figure(page, name)
-    found.locator("svg path").first.wait_for()
+    found.locator("svg path:visible").first.wait_for()  # some frames are empty
     return found
 
 
@@ -86,6 +89,10 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
 
     url, database = guarded
     endpoint_with_history(database, clock)
+    serve_drafter(database, clock, "busy")
+    tried = Endpoints(database, clock).propose("busy", job_id=None, checkpoint="wide-step-9", tree=DraftTreeShape(),
+                                               drafter_dir="/d/wide", reason="test").number
+    try_canary(database, clock, tried, (0.2,), "busy")
     SHOTS.mkdir(parents=True, exist_ok=True)
     for width, height in ((375, 812), (1440, 900)):
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
@@ -97,4 +104,16 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
         assert found.violations_count == 0, f"at {width}, {scheme}: {found.generate_report()}"
+        page.goto(url)
+        page.get_by_text("Endpoint chat: the traffic has drifted").wait_for()
+        shown = page.locator("section[aria-labelledby=endpoints] tbody tr", has_text="chat").inner_text()
+        live = page.request.get(f"{url}/v1alpha1/traffic").json()["items"]
+        window = next(one["window"] for one in live if one["endpoint"] == "chat")
+        assert [f"{window['tau']:.2f}", f"{window['requests_per_s']:.3g}"] == shown.split("\t")[2:4]
+        assert f"Canary revision {tried} gets 20 %" in " ".join(page.get_by_role(
+            "row", name="busy").inner_text().split())
+        page.screenshot(path=SHOTS / f"home-endpoints-{width}-{scheme}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]})
+        assert found.violations_count == 0, f"home at {width}, {scheme}: {found.generate_report()}"
     assert [one for one in faults if "401" not in one] == []

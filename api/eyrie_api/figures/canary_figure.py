@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from eyrie_api.figures.themes import INK
-from eyrie_api.figures.vega_lite import Row, figure, number, rounded, series, tips
+from eyrie_api.figures.vega_lite import Row, figure, rounded, series, tips
 from eyrie_api.v1alpha1.figures import Figure
 from eyrie_api.v1alpha1.history import HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.status import Endpoint
@@ -69,13 +69,19 @@ def canary(endpoint: Endpoint, found: Sequence[Canary]) -> Figure:
 
 def _acceptance(rows: list[Row], y: Row) -> Row:
     known = {"filter": "datum.tau !== null"}
+
+    def across(name: str) -> Row:
+        # All layers name the axis, and none reaches its frame.
+        return {"field": name, "type": "quantitative", "title": "acceptance length tau",
+                "scale": {"zero": False, "padding": 8}, "axis": {"tickCount": 4}}
+
     return {"width": 130, "height": {"step": 30}, "layer": [
         {"mark": {"type": "tick", "thickness": 3, "size": 20, "style": INK},
-         "encoding": {"y": y, "x": number("proven_tau", "acceptance length tau")}},
+         "encoding": {"y": y, "x": across("proven_tau")}},
         {"transform": [known], "mark": {"type": "rule", "strokeWidth": 2},
-         "encoding": {"y": y, "x": number("tau_low", None), "x2": {"field": "tau_high"}}},
+         "encoding": {"y": y, "x": across("tau_low"), "x2": {"field": "tau_high"}}},
         {"transform": [known], "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-         "encoding": {"y": y, "x": number("tau", None), "color": series("verdict", rows) | {"legend": None},
+         "encoding": {"y": y, "x": across("tau"), "color": series("verdict", rows) | {"legend": None},
                       "tooltip": tips(rows)}}]}
 
 

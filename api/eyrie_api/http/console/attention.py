@@ -4,7 +4,7 @@ What a person has followed up is left out, since nothing else would take it from
 
     endpoint that does not serve     until it does
     revision rejected or rolled back until another is tried, or a newer job was submitted for the endpoint
-    drift                            as `decisions.endpoint_traffic` has it, and until a newer job was submitted
+    drift                            as `decisions.endpoint_traffic` has it, with the same two ends
     refused promotion                of the newest job of its endpoint only, until one of its drafters is served by
                                      hand; not where `promotion.mode` is never
     decision that waits              until one of the job's drafters is served
@@ -49,7 +49,9 @@ def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job
         return
     if serving is not None and serving.status == "False":
         yield Item(f"Endpoint {name}: {serving.reason}", link, serving.message)
-    if (given_up is not None and given_up.status == "True" and endpoint.candidate_revision is None
+    if endpoint.candidate_revision is not None:
+        return
+    if (given_up is not None and given_up.status == "True"
             and not _has_newer(jobs, name, given_up.last_transition_time)):
         yield Item(f"Endpoint {name} gave up a revision: {given_up.reason}", link,
                    f"{given_up.message}; hint: its history and the engine's log say more. Remove the cause and promote "
