@@ -38,7 +38,7 @@ def drawn(page: Any, name: str) -> Any:
     return found
 
 
-def test_figures_follow_new_windows_without_a_reload_and_an_open_table_stays_open(
+def test_figures_follow_new_windows_without_a_reload_an_open_table_stays_open_and_a_button_rolls_back(
         guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     first = endpoint_with_history(database, clock)
@@ -63,6 +63,10 @@ def test_figures_follow_new_windows_without_a_reload_and_an_open_table_stays_ope
     assert drawn(page, "acceptance").locator("tbody tr", has_text="2.77").is_visible(), "the table stays open"
     assert page.evaluate("document.activeElement.tagName") == "SUMMARY", "and so does the focus"
     page.locator("#past tbody tr", has_text="tau 2.77").wait_for()  # by the stream; the figure is asked for by itself
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Roll back").click()
+    page.locator("#past tbody tr", has_text="rolled-back: RolledBack").filter(has_text="person").wait_for()
+    assert Endpoints(database).get("chat").candidate_revision == 1, "the target without a drafter"
     assert [one for one in faults if "401" not in one] == []
 
 
