@@ -66,16 +66,19 @@ class Projects:
             return tuple(_render(session, row) for row in session.scalars(query).all())
 
     def used_up(self) -> tuple[UsedUp, ...]:
-        """Quotas of jobs and GPUs that are used up, in the projects the caller has a role in; by one query."""
-        live = select(JobRow.project, func.count().label("jobs"), func.sum(JobRow.num_gpus).label("gpus")).where(
-            JobRow.ended.is_(False)).group_by(JobRow.project).subquery()
-        columns = (ProjectRow.name, live.c.jobs, ProjectRow.max_jobs, live.c.gpus, ProjectRow.max_gpus)
-        query = select(*columns).join(live, live.c.project == ProjectRow.name).where(
+        """Quotas of jobs and GPUs that are used up, in the projects the caller has a role in."""
+        limited = select(ProjectRow).where(
             self._scope.sees(ProjectRow.name, "jobs:read"),
-            or_(live.c.jobs >= ProjectRow.max_jobs, live.c.gpus >= ProjectRow.max_gpus)).order_by(ProjectRow.name)
+            or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_gpus.is_not(None))).order_by(ProjectRow.name)
         found = []
         with self._database.reading() as session:
-            for name, jobs, max_jobs, gpus, max_gpus in session.execute(query):
+            rows = {row.name: row for row in session.scalars(limited)}
+            if not rows:  # without quotas there may be any number of live jobs to count
+                return ()
+            live = select(JobRow.project, func.count(), func.sum(JobRow.num_gpus)).where(
+                JobRow.project.in_(rows), JobRow.ended.is_(False)).group_by(JobRow.project).order_by(JobRow.project)
+            for name, jobs, gpus in session.execute(live):
+                max_jobs, max_gpus = rows[name].max_jobs, rows[name].max_gpus
                 if max_jobs is not None and jobs >= max_jobs:
                     found.append(UsedUp(name, "jobs", jobs, max_jobs))
                 if max_gpus is not None and gpus >= max_gpus > 0:
