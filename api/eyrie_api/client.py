@@ -72,6 +72,7 @@ from eyrie_api.v1alpha1.status import (
 )
 from eyrie_api.v1alpha1.storage import StoragePage
 from eyrie_api.v1alpha1.stored_reports import StoredReport, StoredReportFigures, StoredReportList, StoreReport
+from eyrie_api.v1alpha1.traffic import TrafficList
 
 DEFAULT_SERVER = "http://127.0.0.1:8642"
 _TYPE_PREFIX = "urn:eyrie:problem:"
@@ -330,6 +331,10 @@ class Client:
     def endpoints(self) -> EndpointList:
         """All endpoints."""
         return self._get(f"{_API}/endpoints", EndpointList)
+
+    def traffic(self) -> TrafficList:
+        """What the traffic of every endpoint shows now."""
+        return self._get(f"{_API}/traffic", TrafficList)
 
     def endpoint(self, name: str) -> Endpoint:
         """One endpoint."""

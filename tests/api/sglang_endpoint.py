@@ -98,7 +98,7 @@ def add_sglang_endpoint(settings: Settings, database: Database, url: str, answer
     endpoints.activate("default", 1, url)
     endpoints.propose("default", job_id=job.id, checkpoint="c", use=DrafterUse(setting=NGRAM), reason="proven")
     if canary:
-        endpoints.canary("default", 2, 0.2, urls)
+        endpoints.canary("default", 2, 0.2, urls=urls)
     else:
         endpoints.activate("default", 2)
     return job.id

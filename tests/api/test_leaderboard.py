@@ -90,6 +90,20 @@ def test_an_entry_averages_greedy_and_sampled_cells_apart() -> None:
     assert rank([Measured("j", "eagle3", "t", True, greedy_only)])[0].speedup_sampled is None
 
 
+def test_the_interval_of_one_measurement_is_the_measured_one_and_of_a_mean_the_mean_of_the_ends() -> None:
+    ends = {("chat", 0.0): (1.5, 2.5), ("chat", 1.0): (1.6, 2.0), ("math", 0.0): (2.1, 2.3), ("math", 1.0): (1.0, 3.0)}
+    cells = tuple(cell.model_copy(update={"speedup_interval": Interval(low=low, high=high)}) for cell, (low, high) in
+                  zip(STEADY.cells, ends.values(), strict=True))
+    assert [(cell.suite, cell.temperature) for cell in cells] == list(ends)
+    board = [Measured("j", "eagle3", "t", False, STEADY.model_copy(update={"cells": cells}))]
+    (one,) = rank(select(board, Selection(suite="math", temperature=1.0)))
+    assert one.speedup_interval == Interval(low=1.0, high=3.0)
+    (mean,) = rank(board)
+    assert mean.speedup_interval is not None
+    assert mean.speedup_interval.low == pytest.approx(((1.5 + 1.6) / 2 + (2.1 + 1.0) / 2) / 2)
+    assert mean.speedup_interval.high == pytest.approx(((2.5 + 2.0) / 2 + (2.3 + 3.0) / 2) / 2)
+
+
 def test_a_selection_ranks_by_its_measurements_alone_and_leaves_out_what_has_none() -> None:
     math = benchmark_report("m-step-4", {"math": (3.0, 1.5)})
     board = [Measured("j", "eagle3", "t", False, one) for one in (STEADY, PEAKED, LOSSY, math)]

@@ -1,4 +1,5 @@
-"""The page of an endpoint in a real Chromium: live acceptance over time and by position."""
+"""The page of an endpoint in a real Chromium: live acceptance over time and by position, canaries; and what of it the
+first page shows."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -7,14 +8,16 @@ from typing import Any
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, watch
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
 from tests.api.samples import ManualClock
 from tests.browser.conftest import SHOTS, TOKEN, assert_accessible, signed_in
 
 OpenPage = Callable[..., Any]
 Server = tuple[str, Database]
-NAMES = ("acceptance", "acceptance-by-position")
+NAMES = ("acceptance", "acceptance-by-position", "canary")
 
 
 @pytest.fixture
@@ -31,11 +34,11 @@ def figure(page: Any, name: str) -> Any:
 
 def drawn(page: Any, name: str) -> Any:
     found = figure(page, name)
-    found.locator("svg path").first.wait_for()
+    found.locator("svg path:visible").first.wait_for()  # some frames are empty
     return found
 
 
-def test_figures_follow_new_windows_without_a_reload_and_an_open_table_stays_open(
+def test_figures_follow_new_windows_without_a_reload_an_open_table_stays_open_and_a_button_rolls_back(
         guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     first = endpoint_with_history(database, clock)
@@ -60,6 +63,10 @@ def test_figures_follow_new_windows_without_a_reload_and_an_open_table_stays_ope
     assert drawn(page, "acceptance").locator("tbody tr", has_text="2.77").is_visible(), "the table stays open"
     assert page.evaluate("document.activeElement.tagName") == "SUMMARY", "and so does the focus"
     page.locator("#past tbody tr", has_text="tau 2.77").wait_for()  # by the stream; the figure is asked for by itself
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Roll back").click()
+    page.locator("#past tbody tr", has_text="rolled-back: RolledBack").filter(has_text="person").wait_for()
+    assert Endpoints(database).get("chat").candidate_revision == 1, "the target without a drafter"
     assert [one for one in faults if "401" not in one] == []
 
 
@@ -84,6 +91,10 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
         scheme: str, guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     endpoint_with_history(database, clock)
+    serve_drafter(database, clock, "busy")
+    tried = Endpoints(database, clock).propose("busy", job_id=None, checkpoint="wide-step-9", tree=DraftTreeShape(),
+                                               drafter_dir="/d/wide", reason="test").number
+    try_canary(database, clock, tried, (0.2,), "busy")
     SHOTS.mkdir(parents=True, exist_ok=True)
     for width, height in ((375, 812), (1440, 900)):
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
@@ -94,4 +105,15 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
         page.screenshot(path=SHOTS / f"endpoint-{width}-{scheme}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert_accessible(page, f"at {width}, {scheme}")
+        page.goto(url)
+        page.get_by_text("Endpoint chat: the traffic has drifted").wait_for()
+        shown = page.locator("section[aria-labelledby=endpoints] tbody tr", has_text="chat").inner_text()
+        live = page.request.get(f"{url}/v1alpha1/traffic").json()["items"]
+        window = next(one["window"] for one in live if one["endpoint"] == "chat")
+        assert [f"{window['tau']:.2f}", f"{window['requests_per_s']:.3g}"] == shown.split("\t")[2:4]
+        assert f"Canary revision {tried} gets 20 %" in " ".join(page.get_by_role(
+            "row", name="busy").inner_text().split())
+        page.screenshot(path=SHOTS / f"home-endpoints-{width}-{scheme}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert_accessible(page, f"home at {width}, {scheme}")
     assert [one for one in faults if "401" not in one] == []

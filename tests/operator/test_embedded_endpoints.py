@@ -251,6 +251,10 @@ def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harn
         harness.keeper.reconcile("default")
     assert harness.events("drift", "retraining", "rolled-back") == [
         ("drift", 2, "TrafficDrifted"), ("retraining", 2, "RetrainingStarted")]
+    window = harness.histories.latest("default", "window")
+    assert window is not None
+    assert window.figures["requests"] >= 1.0
+    assert window.figures["seconds"] > 0.0
     started = harness.jobs.list().items[0]
     assert started.spec.labels == {"retrained-from": harness.job.id}
     assert started.spec.drafter.init_from == str(drafter)

@@ -11,10 +11,11 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_operator.endpoints.plan import CANARY_ROUNDS, KILL_MARGIN_S, MIN_ROUNDS, plan_endpoint
+from eyrie_operator.endpoints.plan import CANARY_ROUNDS, KILL_MARGIN_S, MIN_ROUNDS, highest_tau, plan_endpoint
 from eyrie_operator.endpoints.state import (
     Activate,
     AnnounceGap,
+    CanaryStep,
     CloseWindow,
     DeleteEngine,
     KillEngine,
@@ -226,15 +227,15 @@ def test_a_new_revision_gets_its_shares_step_by_step_and_then_everything() -> No
     assert plan(wanted, *engines, routed=1, policy=TRIED).actions == (ShareRoute(2, 1, 0.2),)
     wanted = endpoint(1, 2, state="canary")
     assert plan(wanted, *engines, **on_trial(answered=4)).actions == ()
-    assert plan(wanted, *engines, **on_trial(answered=5)).actions == (ShareRoute(2, 1, 0.5),)
+    assert plan(wanted, *engines, **on_trial(answered=5)).actions == (ShareRoute(2, 1, 0.5, CanaryStep(5, 0)),)
     last = plan(wanted, *engines, **on_trial(0.5, answered=5))
-    assert last.actions == (Route(2), Activate(2, 5, None))
+    assert last.actions == (Route(2), Activate(2, CanaryStep(5, 0)))
     assert "revision 2 is the canary with 50% of the requests" in last.message
 
 
 def test_a_quiet_endpoint_does_not_wait_for_requests_that_do_not_come() -> None:
     wanted, engines = endpoint(1, 2, state="canary"), (engine(1), engine(2))
-    for seconds, actions in ((9.9, ()), (10.0, (ShareRoute(2, 1, 0.5),))):
+    for seconds, actions in ((9.9, ()), (10.0, (ShareRoute(2, 1, 0.5, CanaryStep(0, 0)),))):
         assert plan(wanted, *engines, **on_trial(), now=NOW + timedelta(seconds=seconds)).actions == actions
 
 
@@ -243,12 +244,31 @@ def test_two_failed_requests_on_trial_send_everything_back_and_one_is_no_evidenc
     assert plan(wanted, engine(1), engine(2), **on_trial(answered=3, errors=1)).actions == ()
     planned = plan(wanted, engine(1), engine(2), **on_trial(answered=3, errors=2))
     assert planned.actions == (
-        Reject(2, "CanaryFailed", "2 of its 5 requests failed while it had 20% of them"), Route(1), RetireEngine(2))
+        Reject(2, "CanaryFailed", "2 of its 5 requests failed while it had 20% of them", CanaryStep(3, 2)), Route(1),
+        RetireEngine(2))
 
 
 def test_an_engine_that_dies_on_trial_is_rejected_and_the_route_is_whole_again() -> None:
     planned = plan(endpoint(1, 2, state="canary"), engine(1), engine(2, "dead", message="killed"), **on_trial())
     assert planned.actions == (Reject(2, "EngineDied", "the new engine ended: killed"), Route(1), DeleteEngine(2))
+
+
+def test_a_step_of_a_canary_ends_with_its_acceptance_and_the_interval_that_is_judged_by() -> None:
+    seen = engine(2, window_rounds=100.0, window_tokens=290.0)
+    (shared,) = plan(endpoint(1, 2, state="canary"), engine(1), seen, **on_trial(answered=5)).actions
+    high = highest_tau(drafted(2), 2.9, 100.0)
+    assert shared.ended == CanaryStep(5, 0, 2.9, 100.0, 2 * 2.9 - high, high)
+    poor = engine(2, window_rounds=100.0, window_tokens=105.0)
+    rejected = plan(endpoint(1, 2, state="canary"), engine(1), poor, **on_trial(answered=5)).actions[0]
+    assert (rejected.ended.tau, rejected.ended.tau_low) == (1.05, 1.0), "a round produces a token at least"
+
+
+def test_a_closed_window_says_how_many_requests_ended_in_how_many_seconds() -> None:
+    full: dict[str, Any] = {"window_rounds": 2.0 * MIN_ROUNDS, "window_tokens": 5.8 * MIN_ROUNDS,
+                            "window_requests": 90.0}
+    for since, seconds in ((NOW - timedelta(seconds=60), 60.0), (None, None)):
+        (closed,) = plan(endpoint(2), engine(2, **full, window_since=since), routed=2).actions
+        assert (closed.requests, closed.seconds) == (90.0, seconds)
 
 
 def test_acceptance_that_collapses_on_trial_rejects_and_a_few_rounds_prove_nothing() -> None:

@@ -196,20 +196,26 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
     """Measured checkpoints, best first."""
     if not entries:
         return Text("Nothing has been measured yet.")
-    table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "GREEDY", "SAMPLED", "AT ONCE", "TAU", "DEPTH/K/TOKENS",
-                   "TOK/S", "LOSSLESS", "TARGET", "JOB", right=("#", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
+    table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "95 %", "GREEDY", "SAMPLED", "AT ONCE", "TAU",
+                   "DEPTH/K/TOKENS", "TOK/S", "LOSSLESS", "TARGET", "JOB",
+                   right=("#", "SPEED-UP", "95 %", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
     for entry in entries:
         # One at a time is the column before.
         at_once = ", ".join(f"{concurrency}: {times(speedup)}"
                             for concurrency, speedup in entry.speedup_by_concurrency.items() if concurrency > 1)
         table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""),
                       entry.family + (", not trained here" if entry.rival else ""),
-                      times(entry.speedup), times(entry.speedup_greedy), times(entry.speedup_sampled), at_once or "-",
+                      times(entry.speedup), _within(entry.speedup_interval), times(entry.speedup_greedy),
+                      times(entry.speedup_sampled), at_once or "-",
                       f"{entry.tau:.2f}", "-" if entry.tree is None else entry.tree.label(),
                       f"{entry.tokens_per_s:.0f}",
                       Text("yes", "green") if entry.lossless else Text("NO", "bold red"),
                       short_target(entry.target), entry.job_id)
     return table
+
+
+def _within(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:.2f}-{interval.high:.2f}"
 
 
 def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableType:

@@ -5,7 +5,7 @@ its entry and no entry without its change. What may be reported twice (a decisio
 `once`; the second report has no effect. Windows are written as long as there is traffic, so only the latest are kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,15 @@ class Histories:
             row = session.scalars(query.order_by(HistoryRow.id.desc()).limit(1)).first()
             return None if row is None else render_history(row)
 
+    def latest_of_all(self, kinds: Collection[HistoryKind]) -> tuple[HistoryEntry, ...]:
+        """The latest entry of each of these kinds of every endpoint the caller sees; by one query."""
+        latest = select(func.max(HistoryRow.id)).where(
+            HistoryRow.kind.in_(kinds), endpoint_names.visible_to(HistoryRow.endpoint, self._scope, "endpoints:read")
+        ).group_by(HistoryRow.endpoint, HistoryRow.kind)
+        with self._database.reading() as session:
+            rows = session.scalars(select(HistoryRow).where(HistoryRow.id.in_(latest)).order_by(HistoryRow.id)).all()
+            return tuple(render_history(row) for row in rows)
+
     def record_decision(self, endpoint: str, decision: PromotionDecision, *, job_id: str, attempt: int) -> None:
         """Record the promotion decision about a job's candidate; no effect when this attempt was recorded before."""
         reason = {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "no-drafter": "NotFaster",
@@ -106,17 +115,19 @@ class Histories:
 
     def record_window(self, endpoint: str, revision: int, tau: float, rounds: float, proven: float | None, *,
                       accepted: Sequence[float] = (), rollback_below: float | None = None,
-                      drift_below: float | None = None) -> None:
+                      drift_below: float | None = None, requests: float | None = None,
+                      seconds: float | None = None) -> None:
         """Record one window of live acceptance and delete the oldest beyond KEPT_WINDOWS.
 
         accepted   draft tokens accepted at each position; empty where the engine does not say
+        requests   requests that ended in the window, and `seconds` its length; None where not known
         """
         message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
         with self._database.writing() as session:
             record_history(session, self._clock, endpoint, "window", "Watched", message, revision=revision,
                            actor="watch", figures={
                                "tau": tau, "rounds": rounds, "proven_tau": proven, "drift_below": drift_below,
-                               "rollback_below": rollback_below,
+                               "rollback_below": rollback_below, "requests": requests, "seconds": seconds,
                                **{f"accepted/{position}": count for position, count in enumerate(accepted, start=1)}})
             windows = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == "window")
             oldest = session.scalars(windows.order_by(HistoryRow.id.desc()).offset(KEPT_WINDOWS - 1).limit(1)).first()

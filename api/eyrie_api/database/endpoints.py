@@ -110,7 +110,11 @@ class Endpoints:
         seen = endpoint_names.visible_to(EndpointRow.name, self._scope, "endpoints:read")
         with self._database.reading() as session:
             rows = session.scalars(select(EndpointRow).where(seen).order_by(EndpointRow.name)).all()
-            return EndpointList(items=tuple(self._render(session, row) for row in rows))
+            revisions: dict[str, list[RevisionRow]] = {row.name: [] for row in rows}
+            for one in session.scalars(select(RevisionRow).where(
+                    endpoint_names.visible_to(RevisionRow.endpoint, self._scope, "endpoints:read"))):
+                revisions.get(one.endpoint, []).append(one)
+            return EndpointList(items=tuple(render_endpoint(row, revisions[row.name]) for row in rows))
 
     def serving(self, name: str, action: Action = "endpoints:read") -> Serving:
         """Target and serving section of the endpoint, for a caller who may do `action` on it. Raises NotFound, or
@@ -195,8 +199,10 @@ class Endpoints:
 
     # Reports of the reconciler.
 
-    def canary(self, name: str, number: int, share: float, urls: Mapping[int, str] | None = None) -> Endpoint:
-        """The candidate `number` gets that share of the requests. `urls`: of revisions that have one of their own."""
+    def canary(self, name: str, number: int, share: float, figures: Mapping[str, float | None] | None = None,
+               urls: Mapping[int, str] | None = None) -> Endpoint:
+        """The candidate `number` gets that share of the requests. `figures` are those of the step before; `urls` of
+        revisions that have one of their own."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             _set_urls(session, name, urls)
@@ -204,13 +210,13 @@ class Endpoints:
             if revision is not None:
                 revision.state = "canary"
             record_history(session, self._clock, name, "canary", "CanaryStep", f"{share:.0%} of the requests",
-                           revision=number, actor="watch", figures={"share": share})
+                           revision=number, actor="watch", figures={**(figures or {}), "share": share})
             return self._render(session, row)
 
     def activate(self, name: str, number: int, url: str | None = None,
                  figures: Mapping[str, float | None] | None = None, urls: Mapping[int, str] | None = None) -> Endpoint:
-        """The candidate `number` is healthy and becomes the active revision; `figures` are those of its canary, `urls`
-        as in `canary`."""
+        """The candidate `number` is healthy and becomes the active revision. `figures` are those of its canary's last
+        step; `urls` as in `canary`."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             _set_urls(session, name, urls)
@@ -232,16 +238,17 @@ class Endpoints:
             row.updated_at = self._clock()
             return self._render(session, row)
 
-    def reject(self, name: str, number: int, reason: str, message: str) -> Endpoint:
+    def reject(self, name: str, number: int, reason: str, message: str,
+               figures: Mapping[str, float | None] | None = None) -> Endpoint:
         """The candidate `number` did not become healthy, failed requests, or accepted too little: the active one
-        stays. `reason` is a CamelCase word."""
+        stays. `reason` is a CamelCase word; `figures` are those of its canary's last step."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             revision, active = (self._revision(session, row, one) for one in (number, row.active_revision))
             if revision is not None:
                 revision.state, revision.rejected_reason = "rejected", f"{reason}: {message}"
                 record_history(session, self._clock, name, "rejected", reason, message, revision=number,
-                               job_id=revision.job_id, actor="watch")
+                               job_id=revision.job_id, actor="watch", figures=figures)
             if row.candidate_revision == number:
                 row.candidate_revision = None
                 if active is not None:

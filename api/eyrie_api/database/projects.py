@@ -5,8 +5,10 @@ when it is requested.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-from sqlalchemy import or_, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -17,9 +19,24 @@ from eyrie_api.database.api_keys import revoke_keys_of
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import live_endpoints, live_gpus, live_jobs, live_replicas
-from eyrie_api.database.tables import MembershipRow, ProjectRow
+from eyrie_api.database.tables import JobRow, MembershipRow, ProjectRow
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, Member, Project, Quotas, Role
+
+
+@dataclass(frozen=True)
+class UsedUp:
+    """A quota of jobs that leaves no room for another one."""
+
+    project: str
+    what: Literal["jobs", "GPUs"]
+    used: int
+    most: int
+
+    @property
+    def option(self) -> str:
+        """Of `eyrie projects quotas`."""
+        return f"--{self.what.lower()}"
 
 
 class Projects:
@@ -47,6 +64,26 @@ class Projects:
         query = select(ProjectRow).where(self._scope.sees(ProjectRow.name, "jobs:read")).order_by(ProjectRow.name)
         with self._database.reading() as session:
             return tuple(_render(session, row) for row in session.scalars(query).all())
+
+    def used_up(self) -> tuple[UsedUp, ...]:
+        """Quotas of jobs and GPUs that are used up, in the projects the caller has a role in."""
+        limited = select(ProjectRow).where(
+            self._scope.sees(ProjectRow.name, "jobs:read"),
+            or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_gpus.is_not(None))).order_by(ProjectRow.name)
+        found = []
+        with self._database.reading() as session:
+            rows = {row.name: row for row in session.scalars(limited)}
+            if not rows:  # without quotas there may be any number of live jobs to count
+                return ()
+            live = select(JobRow.project, func.count(), func.sum(JobRow.num_gpus)).where(
+                JobRow.project.in_(rows), JobRow.ended.is_(False)).group_by(JobRow.project).order_by(JobRow.project)
+            for name, jobs, gpus in session.execute(live):
+                max_jobs, max_gpus = rows[name].max_jobs, rows[name].max_gpus
+                if max_jobs is not None and jobs >= max_jobs:
+                    found.append(UsedUp(name, "jobs", jobs, max_jobs))
+                if max_gpus is not None and gpus >= max_gpus > 0:
+                    found.append(UsedUp(name, "GPUs", int(gpus), max_gpus))
+        return tuple(found)
 
     def get(self, name: str) -> Project:
         """One project. Raises NotFound."""

@@ -6,7 +6,7 @@ best average performance across all benchmarks, not peak performance on any sing
 target's output ranks below all that did not. `eyrie_api.database.results` reads the reports.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -34,11 +34,12 @@ class Measured:
     report: BenchmarkReport
 
 
-def suite_means(report: BenchmarkReport) -> dict[str, float]:
-    """Suite -> mean speed-up over its temperatures, in the order of the cells."""
+def suite_means(report: BenchmarkReport, of: Callable[[CellReport], float] = lambda cell: cell.speedup) \
+        -> dict[str, float]:
+    """Suite -> mean over its temperatures of the speed-up, or of another figure, in the order of the cells."""
     by_suite: dict[str, list[float]] = {}
     for cell in report.cells:
-        by_suite.setdefault(cell.suite, []).append(cell.speedup)
+        by_suite.setdefault(cell.suite, []).append(of(cell))
     return {suite: fmean(values) for suite, values in by_suite.items()}
 
 
@@ -167,7 +168,15 @@ def _entry(one: Measured, place: int) -> LeaderboardEntry:
         speedup_greedy=_mean(cell for cell in cells if cell.temperature == 0.0),
         speedup_sampled=_mean(cell for cell in cells if cell.temperature > 0.0),
         lossless=report.lossless, tuned=one.tuned, rival=report.rival, suites=suite_means(report),
-        speedup_by_concurrency=speedup_by_concurrency(report), rank=place)
+        speedup_by_concurrency=speedup_by_concurrency(report), rank=place, speedup_interval=_mean_interval(report))
+
+
+def _mean_interval(report: BenchmarkReport) -> Interval:
+    """The mean of the ends. A mean's standard error is at most the mean of the standard errors, and reaches it where
+    the measurements vary together, as those of one suite's prompts at two temperatures do."""
+    low, high = (fmean(suite_means(report, end).values()) for end in (
+        lambda cell: cell.speedup_interval.low, lambda cell: cell.speedup_interval.high))
+    return Interval(low=low, high=high)
 
 
 def _mean(cells: Iterable[CellReport]) -> float | None:

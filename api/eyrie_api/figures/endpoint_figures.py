@@ -1,6 +1,6 @@
-"""The figures of an endpoint: live acceptance over time, and by position. Pure.
+"""The figures of an endpoint: live acceptance over time, and by position; its canaries (`canary_figure`). Pure.
 
-Both are drawn from its history: windows of acceptance, with the acceptance lengths at which the watch acted then, and
+All are drawn from its history: windows of acceptance, with the acceptance lengths at which the watch acted then, and
 the changes of what served. A window is marked at its end. Figures as `figures.job_figures` has them.
 """
 
@@ -10,6 +10,7 @@ from datetime import timedelta
 from itertools import zip_longest
 
 from eyrie_api.errors import NotFound
+from eyrie_api.figures import canary_figure
 from eyrie_api.figures.themes import INK
 from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
 from eyrie_api.v1alpha1.engine import EngineKind
@@ -19,6 +20,9 @@ from eyrie_api.v1alpha1.status import Endpoint, Revision
 
 MARKED: tuple[HistoryKind, ...] = ("activated", "rolled-back", "drift")
 """Entries that are marked in the figure over time."""
+
+CHANGES = tuple(dict.fromkeys((*MARKED, *canary_figure.KINDS)))
+"""Entries beside the windows that the figures are drawn from."""
 
 _LIMITS = {"proven_tau": "proven", "drift_below": "drift is reported below", "rollback_below": "rolled back below"}
 _DASHES = [[1, 0], [8, 4], [2, 3]]
@@ -37,14 +41,18 @@ class Watched:
     """Oldest first."""
 
     changes: Sequence[HistoryEntry]
-    """Entries of the kinds in MARKED, in any order."""
+    """Entries of the kinds in CHANGES, in any order."""
 
 
 def figures_of(seen: Watched) -> tuple[Figure, ...]:
     """Every figure there is data for."""
-    found = [acceptance(seen.windows, seen.changes)] if seen.windows else []
+    marked = [one for one in seen.changes if one.kind in MARKED]
+    found = [acceptance(seen.windows, marked)] if seen.windows else []
     counted = [one for one in seen.windows if _accepted(one)]
-    return (*found, acceptance_by_position(counted)) if counted else tuple(found)
+    if counted:
+        found.append(acceptance_by_position(counted))
+    canaries = canary_figure.canaries_of(one for one in seen.changes if one.kind in canary_figure.KINDS)
+    return (*found, canary_figure.canary(seen.endpoint, canaries)) if canaries else tuple(found)
 
 
 def list_figures(seen: Watched) -> FigureList:
@@ -58,6 +66,8 @@ def list_figures(seen: Watched) -> FigureList:
     elif seen.windows:
         absent.append(("acceptance-by-position", "acceptance by position is not known of these windows: no draft token "
                        "was accepted, or an earlier version recorded them"))
+    absent.append(("canary", "no canary yet: a new revision gets a share of the requests first "
+                   "(promotion.canary.shares) while another one serves; on a cluster a Gateway has to divide them"))
     return FigureList(
         items=tuple(FigureSummary(name=one.name, title=one.title, caption=one.caption, rows=one.rows,
                                   changed_at=one.changed_at) for one in found),
@@ -69,7 +79,7 @@ def figure_of(seen: Watched, name: str) -> Figure:
     found = next((one for one in figures_of(seen) if one.name == name), None)
     if found is None:
         reason = next((one.reason for one in list_figures(seen).absent if one.name == name),
-                      "an endpoint has the figures acceptance and acceptance-by-position")
+                      "an endpoint has the figures acceptance, acceptance-by-position and canary")
         raise NotFound(f"endpoint {seen.endpoint.name!r} has no figure {name!r}", reason)
     return found
 

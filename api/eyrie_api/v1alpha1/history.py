@@ -38,8 +38,11 @@ class HistoryEntry(Frozen):
 
     figures: dict[str, float] = Field(default_factory=dict)
     """Numbers the entry rests on, by name: tau, share, speedup, ... Of a window also the acceptance lengths at which
-    the watch acts (`drift_below`, `rollback_below`), and, where the engine says, the draft tokens accepted at each
-    position in its `rounds` (`accepted/1`, `accepted/2`, ...)."""
+    the watch acts (`drift_below`, `rollback_below`), the `requests` that ended in its `seconds`, and, where the engine
+    says, the draft tokens accepted at each position in its `rounds` (`accepted/1`, `accepted/2`, ...). Of a canary's
+    step, and of the activation or the rejection that ends a canary, also what the step before counted: `answered`,
+    `errors`, and over all rounds of the canary so far `tau` with the interval by which the watch judges (`tau_low`,
+    `tau_high`)."""
 
     data: dict[str, JsonValue] = Field(default_factory=dict)
     """decided: `decision`, a PromotionDecision. drift: `job`, a JobSpec ready to be posted, and `traffic_file`."""

@@ -34,7 +34,7 @@ class IsDefault:
         return value == self.default
 
 
-LATEST = 4
+LATEST = 5
 """The number of the latest addition."""
 
 

@@ -237,7 +237,8 @@ class EndpointReconciler:
             self._write_baseline(snapshot, workload, WINDOW_BASELINE, began)
         total = increase(counts, began.counts)
         return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
-                       window_accepted=total.accepted, window_since=began.since)
+                       window_accepted=total.accepted, window_requests=total.requests,
+                       window_since=began.since)
 
     def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
                        since: datetime) -> tuple[int, int]:

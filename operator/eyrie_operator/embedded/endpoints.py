@@ -172,9 +172,10 @@ class EmbeddedEndpoints:
         assert record.url is not None
         counters = read_counters(record.url)
         seen = EngineCounters() if counters is None else record.window(counters)
+        requests = None if counters is None else record.requests(counters)
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
                               window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
-                              window_since=record.window_since, alone=record.alone)
+                              window_requests=requests, window_since=record.window_since, alone=record.alone)
 
     # Actions. Each is idempotent: after a crash it is applied again.
 

@@ -77,17 +77,25 @@ class EngineRecord(Frozen):
 
     window_tokens: float = 0.0
     window_accepted: tuple[float, ...] = ()
+    window_requests: float | None = None
+    """None: an earlier version, which did not read them, began the window."""
+
     window_since: datetime | None = None
 
     def begin_window(self, counters: EngineCounters, now: datetime) -> "EngineRecord":
         """With a window that begins now."""
         return self.model_copy(update={"window_rounds": counters.rounds, "window_tokens": counters.tokens,
-                                       "window_accepted": counters.accepted, "window_since": now})
+                                       "window_accepted": counters.accepted, "window_requests": counters.requests,
+                                       "window_since": now})
 
     def window(self, now: EngineCounters) -> EngineCounters:
         """What was counted since the window began."""
         began = EngineCounters(self.window_rounds, self.window_tokens, accepted=self.window_accepted)
         return increase({"": now}, {"": began})
+
+    def requests(self, now: EngineCounters) -> float | None:
+        """Requests that ended since the window began; None where that is not known."""
+        return None if self.window_requests is None else now.requests - self.window_requests
 
 
 def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:

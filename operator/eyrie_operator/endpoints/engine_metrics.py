@@ -34,6 +34,11 @@ class EngineCounters:
     accepted: tuple[float, ...] = ()
     """Draft tokens accepted at each position, the first one first. Empty where the engine does not say."""
 
+    @property
+    def requests(self) -> float:
+        """Clients' requests that have ended."""
+        return self.answered + self.failed
+
 
 def read_metrics(text: str) -> EngineCounters:
     """Parse Prometheus' text format; absent counters are zero."""

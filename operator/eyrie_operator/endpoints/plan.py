@@ -24,11 +24,13 @@ from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_operator.endpoints.state import (
     Activate,
     AnnounceGap,
+    CanaryStep,
     CloseWindow,
     DeleteEngine,
     EndpointAction,
     EndpointPlan,
     KillEngine,
+    ObservedCanary,
     ObservedEndpoint,
     ObservedEngine,
     ProposeNoDrafter,
@@ -159,7 +161,7 @@ def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint,
     if canary is not None and canary.errors >= CANARY_ERRORS:
         message = (f"{canary.errors} of its {canary.errors + canary.answered} requests failed while it had "
                    f"{canary.share:.0%} of them")
-        actions.append(Reject(engine.revision, "CanaryFailed", message))
+        actions.append(Reject(engine.revision, "CanaryFailed", message, _step(revision, engine, canary)))
         return True
     proven_before = revision is not None and revision.state not in ("proposed", "canary")
     if not shares or proven_before or serving is None or serving.state != "healthy" or seen.routed == engine.revision:
@@ -170,19 +172,27 @@ def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint,
     if canary is None:
         actions.append(ShareRoute(engine.revision, serving.revision, shares[0]))
         return False
-    tau = window_tau(engine, CANARY_ROUNDS)
-    collapse = _collapse(revision, tau, engine.window_rounds, policy)
+    ended = _step(revision, engine, canary)
+    collapse = _collapse(revision, ended.tau, engine.window_rounds, policy)
     if collapse is not None:
-        actions.append(Reject(engine.revision, "AcceptanceCollapsed", collapse))
+        actions.append(Reject(engine.revision, "AcceptanceCollapsed", collapse, ended))
         return True
     over = now - canary.since >= timedelta(seconds=policy.canary.max_step_s)
     if canary.answered >= policy.canary.min_requests or over:
         further = [share for share in shares if share > canary.share]
         if further:
-            actions.append(ShareRoute(engine.revision, serving.revision, further[0]))
+            actions.append(ShareRoute(engine.revision, serving.revision, further[0], ended))
         else:
-            actions += [Route(engine.revision), Activate(engine.revision, canary.answered, tau)]
+            actions += [Route(engine.revision), Activate(engine.revision, ended)]
     return False
+
+
+def _step(revision: Revision | None, engine: ObservedEngine, canary: ObservedCanary) -> CanaryStep:
+    tau, rounds = window_tau(engine, CANARY_ROUNDS), engine.window_rounds
+    if revision is None or tau is None:
+        return CanaryStep(canary.answered, canary.errors)
+    high = highest_tau(revision, tau, rounds)
+    return CanaryStep(canary.answered, canary.errors, tau, rounds, max(1.0, 2.0 * tau - high), high)
 
 
 def _keep_alive(active: int | None, candidate: int | None, seen: ObservedEndpoint,
@@ -212,7 +222,7 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     tau = window_tau(engine)
     if tau is None:
         return _drift(revision, policy, seen)
-    close = _close_window(revision, engine, tau, policy)
+    close = _close_window(revision, engine, tau, policy, now)
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.
@@ -223,12 +233,16 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     return _drift(revision, policy, seen) if short else [close]
 
 
-def _close_window(revision: Revision, engine: ObservedEngine, tau: float, policy: ServePolicy) -> CloseWindow:
+def _close_window(revision: Revision, engine: ObservedEngine, tau: float, policy: ServePolicy,
+                  now: datetime) -> CloseWindow:
     proven = proven_tau(revision, policy.counts_drafted)
     if proven is None:
         return CloseWindow(revision.number, tau, engine.window_rounds, None)
+    seconds = 0.0 if engine.window_since is None else (now - engine.window_since).total_seconds()
     return CloseWindow(revision.number, tau, engine.window_rounds, proven, policy.min_acceptance_ratio * proven,
-                       None if policy.drift.action == "ignore" else policy.drift.ratio * proven, engine.window_accepted)
+                       None if policy.drift.action == "ignore" else policy.drift.ratio * proven, engine.window_accepted,
+                       # Not positive: the beginning is not known, or the clock was set back.
+                       engine.window_requests, seconds if seconds > 0.0 else None)
 
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:

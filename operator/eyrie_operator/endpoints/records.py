@@ -6,6 +6,7 @@ recorded here. All are idempotent.
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from eyrie_api.clock import Clock, utc_now
@@ -23,6 +24,7 @@ from eyrie_operator.endpoints.drift import Drift
 from eyrie_operator.endpoints.state import (
     Activate,
     AnnounceGap,
+    CanaryStep,
     CloseWindow,
     EndpointAction,
     ProposeNoDrafter,
@@ -76,13 +78,13 @@ class EndpointRecords:
         """
         name, now = endpoint.name, self._clock()
         if isinstance(action, Activate):
-            self.endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau},
+            self.endpoints.activate(name, action.revision, figures=_figures(action.ended),
                                     urls=_urls(url_of, action.revision))
             if action.revision < (endpoint.active_revision or 0):
                 return conditions  # a rollback: the condition RolledBack keeps its reason
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
         if isinstance(action, Reject):
-            self.endpoints.reject(name, action.revision, action.reason, action.message)
+            self.endpoints.reject(name, action.revision, action.reason, action.message, _figures(action.ended))
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
         if isinstance(action, RollBack):
@@ -93,12 +95,14 @@ class EndpointRecords:
             self._histories.record(name, "gap", "ReplacingEngine", action.message, revision=action.revision,
                                    once=f"gap/{action.revision}/{now.isoformat()}")
         elif isinstance(action, ShareRoute):
-            self.endpoints.canary(name, action.revision, action.share, _urls(url_of, action.revision, action.serving))
+            self.endpoints.canary(name, action.revision, action.share, _figures(action.ended),
+                                  _urls(url_of, action.revision, action.serving))
         elif isinstance(action, CloseWindow):
             if action.proven is not None:
                 self._histories.record_window(
                     name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
-                    rollback_below=action.rollback_below, drift_below=action.drift_below)
+                    rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
+                    seconds=action.seconds)
         elif isinstance(action, ReportDrift):
             serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
@@ -125,3 +129,7 @@ class EndpointRecords:
 
 def _urls(url_of: Callable[[int], str] | None, *revisions: int) -> dict[int, str]:
     return {} if url_of is None else {number: url_of(number) for number in revisions}
+
+
+def _figures(ended: CanaryStep | None) -> dict[str, float | None]:
+    return {} if ended is None else asdict(ended)

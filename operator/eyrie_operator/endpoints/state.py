@@ -33,6 +33,9 @@ class ObservedEngine:
     window_accepted: tuple[float, ...] = ()
     """Draft tokens that they accepted at each position; empty where the engine does not say."""
 
+    window_requests: float | None = None
+    """Requests that it answered or failed since the window began; None where that is not known."""
+
     window_since: datetime | None = None
     alone: bool = False
     """It was started after the serving engine had been stopped, because both do not fit the memory."""
@@ -122,12 +125,32 @@ class Route:
 
 
 @dataclass(frozen=True)
+class CanaryStep:
+    """What was counted of a canary until one of its steps ended."""
+
+    answered: int
+    """Requests since it had this share, and those that failed."""
+
+    errors: int
+    tau: float | None = None
+    """Over all its rounds so far; None before enough of them."""
+
+    rounds: float | None = None
+    tau_low: float | None = None
+    """The interval of tau by which the watch judges (`plan.highest_tau`)."""
+
+    tau_high: float | None = None
+
+
+@dataclass(frozen=True)
 class ShareRoute:
     """Route a share of the requests to the candidate's engine, and the rest to the serving one."""
 
     revision: int
     serving: int
     share: float
+    ended: CanaryStep | None = None
+    """The step before."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +191,19 @@ class CloseWindow:
     accepted: tuple[float, ...] = ()
     """As `ObservedEngine.window_accepted`."""
 
+    requests: float | None = None
+    """As `ObservedEngine.window_requests`."""
+
+    seconds: float | None = None
+    """How long the window lasted."""
+
 
 @dataclass(frozen=True)
 class Activate:
-    """Record that the candidate serves, and the figures of its canary."""
+    """Record that the candidate serves, and the last step of its canary."""
 
     revision: int
-    answered: int | None = None
-    tau: float | None = None
+    ended: CanaryStep | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +213,8 @@ class Reject:
     revision: int
     reason: str
     message: str
+    ended: CanaryStep | None = None
+    """The step of its canary in which it was."""
 
 
 @dataclass(frozen=True)

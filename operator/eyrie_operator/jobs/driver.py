@@ -51,7 +51,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry, TuneReport
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import Job, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -176,7 +176,7 @@ class Driver:
             attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
             delete_requested=intent.delete_requested, has_capacity=self._has_capacity(job),
             run=run, stages=tuple(observe_stages(job, job_dir)),
-            decision=outcome.decision if outcome else None, best=best[0] if best else None,
+            decision=outcome.decision if outcome else None, best=_stored(best[0]) if best else None,
             serving=self._observe_serving(outcome))
 
     def _has_capacity(self, job: Job) -> bool:
@@ -341,3 +341,8 @@ class Driver:
         """Stop every run; the next control plane resumes them. Their jobs keep their state."""
         for job_id in self._jobs.live():
             self._runner.pause(job_id)
+
+
+def _stored(best: LeaderboardEntry) -> LeaderboardEntry:
+    """Without its interval: a version before intervals could not read a stored status that has one."""
+    return best.model_copy(update={"speedup_interval": None})

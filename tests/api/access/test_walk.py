@@ -96,6 +96,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", REPORTS + "/{report_id}/page"): ("one", None),
     ("DELETE", REPORTS + "/{report_id}"): ("one", None),
     ("GET", ENDPOINTS): ("many", None),
+    ("GET", "/v1alpha1/traffic"): ("many", None),
     ("GET", ENDPOINTS + "/{name}"): ("one", None),
     ("GET", ENDPOINTS + "/{name}/history"): ("one", None),
     ("GET", ENDPOINTS + "/{name}/figures"): ("one", None),

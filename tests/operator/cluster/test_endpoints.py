@@ -500,6 +500,10 @@ def test_with_a_gateway_a_trial_gets_more_as_it_answers_and_then_everything(
     pages.count(answered=20)
     settle(harness.reconciler())
     assert harness.chat.active_revision == 2
+    history = harness.histories.read("chat").items
+    steps = [one.figures for one in history if one.kind in ("canary", "activated")]
+    assert steps[-3:] == [{"share": 0.1}, {"share": 0.5, "answered": 20.0, "errors": 0.0},
+                          {"answered": 20.0, "errors": 0.0}], "each entry has what the step before counted"
     assert weights(server) == [100]
     harness.database.close()
 

@@ -15,7 +15,7 @@ Strict Content-Security-Policy: script, style and data from this server alone, n
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,12 +32,14 @@ from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
+from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.hardware_choice import sentence
 from eyrie_api.decisions.job_report import report_of
 from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
+from eyrie_api.http.console.attention import Item, attention
 from eyrie_api.http.console.job_details import by_stage
 from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.control import Control, Here
@@ -48,7 +50,7 @@ from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import History
 from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Leaderboard, StageStatus
+from eyrie_api.v1alpha1.status import Job, Leaderboard, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -92,8 +94,10 @@ def home(control: Here, request: Request) -> Response:
 def home_values(control: Control) -> dict[str, Any]:
     """What its template shows."""
     endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=_JOBS)
-    return {"endpoints": endpoints, "jobs": listed.items, "more": listed.next_cursor is not None,
-            "attention": [*_disk(control.settings.home), *attention(listed.items, endpoints)],
+    traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
+    needed = attention(listed.items, endpoints, traffic, control.projects.used_up())
+    return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
+            "more": listed.next_cursor is not None, "attention": [*_disk(control.settings.home), *needed],
             "now": datetime.now(UTC)}
 
 
@@ -315,40 +319,12 @@ def _recent(history: History) -> History:
     return history.model_copy(update={"items": history.items[::-1]})
 
 
-def _disk(home: Path) -> list[dict[str, str]]:
+def _disk(home: Path) -> list[Item]:
     """Looked at now: on a full disk neither an event nor a condition could be stored."""
     if not is_short(home):
         return []
     full = disk_full(home)
-    return [{"title": "The disk is full", "link": "/", "words": f"{full.message}; hint: {full.hint}"}]
-
-
-def attention(jobs: Iterable[Job], endpoints: Iterable[Endpoint]) -> list[dict[str, str]]:
-    """What a person should look at: title, link, what was seen and what to do. Pure."""
-    found = []
-    for one in endpoints:
-        serving = _condition(one.conditions, "Serving")
-        if one.desired == "on" and serving is not None and serving.status == "False":
-            found.append({"title": f"Endpoint {one.name}: {serving.reason}", "link": f"/console/endpoints/{one.name}",
-                          "words": serving.message})
-    for job in jobs:
-        name, link = job.spec.name or job.id, f"/console/jobs/{job.id}"
-        failed = next((stage for stage in job.status.stages if stage.state == "Failed"), None)
-        if job.status.phase == "Failed":
-            reason = _condition(job.status.conditions, "Failed")
-            words = reason.message if reason else ""
-            if failed is not None:
-                words = "; hint: ".join(filter(None, (failed.message, failed.hint)))
-            where = f" in {failed.stage}" if failed is not None else ""
-            found.append({"title": f"Job {name} failed{where}", "link": link, "words": words})
-        if job.status.decision is not None and job.status.decision.verdict == "awaits-approval":
-            found.append({"title": f"Job {name} waits for a decision", "link": link,
-                          "words": "promotion.mode is manual and the winner passed every check"})
-    return found
-
-
-def _condition(conditions: Iterable[Condition], kind: str) -> Condition | None:
-    return next((one for one in conditions if one.type == kind), None)
+    return [Item("The disk is full", "/", f"{full.message}; hint: {full.hint}")]
 
 
 def pipeline(job: Job) -> list[dict[str, Any]]:

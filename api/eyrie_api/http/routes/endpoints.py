@@ -12,6 +12,7 @@ from fastapi import APIRouter, Body, Query, Response
 from starlette.responses import StreamingResponse
 
 from eyrie_api.database.endpoint_history import MAX_PAGE
+from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.errors import Conflict
 from eyrie_api.figures import endpoint_figures
@@ -23,6 +24,7 @@ from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
+from eyrie_api.v1alpha1.traffic import TrafficList
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 
 router = APIRouter(tags=["endpoints"])
@@ -33,6 +35,13 @@ ENDPOINTS = "/v1alpha1/endpoints"
 def list_endpoints(control: Here) -> EndpointList:
     """All endpoints with their revisions."""
     return control.endpoints.list()
+
+
+@router.get("/v1alpha1/traffic")
+def list_traffic(control: Here) -> TrafficList:
+    """What the traffic of every endpoint shows now: the latest window of acceptance with requests per second, the
+    canary and its share, drift."""
+    return TrafficList(items=traffic_of(control.endpoints.list().items, control.histories.latest_of_all(KINDS)))
 
 
 @router.get(ENDPOINTS + "/{name}")
@@ -51,7 +60,7 @@ def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le
 
 @router.get(ENDPOINTS + "/{name}/figures")
 def list_figures(name: Name, control: Here) -> FigureList:
-    """The figures of live acceptance that there is data for, and why there are no others."""
+    """The figures of live acceptance and of canaries that there is data for, and why there are no others."""
     return endpoint_figures.list_figures(_watched(name, control))
 
 
@@ -64,7 +73,7 @@ def read_figure(name: Name, figure: str, control: Here) -> Figure:
 def _watched(name: str, control: Control) -> endpoint_figures.Watched:
     """What the figures of an endpoint are drawn from. Raises NotFound."""
     windows = control.histories.read(name, limit=MAX_PAGE, kind="window").items
-    changes = [one for kind in endpoint_figures.MARKED for one in control.histories.read(name, kind=kind).items]
+    changes = [one for kind in endpoint_figures.CHANGES for one in control.histories.read(name, kind=kind).items]
     return endpoint_figures.Watched(control.endpoints.get(name), control.endpoints.serving(name).serve.engine.kind,
                                     windows, changes)
 

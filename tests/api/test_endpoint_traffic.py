@@ -1,0 +1,240 @@
+"""What the traffic of endpoints shows now, by REST and on the first page; and what a person should look at."""
+
+import re
+from datetime import timedelta
+from html import unescape
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.projects import Projects, UsedUp
+from eyrie_api.http.console.attention import Item, attention
+from eyrie_api.http.server import create_app
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import Quotas
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.reports import PromotionDecision
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision
+from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
+from tests.api.figures.endpoint_values import serve_drafter, watch
+from tests.api.samples import NOW, ManualClock, job_spec
+
+LATER = NOW + timedelta(hours=1)
+
+
+@pytest.fixture
+def client(settings: Settings, database: Database) -> httpx.Client:
+    return TestClient(create_app(settings, database=database), base_url="http://127.0.0.1:8642")
+
+
+def traffic_of(client: httpx.Client, name: str = "chat") -> dict[str, Any]:
+    answer = client.get("/v1alpha1/traffic")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = next(one for one in answer.json()["items"] if one["endpoint"] == name)
+    return found
+
+
+def candidate(database: Database, clock: ManualClock, drafter: str, name: str = "chat") -> int:
+    return Endpoints(database, clock).propose(name, job_id=None, checkpoint=drafter, tree=DraftTreeShape(),
+                                              drafter_dir=f"/d/{drafter}", reason="test", tau=3.0).number
+
+
+def drifted(database: Database, clock: ManualClock, revision: int, once: str) -> None:
+    Histories(database, clock).record("chat", "drift", "TrafficDrifted", "stayed low", once=once, revision=revision)
+
+
+def test_tau_and_requests_per_second_are_of_the_latest_window_since_the_revision_serves(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    first = serve_drafter(database, clock)
+    assert traffic_of(client) == {"endpoint": "chat", "revision": first, "window": None, "canary": None, "drift": None}
+    watch(database, clock, first, (3.0, 2.7))
+    window = traffic_of(client)["window"]
+    assert (window["tau"], window["proven_tau"], window["requests_per_s"]) == (2.7, 3.0, 1.5)
+    assert window["until"].startswith(clock.now.isoformat()[:19])
+    assert window["since"].startswith((clock.now - timedelta(seconds=60)).isoformat()[:19])
+    clock.pass_(60.0)
+    serve_drafter(database, clock)
+    assert traffic_of(client)["window"] is None, "the window is of the revision before"
+    endpoints = Endpoints(database, clock)
+    endpoints.roll_back("chat")
+    endpoints.activate("chat", first)
+    assert traffic_of(client)["window"] is None, "the window is of the time before"
+    watch(database, clock, first, (2.9,))
+    assert traffic_of(client)["window"]["tau"] == 2.9
+    endpoints.set_desired("chat", "off")
+    assert traffic_of(client)["window"] is None
+
+
+def test_a_window_of_an_earlier_version_has_no_requests(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    Histories(database, clock).record_window("chat", serve_drafter(database, clock), 2.9, 200.0, 3.0)
+    window = traffic_of(client)["window"]
+    assert (window["tau"], window["requests_per_s"], window["since"]) == (2.9, None, None)
+
+
+def test_a_canary_is_shown_with_its_share_for_as_long_as_it_is_one(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    serve_drafter(database, clock)
+    endpoints, second = Endpoints(database, clock), candidate(database, clock, "b")
+    assert traffic_of(client)["canary"] is None
+    for share in (0.2, 0.5):
+        endpoints.canary("chat", second, share)
+        found = traffic_of(client)["canary"]
+        assert (found["revision"], found["share"]) == (second, share)
+    third = candidate(database, clock, "c")
+    assert traffic_of(client)["canary"] is None
+    endpoints.canary("chat", third, 0.2)
+    endpoints.activate("chat", third)
+    assert traffic_of(client)["canary"] is None
+
+
+def test_drift_is_current_until_a_window_recovers_or_retraining_starts_or_another_revision_serves(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    first = serve_drafter(database, clock)
+    watch(database, clock, first, (2.4,))
+    drifted(database, clock, first, "drift/1")
+    watch(database, clock, first, (2.5,))
+    assert traffic_of(client)["drift"] == {
+        "since": traffic_of(client)["drift"]["since"], "message": "stayed low", "has_job": False}
+    watch(database, clock, first, (2.6,))
+    assert traffic_of(client)["drift"] is None, "2.55 is the bound"
+    drifted(database, clock, first, "drift/2")
+    assert traffic_of(client)["drift"] is not None
+    Histories(database, clock).record("chat", "retraining", "RetrainingStarted", "x", once="r", revision=first)
+    assert traffic_of(client)["drift"] is None
+    drifted(database, clock, first, "drift/3")
+    clock.pass_(60.0)
+    serve_drafter(database, clock)
+    assert traffic_of(client)["drift"] is None
+
+
+def test_the_first_page_reads_the_history_of_all_endpoints_at_once(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    from sqlalchemy import event
+
+    statements: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+
+    def asked() -> int:
+        statements.clear()
+        assert client.get("/").status_code == 200
+        return len(statements)
+
+    watch(database, clock, serve_drafter(database, clock, "one"), (2.9,), "one")
+    of_one = asked()
+    for number in range(4):
+        watch(database, clock, serve_drafter(database, clock, f"more-{number}"), (2.9,), f"more-{number}")
+    assert asked() == of_one
+
+
+def test_the_first_page_shows_what_the_traffic_shows(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    first = serve_drafter(database, clock)
+    serve_drafter(database, clock, "idle")
+    watch(database, clock, first, (2.4,))
+    drifted(database, clock, first, "drift/1")
+    Endpoints(database, clock).canary("idle", candidate(database, clock, "b", "idle"), 0.25)
+    shown = " ".join(unescape(re.sub(r"<[^>]+>", " ", client.get("/").text)).split())
+    for words in ("2.40 1.5", "Canary revision 3 gets 25 % since", "not measured",
+                  "Endpoint chat: the traffic has drifted stayed low; hint: train a drafter on recent traffic"):
+        assert words in shown, words
+
+
+def test_a_quota_of_jobs_that_is_used_up_is_found_where_the_caller_has_a_role(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    projects, jobs = Projects(database, clock), Jobs(database, clock)
+    projects.set_quotas("default", Quotas(max_jobs=2, max_gpus=0))
+    jobs.submit(job_spec())
+    assert projects.used_up() == ()
+    jobs.submit(job_spec())
+    assert projects.used_up() == (UsedUp("default", "jobs", 2, 2),)
+    assert "Project default has used up its quota: 2 of 2 jobs" in client.get("/").text
+
+
+# What needs a person, with plain values.
+
+def job(name: str, created_at: Any = NOW, *, status: JobStatus | None = None, **fields: Any) -> Job:
+    spec = job_spec(name=name, serve={"endpoint": "chat"}, **fields)
+    return Job(id=f"job-{name}", spec=spec, status=status or JobStatus(), created_at=created_at, updated_at=created_at)
+
+
+def decided(verdict: Any) -> JobStatus:
+    return JobStatus(phase="Succeeded", decision=PromotionDecision(promote=verdict == "promote", verdict=verdict,
+                                                                   reasons=("tau is too low",)))
+
+
+def served(*job_ids: str | None, conditions: tuple[Condition, ...] = (), **fields: Any) -> Endpoint:
+    revisions = tuple(Revision(number=number, job_id=job_id, checkpoint="c", tree=None, drafter_dir=None,
+                               created_at=NOW, reason="test") for number, job_id in enumerate(job_ids, start=1))
+    return Endpoint.model_validate({"name": "chat", "target": "t", "url": None, "model": "m", "active_revision": 1,
+                                    "revisions": revisions, "conditions": conditions, "updated_at": NOW, **fields})
+
+
+def titles(found: list[Item]) -> list[str]:
+    return [one.title for one in found]
+
+
+@pytest.mark.parametrize("verdict", ["keep-incumbent", "no-drafter"])
+def test_a_refused_promotion_needs_a_person_until_it_is_followed_up(verdict: Any) -> None:
+    refused = job("night", status=decided(verdict))
+    (item,) = attention([refused], [served(None)])
+    assert (item.title, item.link) == (f"Job night was not promoted: {verdict}", "/console/jobs/job-night")
+    assert item.words.startswith("tau is too low; hint: run it again with changes")
+    assert "eyrie endpoints promote chat --job job-night" in item.words
+    assert attention([job("again", LATER), refused], [served(None)]) == [], "a newer job for the endpoint"
+    elsewhere = job("other", LATER).model_copy(update={"spec": job_spec(serve={"endpoint": "other"})})
+    assert len(attention([elsewhere, refused], [served(None)])) == 1
+    assert attention([refused], [served(None, "job-night")]) == [], "served by hand"
+    unwanted = job("measured", status=decided(verdict), promotion={"mode": "never"})
+    assert attention([unwanted], [served(None)]) == []
+
+
+def test_a_decision_that_waits_is_shown_until_the_drafter_is_served() -> None:
+    waits = job("night", status=decided("awaits-approval"))
+    (item,) = attention([waits], [served(None)])
+    assert item.title == "Job night waits for a decision"
+    assert item.words.endswith("hint: eyrie endpoints promote chat --job job-night")
+    assert attention([waits], [served(None, "job-night")]) == []
+    assert attention([job("won", status=decided("promote"))], []) == []
+
+
+def test_a_revision_that_was_given_up_needs_a_person_until_another_is_tried() -> None:
+    given_up = Condition(type="RolledBack", status="True", reason="CanaryFailed", message="revision 2: 2 failed",
+                         last_transition_time=NOW)
+    (item,) = attention([], [served(None, conditions=(given_up,))])
+    assert item.title == "Endpoint chat gave up a revision: CanaryFailed"
+    assert item.words.startswith("revision 2: 2 failed; hint: ")
+    assert attention([], [served(None, None, conditions=(given_up,), candidate_revision=2)]) == []
+    assert attention([job("again", LATER)], [served(None, conditions=(given_up,))]) == []
+    assert attention([], [served(None, conditions=(given_up,), desired="off")]) == []
+    over = given_up.model_copy(update={"status": "False"})
+    assert attention([], [served(None, conditions=(over,))]) == []
+
+
+@pytest.mark.parametrize(("has_job", "hint"), [(True, "start the job that the history offers"),
+                                               (False, "train a drafter on recent traffic")])
+def test_drift_needs_a_person_until_a_newer_job_trains_for_the_endpoint(has_job: bool, hint: str) -> None:
+    drifting = EndpointTraffic(endpoint="chat", revision=1,
+                               drift=LiveDrift(since=NOW, message="stayed low", has_job=has_job))
+    (item,) = attention([], [served(None)], [drifting])
+    assert (item.title, item.link) == ("Endpoint chat: the traffic has drifted", "/console/endpoints/chat")
+    assert hint in item.words
+    assert attention([job("again", LATER)], [served(None)], [drifting]) == []
+    assert attention([], [served(None, None, candidate_revision=2)], [drifting]) == [], "another one is tried"
+
+
+def test_jobs_that_wait_for_another_are_one_item_and_a_used_up_quota_says_how_to_raise_it() -> None:
+    queued = Condition(type="Accepted", status="True", reason="Queued", message="x", last_transition_time=NOW)
+    waits = [job(name, LATER, status=JobStatus(conditions=(queued,))) for name in ("b", "a")]
+    assert titles(attention(waits[1:], [])) == ["Job a waits for a running job to end"]
+    (item,) = attention(waits, [])
+    assert (item.title, item.link) == ("2 jobs wait for a running job to end", "/console/jobs/job-a")
+    (quota,) = attention([], [], used_up=[UsedUp("team", "GPUs", 8, 8)])
+    assert quota.title == "Project team has used up its quota: 8 of 8 GPUs"
+    assert "eyrie projects quotas team --gpus N" in quota.words
