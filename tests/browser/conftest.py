@@ -28,6 +28,9 @@ from tests.pipelines.conftest import Rehearsal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHOTS = Path(__file__).resolve().parents[2] / ".eyrie" / "browser"
+SIZES = ((375, 812), (820, 1180), (1440, 900))
+"""Of a phone, a tablet and a screen."""
+
 TOKEN = "installation-token-of-these-tests"
 
 

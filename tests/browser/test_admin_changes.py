@@ -14,7 +14,7 @@ from eyrie_api.database.projects import Projects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.v1alpha1.access import CreateMember, CreateWebhook
 from eyrie_pipelines.processes import wait_until
-from tests.browser.conftest import SHOTS, TOKEN, assert_accessible, key_in, signed_in, within
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
 
 OpenPage = Callable[..., Any]
 ISSUER = "https://issuer.example/realms/team"
@@ -235,7 +235,7 @@ def test_open_forms_refusals_and_a_new_secret_are_accessible_and_fit_a_phone_and
     hooks.create(CreateWebhook(url="http://127.0.0.1:9/a/rather/long/address/of/a/receiver"))
     key_in(database, "team", "operator")
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in ((375, 812), (1440, 900)):
+    for width, height in SIZES:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
                          "/console/admin")
         for name, path, button in (("admin", "/console/admin", "Create the project"),

@@ -12,7 +12,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.engines.process import EngineCommand, start_engine
-from tests.browser.conftest import SHOTS, TOKEN, assert_accessible, key_in, signed_in
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in
 from tests.workers.engines.request_fields import behind_gateway
 
 OpenPage = Callable[..., Any]
@@ -38,7 +38,7 @@ def test_both_answers_appear_side_by_side_equal_and_with_the_tree_of_a_round(
     Endpoints(database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
     Endpoints(database).activate("default", 1, endpoint_url)
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in ((375, 812), (1440, 900)):
+    for width, height in SIZES:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
         page.goto(f"{url}/console/endpoints/default")
         page.get_by_role("link", name="Compare answers").click()

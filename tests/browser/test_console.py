@@ -16,7 +16,7 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines.processes import wait_until
 from tests.api.figures.job_values import NAMES, finish_job
 from tests.api.samples import job_spec
-from tests.browser.conftest import SHOTS, TOKEN, assert_accessible, key_in, within
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, within
 from tests.campaigns.live_servers import Plane
 from tests.pipelines.conftest import Rehearsal, spec_of
 
@@ -59,6 +59,12 @@ def test_a_job_is_followed_from_submission_to_promotion_without_a_reload(
     assert entries[0]["checkpoint"] in first
     assert f"{entries[0]['tau']:.2f}" in first
     assert page.get_by_role("button", name="Cancel").count() == 0
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Promote").click()
+    page.wait_for_url(address(plane, "/console/endpoints/default"), timeout=_PATIENCE_MS)
+    page.get_by_text(f"promoted by hand from job {job}").first.wait_for()
+    candidate = plane.http.get("/v1alpha1/endpoints/default").json()["revisions"][-1]
+    assert (candidate["job_id"], candidate["checkpoint"]) == (job, entries[0]["checkpoint"])
     assert faults == []
 
 
@@ -190,7 +196,7 @@ def test_the_figures_of_a_finished_job_are_drawn_each_with_its_table(
     shutil.rmtree(plane.home / "jobs" / job / "stages")
     finish_job(plane.home / "jobs" / job, job)
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in ((375, 812), (1440, 900)):
+    for width, height in SIZES:
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         page.goto(address(plane, f"/console/jobs/{job}"))
         page.locator("figure[data-name=pareto] svg path").first.wait_for(timeout=_PATIENCE_MS)
@@ -232,7 +238,7 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
              "failed-job": address(plane, f"/console/jobs/{broken}"), "new-job": address(plane, "/console/new"),
              "admin": address(plane, "/console/admin"), "audit": address(plane, "/console/admin/audit"),
              "project": address(plane, "/console/admin/projects/default"), "sign-in": guarded[0]}
-    for width, height in ((375, 812), (820, 1180), (1440, 900)):
+    for width, height in SIZES:
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         for name, url in pages.items():
             page.goto(url)

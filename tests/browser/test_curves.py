@@ -10,7 +10,7 @@ from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
 from tests.api.samples import job_spec
-from tests.browser.conftest import SHOTS, TOKEN, assert_accessible, key_in, signed_in, within
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
 
 OpenPage = Callable[..., Any]
 POSITIONS = (0.8, 0.7, 0.6)
@@ -68,7 +68,7 @@ def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
     SHOTS.mkdir(parents=True, exist_ok=True)
     paths = {"job": f"/console/jobs/{job}", "jobs": f"/console/curves?job={job}&job={other}",
              "one": f"/console/curves?job={other}"}
-    for width, height in ((375, 812), (1440, 900)):
+    for width, height in SIZES:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
         for name, path in paths.items():
             page.goto(url + path)

@@ -13,7 +13,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
 from tests.api.samples import ManualClock
-from tests.browser.conftest import SHOTS, TOKEN, assert_accessible, signed_in
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, signed_in
 
 OpenPage = Callable[..., Any]
 Server = tuple[str, Database]
@@ -67,6 +67,10 @@ def test_figures_follow_new_windows_without_a_reload_an_open_table_stays_open_an
     page.get_by_role("button", name="Roll back").click()
     page.locator("#past tbody tr", has_text="rolled-back: RolledBack").filter(has_text="person").wait_for()
     assert Endpoints(database).get("chat").candidate_revision == 1, "the target without a drafter"
+    for button, after, desired in (("Switch off", "Switch on", "off"), ("Switch on", "Switch off", "on")):
+        page.get_by_role("button", name=button).click()
+        page.get_by_role("button", name=after).wait_for()
+        assert Endpoints(database).get("chat").desired == desired
     assert [one for one in faults if "401" not in one] == []
 
 
@@ -96,7 +100,7 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
                                                drafter_dir="/d/wide", reason="test").number
     try_canary(database, clock, tried, (0.2,), "busy")
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in ((375, 812), (1440, 900)):
+    for width, height in SIZES:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
                          "/console/endpoints/chat")
         for name in NAMES:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.browser.conftest import SHOTS, assert_accessible
+from tests.browser.conftest import SHOTS, SIZES, assert_accessible
 from tests.campaigns.live_servers import Plane
 
 OpenPage = Callable[..., Any]
@@ -113,7 +113,7 @@ def test_form_and_json_are_views_of_one_document_and_keep_what_the_form_cannot_s
 def test_the_form_is_accessible_with_all_its_fields_and_an_error_at_every_width(
         scheme: str, plane: Plane, open_page: OpenPage) -> None:
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in ((375, 812), (820, 1180), (1440, 900)):
+    for width, height in SIZES:
         page = new_job(plane, open_page(viewport={"width": width, "height": height}, color_scheme=scheme))
         page.screenshot(path=SHOTS / f"form-usual-{width}-{scheme}.png", full_page=True)
         page.evaluate(OPENED)

@@ -16,7 +16,7 @@ from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
 from tests.api.samples import finish_stage, job_spec
-from tests.browser.conftest import SHOTS, TOKEN, assert_accessible
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible
 from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
 
 OpenPage = Callable[..., Any]
@@ -238,7 +238,7 @@ def test_the_page_is_accessible_and_fits_with_everything_open(
     set_stages(guarded, job, "Failed", stage("regenerate"), stage("capture"), stage("train", key="a"),
                stage("train", key="b"), stage("tune"), stage("prove", "Failed", reason="Crashed", message="exit 1"))
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in ((375, 812), (1440, 900)):
+    for width, height in SIZES:
         options = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
         page = signed_in(guarded, open_page, f"/console/jobs/{job}", **options)
         for name, path in (("job-page", ""), ("job-diff", f"/diff?with={other}"), ("job-plan", "/plan")):

@@ -14,7 +14,7 @@ from eyrie_workers.comparison.answer import answer, decision
 from eyrie_workers.comparison.page import html
 from eyrie_workers.comparison.report import CompareReport
 from tests.api.samples import report_body
-from tests.browser.conftest import SHOTS, assert_accessible, key_in, signed_in
+from tests.browser.conftest import SHOTS, SIZES, assert_accessible, key_in, signed_in
 from tests.browser.test_report_page import VARIANTS
 from tests.workers.comparison.ledger import report_of
 
@@ -56,7 +56,7 @@ def test_reports_are_listed_and_shown_readable_and_accessible_at_every_width(
     store(url, key, StoreReport.model_validate(report_body("Hardware compared for quickstart") | {
         "kind": "hardware", "decision": [f"{users} users at once: h200, EAGLE-3, is the cheapest per token"
                                          for users in (1, 4, 16)]}))
-    for width, height in ((375, 812), (820, 1180), (1440, 900)):
+    for width, height in SIZES:
         page.set_viewport_size({"width": width, "height": height})
         page.goto(f"{url}/console/reports")
         assert page.locator("tbody tr").count() == 2

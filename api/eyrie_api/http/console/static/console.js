@@ -268,7 +268,11 @@ async function act(button) {
   outcome.textContent = `${button.textContent}: sent`;
   try {
     const answer = await send(button.dataset.method, button.dataset.path, button.dataset.body);
-    if (answer.ok) return answer.status === 204 ? location.assign("/") : location.reload();
+    if (answer.status === 204) return location.assign("/");
+    if (answer.ok) {  // what was done to an endpoint is seen on its page, also of a promotion from the page of a job
+      const changed = await answer.json();
+      return changed.kind === "DraftEndpoint" ? location.assign(`/console/endpoints/${changed.name}`) : location.reload();
+    }
     const problem = await answer.json();
     outcome.textContent = `${button.textContent}: ${problem.detail}: ${problem.hint}`;
   } catch {
