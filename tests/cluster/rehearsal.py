@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import write_atomically
-from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.stages import JOB_STAGES
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
 from eyrie_workers.engines.sglang.process import PROGRAM
 from tests.cluster.observations import QUESTIONS, Diary, Served, chat, serving
@@ -189,7 +189,7 @@ def audit(report: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     assert report["tune"]["map"]["trials_measured"] > 1, report["tune"]
     assert report["prove"]["engine"] == "sglang", report["prove"]
     assert report["prove"]["parity"]["passed"], report["prove"]["parity"]
-    assert set(report["seconds"]) >= set(STAGES), report["seconds"]
+    assert set(report["seconds"]) >= set(JOB_STAGES), report["seconds"]
 
 
 def lines(summary: Mapping[str, Any]) -> Sequence[str]:

@@ -196,8 +196,11 @@ class S3Store:
         below = self._prefix + directory_prefix(prefix)
         pages = self._bucket.client.get_paginator("list_multipart_uploads").paginate(
             Bucket=self._bucket.name, Prefix=below)
-        with self._bucket.translating_errors(f"the unfinished uploads below {below}"):
-            found = [upload for page in pages for upload in page.get("Uploads", ())]
+        try:
+            with self._bucket.translating_errors(f"list of unfinished uploads below {below}"):
+                found = [upload for page in pages for upload in page.get("Uploads", ())]
+        except ArtifactMissing:  # rclone's server answers NoSuchUpload where no upload has begun since its start
+            return 0
         for upload in found:
             if upload["Initiated"] <= before:
                 abort(self._bucket, upload["Key"], upload["UploadId"])

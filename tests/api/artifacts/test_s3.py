@@ -120,6 +120,10 @@ def test_what_killed_machines_leave_is_swept(bucket: Bucket, a_file: MakeFile) -
     assert digest_bytes(store.read("a.bin")) == digest_file(source), "its memory of the swept upload does no harm"
 
 
+def test_in_a_bucket_where_no_upload_has_ever_begun_nothing_is_swept(bucket: Bucket) -> None:
+    assert bucket.store().sweep_unfinished("jobs", older_than_s=0.0) == 0
+
+
 def unfinished(bucket: Bucket) -> list[object]:
     return list(bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", []))
 
