@@ -16,7 +16,7 @@ from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_i
 from tests.workers.engines.request_fields import behind_gateway
 
 OpenPage = Callable[..., Any]
-_PATIENCE_MS = 60_000
+_PATIENCE_MS = 150_000
 TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=8)
 
 

@@ -13,7 +13,7 @@ from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible
 from tests.browser.test_compare import signed_in
 
 OpenPage = Callable[..., Any]
-_PATIENCE_MS = 60_000
+_PATIENCE_MS = 150_000
 OTHER = "What is <b>light</b> & how fast?"
 
 

@@ -22,7 +22,7 @@ from tests.pipelines.conftest import Rehearsal, spec_of
 
 BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
 OpenPage = Callable[..., Any]
-_PATIENCE_MS = 60_000
+_PATIENCE_MS = 150_000
 
 
 def submitted(plane: Plane, **fields: object) -> str:

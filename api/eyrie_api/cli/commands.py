@@ -278,7 +278,7 @@ def events(
 @verb
 def metrics(
     job: JobId,
-    name: Annotated[str | None, typer.Option("--name", help="Only this series, e.g. train/loss.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Only this series, e.g. loss.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
