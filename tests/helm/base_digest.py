@@ -28,7 +28,7 @@ _TIMEOUT_S = 30.0
 
 def pinned(reference: str) -> str:
     """`reference` with the digest of its tag. Raises ValueError for what is not `[host/]name:tag`, and OSError where
-    the registry does not tell."""
+    the registry does not say."""
     if re.search(r"@sha256:[0-9a-f]{64}$", reference):
         return reference
     parts = _REFERENCE.fullmatch(reference)
@@ -56,7 +56,10 @@ def _headers(url: str, authorization: dict[str, str]) -> Message:
         fields = dict(re.findall(r'(\w+)="([^"]*)"', refused.headers.get("WWW-Authenticate", "")))
     realm = fields.pop("realm", "")
     with urllib.request.urlopen(f"{realm}?{urlencode(fields)}", timeout=_TIMEOUT_S) as answer:
-        token = json.load(answer)["token"]
+        given = json.load(answer)
+    token = given.get("token") or given.get("access_token")  # the second by OAuth 2.0
+    if not token:
+        raise OSError(f"{realm} gives no token for reading")
     return _headers(url, {"Authorization": f"Bearer {token}"})
 
 

@@ -170,7 +170,6 @@ def test_the_build_of_torch_can_be_chosen() -> None:
 # Hides every module that no extra of the image brings, and imports.
 _HIDDEN = """
 import importlib, importlib.metadata as metadata, sys
-from tests.helm.base_digest import pinned
 from tests.helm.image_requirements import brought, canonical
 
 names = brought(sys.argv[1].split(","))

@@ -19,19 +19,8 @@ from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import target_digest
-from tests.tiny import tiny_target
 from tests.workers.stages import test_train
 from tests.workers.stages.test_train import metrics, report_of, run, weights, write_spec, write_store
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def store_dir(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
-    return write_store(tmp_path_factory.mktemp("store"), target_dir, 24)
 
 
 def test_candidates_trained_together_are_those_trained_alone(

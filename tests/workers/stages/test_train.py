@@ -39,16 +39,6 @@ from tests.workers.measurement.tiny_bench import random_drafter
 AUX_LAYERS = (1, 2, 3)
 
 
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def store_dir(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
-    return write_store(tmp_path_factory.mktemp("store"), target_dir, 24)
-
-
 def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bool = True,
                 broken: bool = False) -> Path:
     """States of the tiny target over random tokens; the second half of each row is the answer. Broken: no numbers."""

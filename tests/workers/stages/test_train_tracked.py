@@ -20,22 +20,11 @@ from eyrie_api.processes import free_port
 from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.job_record import Series, read_series
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
-from tests.tiny import tiny_target
-from tests.workers.stages.test_train import report_of, wait_for_steps, write_spec, write_store
+from tests.workers.stages.test_train import report_of, wait_for_steps, write_spec
 
 pytestmark = pytest.mark.slow
 _PASSWORD = "not-for-any-log"
 _OF_THE_CLOCK = ("tokens_per_s", "mfu", "data_wait_share")
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def store_dir(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
-    return write_store(tmp_path_factory.mktemp("store"), target_dir, 24)
 
 
 def start(out: Path, **variables: str) -> subprocess.Popen[bytes]:
