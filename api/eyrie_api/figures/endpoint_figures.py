@@ -22,7 +22,7 @@ MARKED: tuple[HistoryKind, ...] = ("activated", "rolled-back", "drift")
 """Entries that are marked in the figure over time."""
 
 CHANGES = tuple(dict.fromkeys((*MARKED, *canary_figure.KINDS)))
-"""Entries beside the windows that the figures are drawn from."""
+"""Entries that the figures are drawn from, besides the windows."""
 
 _LIMITS = {"proven_tau": "proven", "drift_below": "drift is reported below", "rollback_below": "rolled back below"}
 _DASHES = [[1, 0], [8, 4], [2, 3]]

@@ -123,7 +123,7 @@ def test_tensorboard_shows_a_resumed_training_as_one_run(tmp_path: Path) -> None
 
 @pytest.fixture
 def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """An MLflow server that has not been started, to which trackers are told to send."""
+    """An MLflow server that has not been started, which is the address of the trackers here."""
     server = mlflow_server(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.port}")
     yield server

@@ -2,7 +2,7 @@
 
     training -> events.jsonl -> this process -> tracker
 
-The training waits for no tracker: the file is the queue. A tracker that is away is tried again with growing pauses, and
+No step of the training waits for a tracker: the file is the queue. Its end does, for END_S at most. A tracker that is away is tried again with growing pauses, and
 gets everything from the record as soon as it answers, even in a later run of the same training. Of a failure the record
 says `TrackerFailed`, once, and `TrackerRecovered` where it ended.
 
@@ -46,7 +46,7 @@ _COMPLETE = "the job's own record is complete"
 
 
 class Following(Frozen):
-    """What the process is told on the first line of its standard input."""
+    """The first line of the process's standard input."""
 
     run: TrackedRun
     stage_dir: str

@@ -6,7 +6,7 @@ WANDB_API_KEY, ...), never from a spec, and appear in no message.
 
 A training is one run of a tracker, however often it was interrupted. The run is found again by `TrackedRun.key`. Rows
 arrive in order of step, each resumed training sends them from the first one on, and a tracker writes those that it does
-not have: a server is asked what it has, files are written anew.
+not have: a server is asked what it has, files are written again.
 """
 
 import os
