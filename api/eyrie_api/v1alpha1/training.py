@@ -98,5 +98,5 @@ class TrainSpec(Frozen):
     trackers: tuple[Literal["mlflow", "wandb", "tensorboard"], ...] = Field((), max_length=3)
     """Trackers that are sent the metrics while training runs. Server and credentials are the tracker's own environment
     variables where the training runs: MLFLOW_TRACKING_URI for mlflow, WANDB_API_KEY or WANDB_MODE=offline for wandb.
-    tensorboard writes files in the training's directory. A tracker that is away fails nothing; after the last step it has
-    a minute."""
+    tensorboard writes files in the training's directory. A tracker that is away fails nothing; after the last step it
+    has a minute."""

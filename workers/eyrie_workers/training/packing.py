@@ -116,10 +116,15 @@ class Schedule:
             firsts.append(firsts[-1] + max(1, round(part * len(self.epoch(whole)))))
         return firsts
 
+    @property
+    def num_steps_of_epochs(self) -> int:
+        """Optimiser steps of all epochs, whatever `max_steps`."""
+        return self._first_steps[-1]
+
     @cached_property
     def num_steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return min(self._first_steps[-1], self.max_steps or self._first_steps[-1])
+        return min(self.num_steps_of_epochs, self.max_steps or self.num_steps_of_epochs)
 
     def at(self, step: int) -> StepPlan:
         """The documents of step `step`, 0 <= step < num_steps."""

@@ -2,9 +2,9 @@
 
     training -> events.jsonl -> this process -> tracker
 
-No step of the training waits for a tracker: the file is the queue. Its end does, for END_S at most. A tracker that is away is tried again with growing pauses, and
-gets everything from the record as soon as it answers, even in a later run of the same training. Of a failure the record
-says `TrackerFailed`, once, and `TrackerRecovered` where it ended.
+No step of the training waits for a tracker: the file is the queue. Its end does, for END_S at most. A tracker that is
+away is tried again with growing pauses, and gets everything from the record as soon as it answers, even in a later run
+of the same training. Of a failure the record says `TrackerFailed`, once, and `TrackerRecovered` where it ended.
 
 A killed training repeats the steps since its last save, with the same values, so the record may have a step twice, and
 the last step in part. Therefore rows are sent when they are complete, and of what was recorded before the training
