@@ -109,7 +109,8 @@ def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[in
     beyond = [layer for layer in aux_layers if not 0 <= layer < num_layers]
     if beyond:
         raise InvalidInput(f"aux layers {beyond} of a target with {num_layers} layers cannot be captured by SGLang: "
-                           "the last layer's output never leaves it", f"use hidden_states indices below {num_layers}")
+                           "the last layer's output never leaves it",
+                           f"set capture.aux_layers to hidden_states indices below {num_layers}")
     if architecture not in RAW_UNLESS_FIRST_IS_ONE:
         return tuple(layer - 1 for layer in aux_layers)
     if aux_layers and aux_layers[0] == 1:

@@ -22,7 +22,8 @@ class CaptureSpec(Frozen):
     `engine: sglang`, whose `tp_size` it uses."""
 
     aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1, max_length=16)
-    """`hidden_states` indices, ascending. Default: low, middle, high; moved onto full-attention layers on hybrids."""
+    """`hidden_states` indices, ascending; below the target's number of layers for a drafter that fuses them. Default:
+    low, middle, high; moved onto full-attention layers on hybrids."""
 
     codec: Codec = "int8"
     """How states are stored. docs/results/hidden_states.md has the acceptance length of each, with its spread."""

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyrie_api.decisions.capture_support import sglang_layer_ids
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.targets.layers import choose_aux_layers, default_aux_layers
 
@@ -9,14 +10,16 @@ from eyrie_workers.targets.layers import choose_aux_layers, default_aux_layers
 def test_the_default_is_low_middle_high() -> None:
     assert choose_aux_layers(32).aux_layers == (2, 16, 29)
     assert choose_aux_layers(16).aux_layers == (2, 8, 13)
+    assert [default_aux_layers(depth) for depth in (2, 3, 4, 5, 6)] == [(0, 1), (1, 2), (1, 2, 3), (2, 3, 4), (2, 3, 4)]
 
 
 @given(st.integers(1, 200))
 def test_the_default_is_distinct_ascending_and_inside_at_every_depth(num_layers: int) -> None:
     chosen = default_aux_layers(num_layers)
     assert list(chosen) == sorted(set(chosen))
-    assert len(chosen) == min(3, num_layers)
-    assert all(1 <= index <= num_layers for index in chosen)
+    assert len(chosen) == (3 if num_layers > 3 else min(2, num_layers))
+    assert all(0 <= index < num_layers for index in chosen)
+    assert len(sglang_layer_ids("LlamaForCausalLM", num_layers, chosen)) == len(chosen), "a drafter can be exported"
 
 
 @given(st.lists(st.sampled_from(["full_attention", "linear_attention", "sliding_attention"]), min_size=1, max_size=80))

@@ -27,16 +27,17 @@ class LayerChoice:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Low, middle, high for a target of this depth; fewer when it has fewer than three layers."""
-    wanted = (2, num_layers // 2, num_layers - 3)
+    """Low, middle, high for a target of this depth; fewer when it has fewer than four layers. The last layer's output
+    is left out, as for hybrids, so of two layers the embeddings are the other state."""
+    if num_layers < 4:
+        return tuple(range(num_layers))[-2:]
+    wanted = sorted((2, num_layers // 2, num_layers - 3))
     lowest = 1
     chosen: list[int] = []
-    for index, value in enumerate(sorted(wanted)):
-        highest = num_layers - (len(wanted) - 1 - index)  # the layers after this one need higher indices
-        value = min(max(value, lowest), max(highest, lowest))
-        if value <= num_layers:
-            chosen.append(value)
-        lowest = value + 1
+    for index, value in enumerate(wanted):
+        highest = num_layers - len(wanted) + index  # the layers after this one need higher indices
+        chosen.append(min(max(value, lowest), highest))
+        lowest = chosen[-1] + 1
     return tuple(chosen)
 
 
