@@ -84,6 +84,14 @@ def test_a_stage_that_is_being_tried_again_is_running_not_failed() -> None:
     assert plan.status.stages[0].state == "Running"
 
 
+def test_a_failed_stage_has_ended_when_it_failed() -> None:
+    failure = Failure(reason="NoUsableData", message="refused", exit_code=65, time=NOW)
+    stages = (ObservedStage("regenerate", started_at=NOW - timedelta(seconds=8), failure=failure),)
+    failed = ObservedRun("failed", 1, 1, failure=RunFailed("regenerate", "", "NoUsableData", "refused"))
+    one = reconcile(SPEC, seen(run=failed, stages=stages), NOW + timedelta(hours=1)).status.stages[0]
+    assert (one.state, one.finished_at) == ("Failed", NOW)
+
+
 def test_training_is_not_reported_as_done_before_every_candidate_is() -> None:
     done = [ObservedStage(stage, started_at=NOW, manifest=manifest()) for stage in ("regenerate", "capture")]
     one = ObservedStage("train", "a", started_at=NOW, manifest=manifest())

@@ -276,10 +276,11 @@ def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool) -> StageSta
     else:
         state = "Skipped" if over else "Pending"
     failure = one.failure if state == "Failed" else None
+    ended = failure.time if failure else datetime.fromisoformat(one.manifest.finished_at) if one.manifest else None
     progress = one.progress
     return StageStatus(
         stage=one.stage, key=one.key, state=state, attempt=seen.run.attempt, started_at=one.started_at,
-        finished_at=datetime.fromisoformat(one.manifest.finished_at) if one.manifest else None,
+        finished_at=ended,
         progress=None if progress is None else Progress(
             done=progress.done, total=progress.total, unit=progress.unit, rate=progress.rate, eta_s=progress.eta_s,
             message=progress.message),
