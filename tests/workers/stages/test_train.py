@@ -337,6 +337,9 @@ def test_a_state_of_other_settings_is_refused_not_continued(
         tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     write_spec(tmp_path, target_dir, store_dir, max_steps=4)
     assert run(tmp_path) == 0
+    first = next(one for one in stage_records(tmp_path / "events.jsonl") if one.kind == "progress")
+    assert first.message.startswith("step 1 of 4")
+    assert first.total == pytest.approx(4 * first.done, rel=0.2), "the tokens of four steps, not of all epochs"
     (tmp_path / "manifest.json").unlink()
     write_spec(tmp_path, target_dir, store_dir, max_steps=4, learning_rate=5e-4)
     failure = fails(tmp_path)

@@ -145,7 +145,8 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                       min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
     run = TrainingRun(spec, stage, family, drafter, trainer,
                digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
-               tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
+               tokens_per_step=(sum(lengths[row] for row in train_rows) * spec.train.epochs
+                                / schedule.num_steps_of_epochs),
                held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
                                  for cut in cuts[dist.rank::dist.size]),
                columns=columns, embeddings=embeddings,
