@@ -76,6 +76,11 @@ def test_the_finding_says_what_is_best_where_it_stops_paying_and_what_that_rests
         assert said in chart.finding, chart.finding
 
 
+def test_a_load_above_the_crossover_at_which_it_pays_again_is_named() -> None:
+    chart = compile_map([point(1, LOOKUP), point(2, OFF, False), point(4, LOOKUP)], [], 1.0)
+    assert "stops paying between concurrency 1 and 2 (predicted), and pays again at 4." in chart.finding
+
+
 def test_a_map_without_a_crossover_says_how_far_it_looked() -> None:
     chart = compile_map([point(1, TREE), point(4, TREE)], [], 1.0)
     assert chart.crossover is None

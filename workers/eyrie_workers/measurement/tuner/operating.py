@@ -94,7 +94,9 @@ def _until(points: Sequence[OperatingPoint], crossover: int | None) -> str:
             f", but does at {back}." if back is not None else " nor at any load examined: keep it off."))
     below, first = next((a, b) for a, b in pairwise(points) if b.concurrency == crossover)
     source = "measured" if first.measured else "predicted"
-    return f"Speculation stops paying between concurrency {below.concurrency} and {crossover} ({source})."
+    again = next((one.concurrency for one in points if one.concurrency > crossover and one.setting != OFF), None)
+    return (f"Speculation stops paying between concurrency {below.concurrency} and {crossover} ({source})"
+            + ("." if again is None else f", and pays again at {again}."))
 
 
 def _rivals(trials: Sequence[Trial]) -> list[str]:
