@@ -19,6 +19,8 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.results import Results
+from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
@@ -199,6 +201,17 @@ def test_leaderboard_and_endpoints_are_lists_even_when_empty(eyrie: Eyrie) -> No
     assert eyrie.json("endpoints") == eyrie.json("endpoints", "list") == {"items": []}
     for verb in ("leaderboard", "endpoints", "jobs"):
         assert eyrie(verb).stdout.strip()
+
+
+def test_a_target_of_the_leaderboard_may_be_a_relative_path_as_of_a_job(
+        eyrie: Eyrie, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = benchmark_report("base-step-9", {"chat": (2.0, 1.5)})
+    Results(eyrie.plane.database).record(
+        Measured(eyrie.submit(), "eagle3", str(eyrie.target.resolve()), False, report), "/base-step-9")
+    monkeypatch.chdir(eyrie.target.parent)
+    (entry,) = eyrie.json("leaderboard", "--target", f"./{eyrie.target.name}")["items"]
+    assert entry["checkpoint"] == "base-step-9"
+    assert eyrie("leaderboard", "--target", "./elsewhere").exit_code == 65
 
 
 def test_cancel_retry_and_delete(eyrie: Eyrie) -> None:

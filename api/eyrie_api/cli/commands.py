@@ -300,6 +300,8 @@ def leaderboard(
     as_json: Json = False,
 ) -> None:
     """List measured checkpoints, best first."""
+    if target is not None and is_local(server):
+        target = _absolute(target, "--target")  # as a job has it
     with connect(server) as client:
         entries = client.leaderboard(target=target, family=family, suite=suite, temperature=temperature, engine=engine)
     Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
