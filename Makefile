@@ -52,8 +52,9 @@ demo-stop:  ## stop the endpoint that `make demo` left running
 test: setup  ## every test of the fast tier
 	@$(BIN)/pytest -n 4 --dist worksteal tests
 
+# Whole jobs among them: pyproject's limit of 300 s per test is for the fast tier.
 test-slow: setup  ## stage programs killed at any moment and resumed; the GPU's code paths with a pretended GPU
-	@$(BIN)/pytest -n 4 --dist worksteal -m slow tests
+	@$(BIN)/pytest -n 4 --dist worksteal --timeout 1200 -m slow tests
 
 # CI runs the demo in this form. It needs no `setup`: building and installing happen in an environment of its own.
 test-wheel:  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`
