@@ -71,6 +71,19 @@ def test_tau_and_requests_per_second_are_of_the_latest_window_since_the_revision
     assert traffic_of(client)["window"] is None
 
 
+def test_requests_per_second_are_shown_where_no_acceptance_is_watched(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    revision = serve_drafter(database, clock)
+    Histories(database, clock).record_window("chat", revision, None, 0.0, None, requests=90.0, seconds=60.0)
+    window = traffic_of(client)["window"]
+    assert (window["tau"], window["proven_tau"], window["requests_per_s"]) == (None, None, 1.5)
+    assert "<td class=\"n\">1.5</td>" in client.get("/").text
+    page = client.get("/console/endpoints/chat").text
+    assert "1.5 requests/s, no acceptance watched" in page
+    assert "90 requests in 60 s" in page
+    assert client.get("/v1alpha1/endpoints/chat/figures").json()["items"] == []
+
+
 def test_a_window_of_an_earlier_version_has_no_requests(
         client: httpx.Client, database: Database, clock: ManualClock) -> None:
     Histories(database, clock).record_window("chat", serve_drafter(database, clock), 2.9, 200.0, 3.0)

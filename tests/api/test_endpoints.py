@@ -227,6 +227,8 @@ def test_the_watch_remembers_windows_since_activation_and_since_drift_was_report
     histories.record_window("default", 1, 2.9, 200, 3.0)
     seen = histories.watched("default", 1)
     assert (seen.windows, seen.drift_reported) == ((2.9,), True)
+    histories.record_window("default", 1, None, 0.0, None, requests=90.0, seconds=60.0)
+    assert histories.watched("default", 1).windows == (2.9,), "it has no acceptance"
 
 
 def test_only_the_latest_windows_are_kept(

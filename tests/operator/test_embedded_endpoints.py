@@ -4,12 +4,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 
+from eyrie_api.clock import utc_now
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -232,6 +233,21 @@ def test_collapsed_acceptance_brings_the_revision_before_back(harness: Harness, 
     assert rolled_back is not None
     assert (rolled_back.status, rolled_back.reason) == ("True", "AcceptanceCollapsed")
     assert "proven 50.00" in rolled_back.message
+
+
+def test_requests_of_the_target_without_a_drafter_are_recorded(harness: Harness) -> None:
+    url = harness.serve(1).url
+    for _ in range(3):
+        assert ask(url).status_code == 200
+    later = EmbeddedEndpoints(harness.settings, harness.database, clock=lambda: utc_now() + timedelta(minutes=2))
+    later.reconcile("default")
+    (window,) = harness.histories.read("default", kind="window").items
+    assert window.revision == 1
+    assert set(window.figures) == {"requests", "seconds"}
+    assert window.figures["requests"] >= 3.0
+    assert window.figures["seconds"] >= 60.0
+    harness.keeper.reconcile("default")
+    assert len(harness.histories.read("default", kind="window").items) == 1, "nobody has asked since"
 
 
 def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harness, drafter: Path) -> None:

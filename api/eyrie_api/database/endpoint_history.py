@@ -113,20 +113,25 @@ class Histories:
                  job_id=job_id, figures=figures, data={"decision": decision.model_dump(mode="json")},
                  once=f"decided/{job_id}/{attempt}")
 
-    def record_window(self, endpoint: str, revision: int, tau: float, rounds: float, proven: float | None, *,
+    def record_window(self, endpoint: str, revision: int, tau: float | None, rounds: float, proven: float | None, *,
                       accepted: Sequence[float] = (), rollback_below: float | None = None,
                       drift_below: float | None = None, requests: float | None = None,
                       seconds: float | None = None) -> None:
-        """Record one window of live acceptance and delete the oldest beyond KEPT_WINDOWS.
+        """Record one window and delete the oldest beyond KEPT_WINDOWS.
 
+        tau        None of a revision whose acceptance is not watched: the window has requests alone
         accepted   draft tokens accepted at each position; empty where the engine does not say
         requests   requests that ended in the window, and `seconds` its length; None where not known
         """
-        message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
+        if tau is None:
+            message = f"{requests or 0:.0f} requests in {seconds or 0:.0f} s"
+        else:
+            message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
+        counted = None if tau is None else rounds
         with self._database.writing() as session:
             record_history(session, self._clock, endpoint, "window", "Watched", message, revision=revision,
                            actor="watch", figures={
-                               "tau": tau, "rounds": rounds, "proven_tau": proven, "drift_below": drift_below,
+                               "tau": tau, "rounds": counted, "proven_tau": proven, "drift_below": drift_below,
                                "rollback_below": rollback_below, "requests": requests, "seconds": seconds,
                                **{f"accepted/{position}": count for position, count in enumerate(accepted, start=1)}})
             windows = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == "window")
@@ -155,7 +160,8 @@ class Histories:
             rows = session.scalars(select(HistoryRow).where(
                 HistoryRow.endpoint == endpoint, HistoryRow.revision == revision, HistoryRow.kind == "window",
                 HistoryRow.id > max(since, drift)).order_by(HistoryRow.id)).all()
-            return RecentWindows(tuple(row.figures["tau"] for row in rows), drift > since, rows[-1].id if rows else 0)
+            taus = tuple(row.figures["tau"] for row in rows if "tau" in row.figures)
+            return RecentWindows(taus, drift > since, rows[-1].id if rows else 0)
 
 
 def _last(session: Session, endpoint: str, revision: int, kind: str, after: int) -> int:

@@ -48,7 +48,7 @@ def _window(endpoint: Endpoint, latest: _Latest) -> LiveWindow | None:
         return None
     seconds, requests = entry.figures.get("seconds"), entry.figures.get("requests")
     return LiveWindow(
-        tau=entry.figures["tau"], proven_tau=entry.figures.get("proven_tau"), until=entry.time,
+        tau=entry.figures.get("tau"), proven_tau=entry.figures.get("proven_tau"), until=entry.time,
         since=None if seconds is None else entry.time - timedelta(seconds=seconds),
         requests_per_s=None if seconds is None or requests is None else requests / seconds)
 
@@ -65,6 +65,8 @@ def _drift(endpoint: Endpoint, latest: _Latest) -> LiveDrift | None:
     entry, window, started = _of_active(endpoint, latest, "drift"), latest.get("window"), latest.get("retraining")
     if entry is None or (started is not None and started.id > entry.id):
         return None
-    if window is not None and window.id > entry.id and window.figures["tau"] >= window.figures.get("drift_below", 0.0):
-        return None
+    if window is not None and window.id > entry.id:
+        tau = window.figures.get("tau")
+        if tau is not None and tau >= window.figures.get("drift_below", 0.0):
+            return None
     return LiveDrift(since=entry.time, message=entry.message, has_job="job" in entry.data)

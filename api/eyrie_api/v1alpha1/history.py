@@ -25,7 +25,8 @@ class HistoryEntry(Frozen):
     kind: HistoryKind
     """created: the name was taken. decided: a job's candidate was judged. proposed: a revision became the candidate.
     canary: it was given a share of the requests. activated: it serves all. rejected: it was given up before that.
-    rolled-back: what served was given up for an earlier one. window: live acceptance length over one window.
+    rolled-back: what served was given up for an earlier one. window: live acceptance length over one window,
+    or of a revision without a proven one the requests alone.
     drift: it stayed low; `data.job` is the job that would retrain the drafter. retraining: that job was started.
     gap: the serving engine is stopped before its successor starts, since both do not fit."""
 

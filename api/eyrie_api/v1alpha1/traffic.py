@@ -8,8 +8,9 @@ from eyrie_api.v1alpha1.model import Frozen
 class LiveWindow(Frozen):
     """The latest closed window of the revision that serves."""
 
-    tau: float
-    """Mean tokens per target pass, the bonus token included."""
+    tau: float | None = None
+    """Mean tokens per target pass, the bonus token included; null of a revision without a proven acceptance length,
+    such as the target without a drafter: of those requests alone are counted."""
 
     proven_tau: float | None = None
     requests_per_s: float | None = None
@@ -19,7 +20,8 @@ class LiveWindow(Frozen):
     """When it began; null as `requests_per_s`."""
 
     until: datetime
-    """When it was closed. One is closed only once it has enough rounds, so on an idle endpoint this may be long ago."""
+    """When it was closed. One is closed only once it has enough rounds, or without `tau` a request, so on an idle
+    endpoint this may be long ago."""
 
 
 class LiveCanary(Frozen):
@@ -48,8 +50,7 @@ class EndpointTraffic(Frozen):
     """What serves."""
 
     window: LiveWindow | None = None
-    """null before the first one since that revision was activated, and while the endpoint is off. Windows are of
-    revisions with a proven acceptance length."""
+    """null before the first one since that revision was activated, and while the endpoint is off."""
 
     canary: LiveCanary | None = None
     drift: LiveDrift | None = None

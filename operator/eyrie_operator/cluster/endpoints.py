@@ -217,9 +217,7 @@ class EndpointReconciler:
             answers = self._count_answers(snapshot, deployment, current.canary.revision, current.canary.since)
         seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=deployment.replicas, answers=answers)
         watched = self._records.watched(snapshot.endpoint)
-        drafting = {each.number for each in snapshot.endpoint.revisions if each.use.setting.method != "off"}
-        engines = tuple(self._with_window(snapshot, deployment, engine) if engine.revision in drafting else engine
-                        for engine in seen.engines)
+        engines = tuple(self._with_window(snapshot, deployment, engine) for engine in seen.engines)
         return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_reported)
 
     def _with_window(self, snapshot: _Snapshot, deployment: EndpointDeployment,

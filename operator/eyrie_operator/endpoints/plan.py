@@ -219,10 +219,12 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     revision, engine = _revision(endpoint, active), seen.engine(active)
     if revision is None or engine is None or engine.state != "healthy":
         return []
-    tau = window_tau(engine)
+    proven, tau = proven_tau(revision, policy.counts_drafted), window_tau(engine)
+    if proven is None:
+        return _count_requests(engine, policy, now)
     if tau is None:
         return _drift(revision, policy, seen)
-    close = _close_window(revision, engine, tau, policy, now)
+    close = _close_window(revision, engine, tau, proven, policy, now)
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.
@@ -233,16 +235,25 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     return _drift(revision, policy, seen) if short else [close]
 
 
-def _close_window(revision: Revision, engine: ObservedEngine, tau: float, policy: ServePolicy,
+def _count_requests(engine: ObservedEngine, policy: ServePolicy, now: datetime) -> list[EndpointAction]:
+    """Close the window of a revision whose acceptance is not watched when it is long enough and a request has ended."""
+    seconds = _window_seconds(engine, now)
+    if not engine.window_requests or seconds is None or seconds < policy.drift.window_s:
+        return []
+    return [CloseWindow(engine.revision, None, 0.0, None, requests=engine.window_requests, seconds=seconds)]
+
+
+def _close_window(revision: Revision, engine: ObservedEngine, tau: float, proven: float, policy: ServePolicy,
                   now: datetime) -> CloseWindow:
-    proven = proven_tau(revision, policy.counts_drafted)
-    if proven is None:
-        return CloseWindow(revision.number, tau, engine.window_rounds, None)
-    seconds = 0.0 if engine.window_since is None else (now - engine.window_since).total_seconds()
     return CloseWindow(revision.number, tau, engine.window_rounds, proven, policy.min_acceptance_ratio * proven,
                        None if policy.drift.action == "ignore" else policy.drift.ratio * proven, engine.window_accepted,
-                       # Not positive: the beginning is not known, or the clock was set back.
-                       engine.window_requests, seconds if seconds > 0.0 else None)
+                       engine.window_requests, _window_seconds(engine, now))
+
+
+def _window_seconds(engine: ObservedEngine, now: datetime) -> float | None:
+    """None when the beginning is not known, or the clock was set back."""
+    seconds = 0.0 if engine.window_since is None else (now - engine.window_since).total_seconds()
+    return seconds if seconds > 0.0 else None
 
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:

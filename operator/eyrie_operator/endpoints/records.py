@@ -98,11 +98,10 @@ class EndpointRecords:
             self.endpoints.canary(name, action.revision, action.share, _figures(action.ended),
                                   _urls(url_of, action.revision, action.serving))
         elif isinstance(action, CloseWindow):
-            if action.proven is not None:
-                self._histories.record_window(
-                    name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
-                    rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
-                    seconds=action.seconds)
+            self._histories.record_window(
+                name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
+                rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
+                seconds=action.seconds)
         elif isinstance(action, ReportDrift):
             serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)

@@ -176,13 +176,13 @@ class DeleteEngine:
 
 @dataclass(frozen=True)
 class CloseWindow:
-    """The acceptance window is full: record its figures and begin a new one."""
+    """The window is full: record its figures and begin a new one."""
 
     revision: int
-    tau: float
+    tau: float | None
     rounds: float
     proven: float | None
-    """None for a revision without a proven tau, such as the target without a drafter: its window is not recorded."""
+    """None for a revision without a proven tau, such as the target without a drafter: requests alone are recorded."""
 
     rollback_below: float | None = None
     """The acceptance lengths at which the watch rolls back, and at which it counts towards drift."""

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -61,12 +63,12 @@ class Harness:
         self.owner: Owner | None = None
 
     def reconciler(self, check: Callable[[], None] | None = None,
-                   owner_of: OwnerOf | None = None) -> EndpointReconciler:
+                   owner_of: OwnerOf | None = None, clock: Clock = utc_now) -> EndpointReconciler:
         """A restarted operator, without state."""
         profile = read_profile(self.settings.cluster_profile or Path())
         assert profile.serving is not None
         return EndpointReconciler(self.settings, profile, profile.serving, self.database, Cluster(check),
-                              owner_of or (lambda _namespace, _name, _now: self.owner))
+                              owner_of or (lambda _namespace, _name, _now: self.owner), clock)
 
     def create(self, name: str = "chat", **serve: Any) -> Endpoint:
         served = EndpointServeSpec(endpoint=name, **serve)
@@ -429,6 +431,19 @@ def engine_pod(server: ApiServer, deployment: str, uid: str) -> None:
     pod["metadata"] = {**pod["metadata"], "name": uid, "namespace": "serving"}
     server.put(f"/api/v1/namespaces/serving/pods/{uid}", pod)
     server.set_status("Pod", uid, {"podIP": "127.0.0.1", "containerStatuses": [{"ready": True, "restartCount": 0}]})
+
+
+def test_requests_of_the_target_without_a_drafter_are_recorded(
+        tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
+    harness = Harness(tmp_path, server, {"port": pages.port})
+    harness.serve_bare()
+    engine_pod(server, "eyrie-chat-r1", "pod-a")
+    pages.count(answered=7)  # before the window
+    settle(harness.reconciler())
+    pages.count(answered=89, failed=1)
+    settle(harness.reconciler(clock=lambda: utc_now() + timedelta(minutes=2)))
+    (window,) = harness.histories.read("chat", kind="window").items
+    assert (window.revision, set(window.figures), window.figures["requests"]) == (1, {"requests", "seconds"}, 90.0)
 
 
 def test_live_acceptance_is_watched_across_restarts_and_a_collapse_leads_back(

@@ -177,7 +177,9 @@ def endpoint(name: str, control: Here, request: Request) -> Response:
 
 def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
-    return {"endpoint": control.endpoints.get(name), "server": server,
+    found = control.endpoints.get(name)
+    latest = filter(None, (control.histories.latest(name, kind) for kind in KINDS))
+    return {"endpoint": found, "traffic": traffic_of((found,), latest)[0], "server": server,
             "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
             "figures": list_figures(name, control), "history": _recent(control.histories.read(name, limit=_HISTORY))}
 

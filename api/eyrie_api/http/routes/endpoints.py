@@ -39,7 +39,7 @@ def list_endpoints(control: Here) -> EndpointList:
 
 @router.get("/v1alpha1/traffic")
 def list_traffic(control: Here) -> TrafficList:
-    """What the traffic of every endpoint shows now: the latest window of acceptance with requests per second, the
+    """What the traffic of every endpoint shows now: the latest window with acceptance and requests per second, the
     canary and its share, drift."""
     return TrafficList(items=traffic_of(control.endpoints.list().items, control.histories.latest_of_all(KINDS)))
 
@@ -72,7 +72,7 @@ def read_figure(name: Name, figure: str, control: Here) -> Figure:
 
 def _watched(name: str, control: Control) -> endpoint_figures.Watched:
     """What the figures of an endpoint are drawn from. Raises NotFound."""
-    windows = control.histories.read(name, limit=MAX_PAGE, kind="window").items
+    windows = [one for one in control.histories.read(name, limit=MAX_PAGE, kind="window").items if "tau" in one.figures]
     changes = [one for kind in endpoint_figures.CHANGES for one in control.histories.read(name, kind=kind).items]
     return endpoint_figures.Watched(control.endpoints.get(name), control.endpoints.serving(name).serve.engine.kind,
                                     windows, changes)
