@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.figures import Figure
 from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry, TuneReport
 from eyrie_api.v1alpha1.status import JobReport
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Trial
 
@@ -31,6 +31,8 @@ def figures_of(report: JobReport) -> tuple[Figure, ...]:
     """Every figure there is data for."""
     measured = [one for one in report.benchmark if one.cells]
     found = []
+    if report.leaderboard:
+        found.append(leaderboard(report.leaderboard))
     if measured:
         found.append(throughput(measured))
     if measured or (report.tune and report.tune.cells):
@@ -55,6 +57,30 @@ def figure_of(report: JobReport, name: str) -> Figure:
         raise NotFound(f"job {report.job_id} has no figure {name!r}",
                        f"{available}: figures appear when the benchmark, tune and prove stages finish")
     return found[name]
+
+
+def leaderboard(entries: Sequence[LeaderboardEntry]) -> Figure:
+    """Mean speed-up of every entry with its interval, in the order of the leaderboard. There are entries."""
+    rows = [{"rank": one.rank, "checkpoint": f"{one.checkpoint} (tuned)" if one.tuned else one.checkpoint,
+             "family": one.family, "shape": one.tree.label() if one.tree else "no drafter", "tau": rounded(one.tau),
+             "speedup": rounded(one.speedup), **_interval(one.speedup_interval),
+             "output": "identical" if one.lossless else "changed"} for one in entries]
+    y = {"field": "checkpoint", "type": "nominal", "sort": [row["checkpoint"] for row in rows], "title": None}
+    colour = series("family", rows)
+    ranges: Row = {"transform": [{"filter": "datum.low !== null"}], "mark": {"type": "rule", "strokeWidth": 2},
+                   "encoding": {"x": number("low", None), "x2": {"field": "high"}, "y": y,
+                                "color": colour | {"legend": None}}}
+    points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1},
+                   "encoding": {"x": number("speedup", _SPEEDUP), "y": y, "color": colour, "shape": colour,
+                                "tooltip": tips(rows)}}
+    first = entries[0]
+    span = first.speedup_interval
+    between = "" if span is None else f" ({span.low:.2f} to {span.high:.2f})"
+    return figure("leaderboard", f"{rows[0]['checkpoint']} leads with {first.speedup:.2f}x{between}",
+                  "Mean speed-up over all suites and temperatures, one request at a time, with its 95 % interval, best "
+                  "first and lossless ones before the others; no drafter is the line at 1.", rows,
+                  {"width": 520, "height": {"step": 30}, "layer": [_off_line("x"), ranges, points],
+                   "resolve": OWN_LEGENDS})
 
 
 def throughput(reports: Sequence[BenchmarkReport]) -> Figure:

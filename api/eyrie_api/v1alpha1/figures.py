@@ -7,8 +7,8 @@ from pydantic import JsonValue
 
 from eyrie_api.v1alpha1.model import Frozen
 
-FigureName = Literal["throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware", "acceptance",
-                     "acceptance-by-position", "canary"]
+FigureName = Literal["leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware",
+                     "acceptance", "acceptance-by-position", "canary"]
 
 
 class FigureSummary(Frozen):

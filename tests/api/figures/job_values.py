@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from eyrie_api.decisions.leaderboard import Measured, rank
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
@@ -12,7 +13,7 @@ from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT
 from tests.pipelines.rehearsal.rehearsal_stage import load_report as rehearsed_load
 from tests.workers.plots.synthetic import benchmark_report, tuned_by_prediction
 
-NAMES = ("throughput", "tau-throughput", "tuning", "operating-map", "pareto")
+NAMES = ("leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "pareto")
 
 
 def load_report() -> LoadReport:
@@ -44,10 +45,11 @@ def tune_report() -> TuneReport:
 
 def job_report() -> JobReport:
     """Three checkpoints, tuned and proven."""
+    benchmark = tuple(benchmark_report(f"default-step-{step}", skill)
+                      for step, skill in ((100, 0.7), (200, 0.78), (300, 0.8)))
     return JobReport(
-        job_id="job-1", name="nightly", target="t", phase="Succeeded", seconds={},
-        benchmark=tuple(benchmark_report(f"default-step-{step}", skill)
-                        for step, skill in ((100, 0.7), (200, 0.78), (300, 0.8))),
+        job_id="job-1", name="nightly", target="t", phase="Succeeded", seconds={}, benchmark=benchmark,
+        leaderboard=rank(Measured("job-1", "eagle3", "t", False, one) for one in benchmark),
         tune=tune_report(), prove=prove_report())
 
 

@@ -21,14 +21,14 @@ def rows_of(figure: Figure) -> list[dict[str, Any]]:
 def test_a_finished_job_has_every_figure_and_a_new_one_none() -> None:
     report = job_report()
     assert tuple(one.name for one in figures_of(report)) == NAMES
-    assert figures_of(report.model_copy(update={"benchmark": (), "tune": None, "prove": None})) == ()
+    assert figures_of(report.model_copy(update={"benchmark": (), "tune": None, "prove": None, "leaderboard": ()})) == ()
 
 
 def test_a_figure_without_data_is_refused_with_those_there_are() -> None:
     report = job_report().model_copy(update={"prove": None})
     with pytest.raises(NotFound) as refused:
         figure_of(report, "pareto")
-    assert "throughput, tau-throughput" in (refused.value.hint or "")
+    assert "leaderboard, throughput, tau-throughput" in (refused.value.hint or "")
 
 
 def test_every_row_is_flat_and_has_the_same_fields_so_that_it_is_a_table() -> None:
@@ -37,6 +37,18 @@ def test_every_row_is_flat_and_has_the_same_fields_so_that_it_is_a_table() -> No
         assert len(rows) == figure.rows > 0
         assert {tuple(row) for row in rows} == {tuple(rows[0])}
         assert all(isinstance(value, str | int | float | bool | None) for row in rows for value in row.values())
+
+
+def test_the_leaderboard_has_the_interval_of_every_entry_in_its_order() -> None:
+    report = job_report()
+    rows = rows_of(figure_of(report, "leaderboard"))
+    assert [(row["rank"], row["checkpoint"]) for row in rows] == [(one.rank, one.checkpoint)
+                                                                  for one in report.leaderboard]
+    assert all(row["low"] < row["speedup"] < row["high"] for row in rows)
+    unknown = tuple(one.model_copy(update={"speedup_interval": None, "tuned": True}) for one in report.leaderboard)
+    without = figure_of(report.model_copy(update={"leaderboard": unknown}), "leaderboard")
+    assert {(row["low"], row["high"]) for row in rows_of(without)} == {(None, None)}
+    assert rows_of(without)[0]["checkpoint"] == "default-step-300 (tuned)"
 
 
 def test_throughput_has_every_cell_with_its_interval_best_checkpoint_first() -> None:
