@@ -1,8 +1,9 @@
 """The console's pages at the server, with many jobs in the database: `make bench-console`.
 
-    python -m tests.benchmarks.console_pages [--jobs 10000] [--open 200] --out .eyrie/bench/console.json
+    python -m tests.benchmarks.console_pages [--jobs 10000] [--endpoints 50] [--open 200] --out FILE
 
-The control plane's API as a process, SQLite in a directory of its own; jobs are rows that nothing runs.
+The control plane's API as a process, SQLite in a directory of its own; jobs and endpoints are rows that nothing runs.
+An endpoint has as many windows as are kept; every fifth serves without a drafter.
 
     pages     one request at a time of home and of a job's page
     paint     first contentful paint of both in headless Chromium, where `make test-browser` has brought one
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from multiprocessing import Process
 from pathlib import Path
 from statistics import median, quantiles
@@ -38,11 +40,16 @@ import httpx
 from sqlalchemy import insert
 
 from eyrie_api.clock import utc_now
+from eyrie_api.database.endpoint_history import KEPT_WINDOWS
+from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.database.tables import MetricRow
+from eyrie_api.database.tables import HistoryRow, MetricRow
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import job_spec
 from tests.benchmarks.control_plane import write_events
 from tests.campaigns.live_servers import api_server
@@ -123,6 +130,28 @@ def painted(urls: Mapping[str, str]) -> dict[str, float] | None:
                 taken[name].append(at_ms[0])
                 context.close()
     return {name: round(median(found), 1) for name, found in taken.items()}
+
+
+def add_endpoints(database: Database, count: int) -> None:
+    """Endpoints that serve, each with the windows of the last hours."""
+    endpoints, now = Endpoints(database), utc_now()
+    for number in range(count):
+        name, revision = f"endpoint-{number:03d}", 1
+        endpoints.create(name, TargetSpec(model="quickstart"), EndpointServeSpec(endpoint=name), "quickstart")
+        if number % 5:
+            revision = endpoints.propose(name, job_id=None, checkpoint="base-step-9", tree=DraftTreeShape(),
+                                         drafter_dir=f"/d/{number}", reason="faster", tau=3.0).number
+        endpoints.activate(name, revision, f"http://127.0.0.1:{9000 + number}/v1")
+        noise = random.Random(number)
+        counted = [{"requests": float(noise.randint(1, 600)), "seconds": 60.0} for _ in range(KEPT_WINDOWS)]
+        if revision > 1:
+            counted = [one | {"tau": noise.gauss(2.9, 0.1), "rounds": 900.0, "proven_tau": 3.0, "drift_below": 2.55,
+                              "rollback_below": 1.5} for one in counted]
+        rows = [{"endpoint": name, "time": now - timedelta(minutes=KEPT_WINDOWS - place), "kind": "window",
+                 "revision": revision, "reason": "Watched", "message": "", "actor": "watch", "figures": figures,
+                 "data": {}} for place, figures in enumerate(counted)]
+        with database.writing() as session:
+            session.execute(insert(HistoryRow), rows)
 
 
 def with_curves(jobs: Jobs) -> str:
@@ -229,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(description="The console's pages with many jobs.")
     parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--endpoints", type=int, default=50)
     parser.add_argument("--open", type=int, default=200)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -238,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         upgrade(database)
         jobs = Jobs(database)
         last = [jobs.submit(job_spec(name=f"job-{number}")) for number in range(options.jobs)][-1]
+        add_endpoints(database, options.endpoints)
         drawn_id = with_curves(jobs)
         database.close()
         with api_server(home) as server:
@@ -246,8 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             paint = painted({"home": address + "/", "job": f"{address}/console/jobs/{last.id}"})
             curves = redrawn(address, drawn_id)
             streams = with_open_pages(address, Settings(home=home).resolved_database_url, last.id, options.open)
-    report = {"jobs": options.jobs, "requests": _REQUESTS, "pages": found, "paint_ms": paint, "curves": curves,
-              "streams": streams, "cores": os.cpu_count(), "python": platform.python_version()}
+    report = {"jobs": options.jobs, "endpoints": options.endpoints, "requests": _REQUESTS, "pages": found,
+              "paint_ms": paint, "curves": curves, "streams": streams, "cores": os.cpu_count(),
+              "python": platform.python_version()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
