@@ -28,6 +28,7 @@ from tests.pipelines.conftest import Rehearsal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHOTS = Path(__file__).resolve().parents[2] / ".eyrie" / "browser"
+PICTURES = SHOTS / "pictures"
 SIZES = ((375, 812), (820, 1180), (1440, 900))
 """Of a phone, a tablet and a screen."""
 
@@ -128,6 +129,17 @@ def assert_accessible(page: Any, where: str, part: str | None = None) -> None:
     options = {"runOnly": ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"], "resultTypes": ["violations"]}
     found = Axe().run(page, part, options)
     assert found.violations_count == 0, f"{where}: {found.generate_report()}"
+
+
+def picture(page: Any, name: str, *parts: str) -> None:
+    """A picture of docs/console.md: the elements that these CSS selectors name, one below the other. Taken at one
+    width, in light colours; `python -m tests.docs.pictures` takes it over."""
+    is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    if is_dark or page.viewport_size["width"] != SIZES[-1][0]:
+        return
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate(parts):
+        page.locator(part).first.screenshot(path=PICTURES / f"{name}-{number}.png")
 
 
 def within(project: str, database: Database) -> Scope:

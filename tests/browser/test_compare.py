@@ -12,7 +12,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.engines.process import EngineCommand, start_engine
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in
 from tests.workers.engines.request_fields import behind_gateway
 
 OpenPage = Callable[..., Any]
@@ -69,6 +69,7 @@ def test_both_answers_appear_side_by_side_equal_and_with_the_tree_of_a_round(
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert_accessible(page, f"{width}, {scheme}")
         drafted.locator("summary").click()
+        picture(page, "answers", "main")
         page.screenshot(path=SHOTS / f"compare-{width}-{scheme}.png", full_page=True)
     assert [one for one in faults if "401" not in one] == [], "the sign-in page is a 401, which Chromium logs"
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
+from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.samples import job_spec
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in, within
 
 OpenPage = Callable[..., Any]
 POSITIONS = (0.8, 0.7, 0.6)
@@ -40,6 +42,21 @@ def record(jobs: Jobs, job_id: str, key: str, steps: range, scale: float) -> Non
     jobs.record_metrics(job_id, "train", key, points)
 
 
+def in_training(jobs: Jobs, job_id: str, keys: tuple[str, ...]) -> None:
+    """The answers and states are there, and these candidates are being trained."""
+    now = utc_now()
+    before = [StageStatus(stage=one, state="Succeeded", attempt=1, started_at=now - timedelta(seconds=ago),
+                          finished_at=now - timedelta(seconds=ago - 300))
+              for one, ago in (("regenerate", 900), ("capture", 600))]
+    training = [StageStatus(stage="train", key=key, state="Running", attempt=1, started_at=now - timedelta(seconds=290),
+                            progress=Progress(done=1000.0, total=2000.0, unit="steps", rate=3.5, eta_s=286.0))
+                for key in keys]
+    for stage in (*before, *training):
+        jobs.set_stage(job_id, stage)
+    jobs.save_status(job_id, JobStatus(phase="Running", stages=(*before, *training),
+                                       started_at=now - timedelta(seconds=900)))
+
+
 def record_rung(jobs: Jobs, job_id: str, step: int, goes_on: dict[str, bool]) -> None:
     """What a rung decided of each candidate."""
     for key, on in goes_on.items():
@@ -64,6 +81,7 @@ def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
     jobs = Jobs(database)
     job = trained(jobs, "sweep", {"eagle3-a": 1000, "eagle3-b": 1000, "mtp-a": 500})
     record_rung(jobs, job, 500, {"eagle3-a": True, "eagle3-b": True, "mtp-a": False})
+    in_training(jobs, job, ("eagle3-a", "eagle3-b"))
     other = trained(Jobs(database), "alone", {"": 800})
     SHOTS.mkdir(parents=True, exist_ok=True)
     paths = {"job": f"/console/jobs/{job}", "jobs": f"/console/curves?job={job}&job={other}",
@@ -74,6 +92,9 @@ def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
             page.goto(url + path)
             charts(page).nth(6).wait_for()
             page.get_by_label("Smoothing").fill("0.8")
+            if name == "job":
+                picture(page, "pipeline", "section[aria-labelledby=pipeline]")
+                picture(page, "training", "section[aria-labelledby=training]")
             charts(page).first.locator("summary").click()
             shot = SHOTS / f"curves-{name}-{width}-{scheme}.png"
             page.locator("section[aria-labelledby=training]").screenshot(path=shot)

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.status import Condition
+from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
-from tests.api.samples import ManualClock
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, signed_in
+from tests.api.samples import ManualClock, job_spec
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, picture, signed_in
+from tests.browser.test_curves import in_training
 
 OpenPage = Callable[..., Any]
 Server = tuple[str, Database]
@@ -99,12 +105,20 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
     tried = Endpoints(database, clock).propose("busy", job_id=None, checkpoint="wide-step-9", tree=DraftTreeShape(),
                                                drafter_dir="/d/wide", reason="test").number
     try_canary(database, clock, tried, (0.2,), "busy")
+    Endpoints(database, clock).create("plain", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
+    Endpoints(database, clock).activate("plain", 1, "http://127.0.0.1:9/v1")
+    Histories(database, clock).record_window("plain", 1, None, 0.0, None, requests=18.0, seconds=60.0)
+    serving = Condition(type="Serving", status="True", reason="Healthy", message="", last_transition_time=clock())
+    for one in ("busy", "chat", "plain"):
+        Endpoints(database, clock).observe(one, url=None, conditions=(serving,))
+    in_training(Jobs(database), Jobs(database).submit(job_spec(name="nightly")).id, ("base",))
     SHOTS.mkdir(parents=True, exist_ok=True)
     for width, height in SIZES:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
                          "/console/endpoints/chat")
         for name in NAMES:
             drawn(page, name)
+        picture(page, "endpoint", "#live", "section[aria-labelledby=acceptance]")
         figure(page, "acceptance").locator("summary").click()
         page.screenshot(path=SHOTS / f"endpoint-{width}-{scheme}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -117,6 +131,8 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
         assert [f"{window['tau']:.2f}", f"{window['requests_per_s']:.3g}"] == shown.split("\t")[2:4]
         assert f"Canary revision {tried} gets 20 %" in " ".join(page.get_by_role(
             "row", name="busy").inner_text().split())
+        assert page.get_by_role("row", name="plain").inner_text().split("\t")[2:4] == ["", "0.3"]
+        picture(page, "home", "#live")
         page.screenshot(path=SHOTS / f"home-endpoints-{width}-{scheme}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert_accessible(page, f"home at {width}, {scheme}")
