@@ -241,6 +241,18 @@ def test_only_the_latest_windows_are_kept(
     assert len(histories.read("default", kind="created").items) == 1
 
 
+def test_windows_of_requests_alone_replace_each_other_and_none_with_acceptance(
+        endpoints: Endpoints, histories: Histories, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.database.endpoint_history.KEPT_WINDOWS", 3)
+    for tau in (2.0, 3.0):
+        histories.record_window("default", 1, tau, 200, 3.0)
+    for requests in range(5):
+        histories.record_window("default", 2, None, 0.0, None, requests=float(requests), seconds=60.0)
+    kept = histories.read("default", kind="window").items
+    assert [(one.figures.get("tau"), one.figures.get("requests")) for one in kept] == [
+        (2.0, None), (3.0, None), (None, 4.0)]
+
+
 def test_off_keeps_name_url_and_history_and_a_promotion_switches_it_on(endpoints: Endpoints) -> None:
     endpoints.activate("default", 1, "http://x/v1")
     seen = endpoints.set_desired("default", "off")

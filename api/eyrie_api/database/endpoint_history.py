@@ -119,7 +119,8 @@ class Histories:
                       seconds: float | None = None) -> None:
         """Record one window and delete the oldest beyond KEPT_WINDOWS.
 
-        tau        None of a revision whose acceptance is not watched: the window has requests alone
+        tau        None of a revision whose acceptance is not watched: the window has requests alone, and replaces the
+                   latest one if that is of the same kind, so that none with acceptance is deleted for it
         accepted   draft tokens accepted at each position; empty where the engine does not say
         requests   requests that ended in the window, and `seconds` its length; None where not known
         """
@@ -128,17 +129,21 @@ class Histories:
         else:
             message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
         counted = None if tau is None else rounds
+        windows = select(HistoryRow).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == "window").order_by(
+            HistoryRow.id.desc())
         with self._database.writing() as session:
+            latest = session.scalars(windows.limit(1)).first()
+            if tau is None and latest is not None and "tau" not in latest.figures:
+                session.delete(latest)
             record_history(session, self._clock, endpoint, "window", "Watched", message, revision=revision,
                            actor="watch", figures={
                                "tau": tau, "rounds": counted, "proven_tau": proven, "drift_below": drift_below,
                                "rollback_below": rollback_below, "requests": requests, "seconds": seconds,
                                **{f"accepted/{position}": count for position, count in enumerate(accepted, start=1)}})
-            windows = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == "window")
-            oldest = session.scalars(windows.order_by(HistoryRow.id.desc()).offset(KEPT_WINDOWS - 1).limit(1)).first()
+            oldest = session.scalars(windows.offset(KEPT_WINDOWS - 1).limit(1)).first()
             if oldest is not None:
                 session.execute(delete(HistoryRow).where(
-                    HistoryRow.endpoint == endpoint, HistoryRow.kind == "window", HistoryRow.id < oldest))
+                    HistoryRow.endpoint == endpoint, HistoryRow.kind == "window", HistoryRow.id < oldest.id))
 
     def record(self, endpoint: str, kind: HistoryKind, reason: str, message: str, *, once: str, revision: int,
                job_id: str | None = None, figures: Mapping[str, float | None] | None = None,
