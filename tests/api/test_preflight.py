@@ -185,6 +185,26 @@ def test_own_data_without_suites_is_held_out_in_part(
     assert any("prompts held out of the data" in note for note in checked.plan.notes)
 
 
+@pytest.mark.parametrize(("rows", "max_prompts", "fraction"), [(10, 8, 0.2), (1000, 40, 0.08), (100_000, 80, 0.02)])
+def test_enough_is_held_out_for_a_suite_that_names_held_out_prompts(
+        settings: Settings, target: Path, tmp_path: Path, rows: int, max_prompts: int, fraction: float) -> None:
+    (tmp_path / "chats.jsonl").write_text(ROW * rows)
+    checked = check(job_spec(
+        target={"model": str(target)}, data=data(tmp_path / "chats.jsonl", max_conversations=20_000),
+        benchmark={"suites": [{"name": "ours", "path": "held-out", "max_prompts": max_prompts}]}), settings)
+    assert checked.spec.data.held_out_fraction == pytest.approx(fraction)
+    assert checked.plan is not None
+    assert any(f"up to {max_prompts} prompts held out" in note for note in checked.plan.notes)
+
+
+def test_a_fraction_that_holds_out_less_than_one_prompt_is_refused(
+        settings: Settings, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(ROW * 20)
+    refused(settings, InvalidInput, r"data\.held_out_fraction 0\.02 of about 20 conversations",
+            target={"model": str(target)}, data=data(tmp_path / "chats.jsonl", held_out_fraction=0.02),
+            benchmark={"suites": [{"name": "ours", "path": "held-out"}]})
+
+
 def test_quickstart_data_and_named_suites_are_left_as_they_are(settings: Settings, target: Path,
                                                               tmp_path: Path) -> None:
     shipped = check(job_spec(target={"model": str(target)}, data=data("quickstart")), settings).spec

@@ -204,8 +204,8 @@ def _with_what_is_present(known: DataFacts, spec: JobSpec, settings: Settings, e
 def _unread(spec: JobSpec) -> list[str]:
     """What the checks did not read, because it is not on this machine."""
     directory, notes = target_dir(spec.target), []
-    if spec.benchmark.suites == (OWN_SUITE,):
-        notes.append(f"drafters are measured on up to {OWN_SUITE.max_prompts} prompts held out of the data "
+    if wanted := _held_out_prompts(spec.benchmark.suites):
+        notes.append(f"drafters are measured on up to {wanted} prompts held out of the data "
                      f"(data.held_out_fraction {spec.data.held_out_fraction:.3g})")
     if _is_hub_id(spec.target.model) and directory is not None and not weights_are_here(directory):
         notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
@@ -237,20 +237,32 @@ def _with_dtype(spec: JobSpec, settings: Settings) -> JobSpec:
 
 
 def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:
-    """The job with suites for its data, where it names none: the shipped ones are of the shipped conversations, other
-    data is held out in part, of few conversations a larger part."""
-    data = spec.data
-    if "suites" in spec.benchmark.model_fields_set or any(source.path == QUICKSTART for source in data.sources):
-        return spec
-    if data.held_out_fraction == 0.0:
-        raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts from "
-                           "what is held out", "name suites, or omit data.held_out_fraction")
-    if "held_out_fraction" not in data.model_fields_set:
+    """The job with suites for its data, where it names none (the shipped ones are of the shipped conversations), and
+    with enough held out for suites of `held-out`: of few conversations a larger part, unless the job names the part."""
+    data, suites = spec.data, spec.benchmark.suites
+    if "suites" not in spec.benchmark.model_fields_set and not any(one.path == QUICKSTART for one in data.sources):
+        if data.held_out_fraction == 0.0:
+            raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts "
+                               "from what is held out", "name suites, or omit data.held_out_fraction")
+        suites = (OWN_SUITE,)
+    wanted = _held_out_prompts(suites)
+    if wanted:
         rows = min(data.max_conversations, known.rows or data.max_conversations)
-        fraction = min(_LARGEST_SHARE, max(data.held_out_fraction, 2 * OWN_SUITE.max_prompts / rows))
-        data = data.model_copy(update={"held_out_fraction": fraction})
+        given = data.held_out_fraction
+        if "held_out_fraction" not in data.model_fields_set:
+            fraction = min(_LARGEST_SHARE, max(given, 2 * wanted / rows))
+            data = data.model_copy(update={"held_out_fraction": fraction})
+        elif 0.0 < given * rows < 1.0:
+            raise InvalidInput(f"data.held_out_fraction {given:g} of about {rows} conversations is less than one "
+                               "prompt, and a benchmark suite uses held-out prompts",
+                               "omit data.held_out_fraction, or raise it")
     return spec.model_copy(update={
-        "data": data, "benchmark": spec.benchmark.model_copy(update={"suites": (OWN_SUITE,)})})
+        "data": data, "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
+
+
+def _held_out_prompts(suites: Sequence[SuiteSpec]) -> int:
+    """The prompts that suites take from what is held out of the data."""
+    return max((suite.max_prompts for suite in suites if suite.path == HELD_OUT), default=0)
 
 
 def absolute(spec: JobSpec) -> JobSpec:
@@ -387,7 +399,7 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
     if suite.path == HELD_OUT:
         if spec.data.held_out_fraction == 0.0:
             raise InvalidInput(f"benchmark suite {suite.name!r} uses held-out prompts, but data.held_out_fraction is 0",
-                               "set data.held_out_fraction, or omit the suite")
+                               "omit data.held_out_fraction or raise it, or omit the suite")
         return
     kind, _, name = suite.path.partition(":")
     if kind == QUICKSTART:
