@@ -145,8 +145,11 @@ def _checked(spec: JobSpec, settings: Settings,
     """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
     sampled from the data."""
     device = planned_device(spec, settings)
-    for source in spec.data.sources:
-        _check_source(source)
+    for number, source in enumerate(spec.data.sources):
+        try:
+            _check_source(source, spec.data.answered)
+        except InvalidInput as error:
+            raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
     known = data_facts(spec.data)
     spec = _with_dtype(with_engine_defaults(_with_suites(spec, known), device), settings)
     candidates = expand(spec)
@@ -383,7 +386,7 @@ def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
                 "set tune.top_k to [1], serve with the embedded engine, or omit drafter.sliding_window")
 
 
-def _check_source(source: DataSource) -> None:
+def _check_source(source: DataSource, answered: bool) -> None:
     if source.path == QUICKSTART or is_remote(source.path):
         return
     if local_path(source.path) is None:
@@ -392,7 +395,7 @@ def _check_source(source: DataSource) -> None:
                                "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
                                "'quickstart'")
         return
-    check_data_source(source)
+    check_data_source(source, answered)
 
 
 def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
