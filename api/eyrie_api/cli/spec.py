@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.unknown_fields import unknown_field_hint
 from eyrie_api.v1alpha1.job import JobSpec
 
 
@@ -103,9 +104,12 @@ def validate(document: dict[str, Any]) -> JobSpec:
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        problems = []
+        problems, hints = [], []
         for one in error.errors(include_url=False):
             where = ".".join(str(step) for step in one["loc"]) or "job"
             got = "" if one["type"] in ("missing", "extra_forbidden") or where == "job" else f" (got {one['input']!r})"
             problems.append(f"{where}: {one['msg'].removeprefix('Value error, ')}{got}")
-        raise InvalidInput("; ".join(problems), "every field is described at the server's /docs") from None
+            if one["type"] == "extra_forbidden":
+                hints.append((where, unknown_field_hint(one["loc"])))
+        hint = hints[0][1] if len(hints) == 1 else "; ".join(f"{where}: {text}" for where, text in hints)
+        raise InvalidInput("; ".join(problems), hint or "every field is described at the server's /docs") from None
