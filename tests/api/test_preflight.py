@@ -65,8 +65,21 @@ def test_a_hub_target_that_is_not_in_the_cache_is_left_to_the_stages(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     spec = job_spec(target={"model": "org/name"})
     assert check(spec, settings).plan is None
-    with pytest.raises(InvalidInput, match="not on this machine"):
+    with pytest.raises(InvalidInput, match="not in the Hub cache of the server") as refusal:
         plan(spec, settings)
+    assert "`hf download org/name config.json`" in refusal.value.hint
+
+
+def test_config_json_in_the_hub_cache_is_enough_for_a_plan(
+        settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--name" / "refs").mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("0" * 40)
+    config = target_directory(tmp_path / "complete") / "config.json"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    config.rename(snapshot / "config.json")
+    assert plan(job_spec(target={"model": "org/name"}), settings).total_bytes_on_disk > 0
 
 
 def test_a_training_step_that_no_gpu_of_the_requested_type_holds_is_refused_with_the_number_to_change(

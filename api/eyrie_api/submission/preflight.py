@@ -129,14 +129,17 @@ class PreflightCache:
 
 
 def plan(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = ()) -> Plan:
-    """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here.
+    """The dry run behind `POST /plans`. Raises InvalidInput when the target's config.json is not on this machine.
 
     earlier   jobs of the same project, newest first: the answers that they have generated are not generated again
     """
     _, planned, _ = _checked(spec, settings, earlier)
     if planned is None:
-        raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
-                           "download it first (`hf download`), or give a local directory with its config.json")
+        revision = "" if spec.target.revision is None else f" --revision {spec.target.revision}"
+        raise InvalidInput(f"target.model {spec.target.model!r} is not in the Hub cache of the server, which contacts "
+                           "no model hub, so its sizes are unknown",
+                           f"where the server runs: `hf download {spec.target.model} config.json{revision}` is enough "
+                           "for a plan; a job needs no download before")
     return planned
 
 
