@@ -72,6 +72,17 @@ def test_a_misspelt_field_of_a_file_is_answered_with_the_right_one(tmp_path: Pat
     assert refused.value.hint == hint
 
 
+def test_the_job_of_a_kubernetes_object_is_taken_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "object.yaml"
+    file.write_text("apiVersion: eyrie.dev/v1alpha1\nkind: DrafterJob\nmetadata: {name: bot}\nspec:\n"
+                    "  job: {target: {model: one}, data: {sources: [{path: x.jsonl}]}, train: {epochs: 2}}\n")
+    job = build_job(file=file, settings=["train.epochs=3"])
+    assert (job.target.model, job.train.epochs) == ("one", 3)
+    file.write_text("kind: DrafterJob\nspec: {}\n")
+    with pytest.raises(InvalidInput, match=r"spec\.job"):
+        build_job(file=file)
+
+
 @pytest.mark.parametrize("content", ["- a list", "a: [", "just words", "\x00"])
 def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "job.yaml"

@@ -35,7 +35,7 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
               revision: str | None = None, dtype: str | None = None, data: Sequence[str] = (),
               settings: Sequence[str] = ()) -> JobSpec:
     """The job that a command line describes. Raises InvalidInput naming the flag or field."""
-    document = read_document(file) if file is not None else {}
+    document = _job_in(read_document(file)) if file is not None else {}
     if name is not None:
         document["name"] = name
     for field, value in (("model", target), ("revision", revision), ("dtype", dtype)):
@@ -54,6 +54,17 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
         raise InvalidInput("no conversations were given",
                            "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>")
     return validate(document)
+
+
+def _job_in(document: dict[str, Any]) -> dict[str, Any]:
+    """The job of a document: the document, or what a DrafterJob object for Kubernetes holds of it."""
+    if document.get("kind") != "DrafterJob":
+        return document
+    spec = document.get("spec")
+    job = spec.get("job") if isinstance(spec, dict) else None
+    if not isinstance(job, dict):
+        raise InvalidInput("the object of kind DrafterJob has no mapping spec.job", "give it a job below spec.job")
+    return job
 
 
 def read_document(file: Path, option: str = "--file", begins: str = "`target:` and `data:`") -> dict[str, Any]:
