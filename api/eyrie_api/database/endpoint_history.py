@@ -109,8 +109,8 @@ class Histories:
         figures |= {check.name: check.figure for check in decision.checks}
         with self._database.writing() as session:
             record_history(session, self._clock, endpoint, "decided", decision_reason(decision),
-                 "; ".join(failed or decision.reasons), job_id=job_id, figures=figures, data={"decision": decision.model_dump(mode="json")},
-                 once=f"decided/{job_id}/{attempt}")
+                 "; ".join(failed or decision.reasons), job_id=job_id, figures=figures,
+                 data={"decision": decision.model_dump(mode="json")}, once=f"decided/{job_id}/{attempt}")
 
     def record_window(self, endpoint: str, revision: int, tau: float, rounds: float, proven: float | None, *,
                       accepted: Sequence[float] = (), rollback_below: float | None = None,
