@@ -19,8 +19,8 @@ Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and toke
 the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. The rates are those of the
 GPUs that the job requests (`decisions.hardware`), with a range; without GPUs they are settings with measured defaults,
 and a plan is accurate to about a factor of two of what is computed. Hours are of stages, and of a stage's parts, one
-after the other. The start of programs and servers, and loading the target, are not counted: of a job of minutes they are
-most.
+after the other. The start of programs and servers, and loading the target, are not counted: they are most of a job of
+minutes.
 
 Legend: A aux layers, H hidden, V vocabulary.
 """
