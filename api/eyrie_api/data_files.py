@@ -1,5 +1,5 @@
-"""The files that the path of a data source names, the elements of a JSON array that is too large to load, and the names
-of roles in data sets.
+"""The files that the path of a data source names, the elements of a JSON array that is too large to load, and the
+names of roles in data sets.
 
 A path names one file, whatever its name; a directory, that is the files in it with a suffix of `SUFFIXES`, those of
 directories below left out; or, by a pattern as its last part, files of one directory (`chats/*.jsonl.gz`). What a file

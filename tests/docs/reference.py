@@ -1,7 +1,7 @@
 """Writes the generated pages of docs/reference: `python -m tests.docs.reference`.
 
-job.md and cluster.md from the contract's field docstrings, cli.md from the commands of `eyrie`, rest.md from the OpenAPI document, the
-table of errors.md from the error classes. The tests compare, so that none of them can drift.
+job.md and cluster.md from the contract's field docstrings, cli.md from the commands of `eyrie`, rest.md from the
+OpenAPI document, the table of errors.md from the error classes. The tests compare, so that none of them can drift.
 """
 
 import ast
