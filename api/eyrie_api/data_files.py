@@ -1,4 +1,5 @@
-"""The files that the path of a data source names, and the elements of a JSON array that is too large to load.
+"""The files that the path of a data source names, the elements of a JSON array that is too large to load, and the
+names of roles in data sets.
 
 A path names one file, whatever its name; a directory, that is the files in it with a suffix of `SUFFIXES`, those of
 directories below left out; or, by a pattern as its last part, files of one directory (`chats/*.jsonl.gz`). What a file
@@ -20,6 +21,17 @@ PARQUET, GZIP, ZSTD = ".parquet", ".gz", ".zst"
 SUFFIXES = (*(f"{form}{packed}" for form in (".jsonl", ".json") for packed in ("", GZIP, ZSTD)), PARQUET)
 MAX_ROW_BYTES = 8 << 20
 """The longest row: 8 MiB of conversation are some two million tokens, which indicates a broken file."""
+
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
+    "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
+    "environment": "tool", "ipython": "tool",
+}
+"""Role names in data sets and their normal form."""
+
+CALL_TURNS = ("function_call", "tool_call")
+"""Role names of an assistant turn that is a call, in some ShareGPT files."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"

@@ -211,7 +211,16 @@ def test_a_target_of_the_leaderboard_may_be_a_relative_path_as_of_a_job(
     monkeypatch.chdir(eyrie.target.parent)
     (entry,) = eyrie.json("leaderboard", "--target", f"./{eyrie.target.name}")["items"]
     assert entry["checkpoint"] == "base-step-9"
-    assert eyrie("leaderboard", "--target", "./elsewhere").exit_code == 65
+    assert eyrie("leaderboard", "--target", "./elsewhere").exit_code == 66
+
+
+def test_a_target_that_is_not_there_is_not_found_by_every_verb(eyrie: Eyrie, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(eyrie.target.parent)
+    for verb in ("plan", "train"):
+        for wanted in ("./elsewhere", "/no/such/model", "one/two/three"):
+            missing = eyrie(verb, "--target", wanted, "--data", str(eyrie.chats), "--json")
+            assert missing.exit_code == 66, missing.output
+            assert "TargetNotFound" in missing.output
 
 
 def test_cancel_retry_and_delete(eyrie: Eyrie) -> None:
@@ -356,7 +365,7 @@ def test_no_server_is_reported_with_the_hint_and_exit_code_69(eyrie: Eyrie) -> N
 
 
 @pytest.mark.parametrize(("arguments", "code", "named"), [
-    (("train", "--target", "./nowhere", "--data", "CHATS"), 65, "./nowhere"),
+    (("train", "--target", "./nowhere", "--data", "CHATS"), 66, "./nowhere"),
     (("train", "--target", "TARGET", "--data", "missing.jsonl"), 65, "missing.jsonl"),
     (("train", "--target", "TARGET"), 65, "--data"),
     (("train", "--target", "TARGET", "--data", "CHATS", "--set", "train.epochs=-1"), 65, "train.epochs"),

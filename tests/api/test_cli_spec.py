@@ -58,6 +58,31 @@ def test_what_is_wrong_is_named_with_a_hint(arguments: dict[str, object], named:
     assert refused.value.hint
 
 
+@pytest.mark.parametrize(("document", "hint"), [
+    ("train: {learning_rat: 1}", "did you mean 'learning_rate'?"),
+    ("trian: {}", "did you mean 'train'?"),
+    ("promotion: {frobnicate: 1}", "remove it: there is no such field"),
+    ("benchmark: {suites: [{name: a, path: held-out, max_prompt: 8}]}", "did you mean 'max_prompts'?"),
+    ("placement: {stages: {train: {num_gpu: 1}}}", "did you mean 'num_gpus'?"),
+    ("train: {epoch: 1, sede: 1}", "train.epoch: did you mean 'epochs'?; train.sede: did you mean 'seed'?")])
+def test_a_misspelt_field_of_a_file_is_answered_with_the_right_one(tmp_path: Path, document: str, hint: str) -> None:
+    (tmp_path / "job.yaml").write_text(document)
+    with pytest.raises(InvalidInput) as refused:
+        build_job(file=tmp_path / "job.yaml", target="t", data=["d"])
+    assert refused.value.hint == hint
+
+
+def test_the_job_of_a_kubernetes_object_is_taken_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "object.yaml"
+    file.write_text("apiVersion: eyrie.dev/v1alpha1\nkind: DrafterJob\nmetadata: {name: bot}\nspec:\n"
+                    "  job: {target: {model: one}, data: {sources: [{path: x.jsonl}]}, train: {epochs: 2}}\n")
+    job = build_job(file=file, settings=["train.epochs=3"])
+    assert (job.target.model, job.train.epochs) == ("one", 3)
+    file.write_text("kind: DrafterJob\nspec: {}\n")
+    with pytest.raises(InvalidInput, match=r"spec\.job"):
+        build_job(file=file)
+
+
 @pytest.mark.parametrize("content", ["- a list", "a: [", "just words", "\x00"])
 def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "job.yaml"

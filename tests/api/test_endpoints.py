@@ -191,7 +191,7 @@ def test_a_decision_is_kept_once_with_its_checks_even_where_nothing_serves(histo
         histories.record_decision("nowhere", decision, job_id="job-1", attempt=attempt)
     result = histories.read("nowhere").items
     assert [(one.kind, one.reason, one.message) for one in result] == [
-        ("decided", "NotFaster", "not proven in the serving engine")] * 2
+        ("decided", "ChecksFailed", "not proven in the serving engine")] * 2
     assert result[0].figures["suite:chat"] == 2.0
     assert result[0].data == {"decision": decision.model_dump(mode="json")}
 

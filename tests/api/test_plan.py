@@ -110,6 +110,14 @@ def test_the_parameter_estimate_equals_the_weights_of_the_quickstart_target() ->
     assert target_facts(directory).parameters == sum(math.prod(shape) for shape in shapes)
 
 
+@pytest.mark.parametrize(("target", "unit"), [(SMALL, "MB"), (SEED_TARGET, "GB")])
+def test_the_weights_of_a_target_are_in_a_unit_that_shows_them(target: TargetFacts, unit: str) -> None:
+    plan = plan_of(job_spec(), target, None)
+    (weights,) = [one for one in plan.assumptions if one.name == "target weights"]
+    assert weights.unit == unit
+    assert 1.0 < weights.value < 1000.0
+
+
 def test_every_number_of_a_plan_rests_on_a_named_assumption_with_a_source() -> None:
     plan = plan_of(job_spec(), SMALL, None)
     named = {one.name for one in plan.assumptions}

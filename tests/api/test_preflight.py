@@ -65,8 +65,21 @@ def test_a_hub_target_that_is_not_in_the_cache_is_left_to_the_stages(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     spec = job_spec(target={"model": "org/name"})
     assert check(spec, settings).plan is None
-    with pytest.raises(InvalidInput, match="not on this machine"):
+    with pytest.raises(InvalidInput, match="not in the Hub cache of the server") as refusal:
         plan(spec, settings)
+    assert "`hf download org/name config.json`" in refusal.value.hint
+
+
+def test_config_json_in_the_hub_cache_is_enough_for_a_plan(
+        settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--name" / "refs").mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("0" * 40)
+    config = target_directory(tmp_path / "complete") / "config.json"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    config.rename(snapshot / "config.json")
+    assert plan(job_spec(target={"model": "org/name"}), settings).total_bytes_on_disk > 0
 
 
 def test_a_training_step_that_no_gpu_of_the_requested_type_holds_is_refused_with_the_number_to_change(
@@ -183,6 +196,26 @@ def test_own_data_without_suites_is_held_out_in_part(
     assert checked.spec.data.held_out_fraction == pytest.approx(fraction)
     assert checked.plan is not None
     assert any("prompts held out of the data" in note for note in checked.plan.notes)
+
+
+@pytest.mark.parametrize(("rows", "max_prompts", "fraction"), [(10, 8, 0.2), (1000, 40, 0.08), (100_000, 80, 0.02)])
+def test_enough_is_held_out_for_a_suite_that_names_held_out_prompts(
+        settings: Settings, target: Path, tmp_path: Path, rows: int, max_prompts: int, fraction: float) -> None:
+    (tmp_path / "chats.jsonl").write_text(ROW * rows)
+    checked = check(job_spec(
+        target={"model": str(target)}, data=data(tmp_path / "chats.jsonl", max_conversations=20_000),
+        benchmark={"suites": [{"name": "ours", "path": "held-out", "max_prompts": max_prompts}]}), settings)
+    assert checked.spec.data.held_out_fraction == pytest.approx(fraction)
+    assert checked.plan is not None
+    assert any(f"up to {max_prompts} prompts held out" in note for note in checked.plan.notes)
+
+
+def test_a_fraction_that_holds_out_less_than_one_prompt_is_refused(
+        settings: Settings, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(ROW * 20)
+    refused(settings, InvalidInput, r"data\.held_out_fraction 0\.02 of about 20 conversations",
+            target={"model": str(target)}, data=data(tmp_path / "chats.jsonl", held_out_fraction=0.02),
+            benchmark={"suites": [{"name": "ours", "path": "held-out"}]})
 
 
 def test_quickstart_data_and_named_suites_are_left_as_they_are(settings: Settings, target: Path,

@@ -176,7 +176,7 @@ def test_a_broken_target_is_refused(settings: Settings, tmp_path: Path, kind: st
 
 
 ROWS = '{"question": "Say hi", "answer": "hi"}\n'
-NO_CONVERSATION = "none of its first {n} rows is a conversation; the first: {fault}; give one JSON object per line " \
+NO_CONVERSATION = "none of its first {n} rows can be used; the first: {fault}; give one JSON object per line " \
          "with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` (Alpaca)"
 DATA: dict[str, tuple[str, bytes, str]] = {
     "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", NO_CONVERSATION.format(n=2, fault="not JSON")),
@@ -225,15 +225,47 @@ def test_data_without_conversations_is_refused(settings: Settings, tmp_path: Pat
     with pytest.raises(InvalidInput) as caught:
         plan(job_spec(data={"sources": [{"path": str(file)}]}), settings)
     said = str(caught.value)
-    assert said.startswith(f"data file {str(file)!r}")
+    assert said.startswith(f"data.sources[0].path: data file {str(file)!r}")
     assert said.endswith(text)
+
+
+ASSISTANT_ALONE = '{"messages": [{"role": "assistant", "content": "hello"}]}\n'
+NO_ANSWER = ('{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]}\n'
+             '{"conversations": [{"from": "human", "value": "hi"}]}\n{"instruction": "Say hi", "output": ""}\n')
+ANSWERS = ('{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n',
+           '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}\n',
+           '{"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": "{}"}]}\n',
+           '{"instruction": "Say hi", "output": "hi"}\n')
+
+
+@pytest.mark.parametrize(("text", "answered", "says", "hint"), [
+    (ASSISTANT_ALONE, False, "it has no user turn", "give conversations with the user's turns"),
+    (NO_ANSWER, True, "its last turn is not an answer, and data.answered is true", "omit data.answered")])
+def test_data_of_which_no_row_can_be_used_is_refused(
+        settings: Settings, tmp_path: Path, text: str, answered: bool, says: str, hint: str) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text("".join(ANSWERS))
+    bad.write_text(text)
+    spec = job_spec(data={"sources": [{"path": str(good)}, {"path": str(bad)}], "answered": answered})
+    for submit in (check, plan):
+        with pytest.raises(InvalidInput) as caught:
+            submit(spec, settings)
+        assert caught.value.message.startswith(f"data.sources[1].path: data file {str(bad)!r}")
+        assert caught.value.message.endswith(says)
+        assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("row", ANSWERS)
+def test_each_form_of_an_answer_is_seen_before_a_job_is_accepted(settings: Settings, tmp_path: Path, row: str) -> None:
+    (tmp_path / "chats.jsonl").write_text(row)
+    assert check(job_spec(data={"sources": [{"path": str(tmp_path / "chats.jsonl")}], "answered": True}), settings)
 
 
 def test_rows_that_some_lines_of_a_file_spoil_are_left_to_the_stage(settings: Settings, tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text("\n" * 100 + '{"torn\n' + ROWS + '{"conversations": [{"from": "human", "value": "hi"}]}\n')
     assert plan(job_spec(data={"sources": [{"path": str(file)}]}), settings)
-    with pytest.raises(InvalidInput, match="none of its first 3 rows"):
+    with pytest.raises(InvalidInput, match="none of its first 3 rows can be used"):
         plan(job_spec(data={"sources": [{"path": str(file), "format": "messages"}]}), settings)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.promotion import comparable_suites, decide, on_suites, proven_tau
+from eyrie_api.decisions.promotion import comparable_suites, decide, decision_reason, on_suites, proven_tau
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
@@ -78,6 +78,19 @@ def judge(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Benchm
 
 def refused(decision: PromotionDecision) -> list[str]:
     return [check.name for check in decision.checks if not check.passed]
+
+
+@pytest.mark.parametrize(("policy", "candidate", "parity", "reason"), [
+    (PromotionPolicy(), STEADY, True, "Promoted"),
+    (PromotionPolicy(mode="manual"), STEADY, True, "AwaitsApproval"),
+    (PromotionPolicy(mode="never"), STEADY, True, "PromotionOff"),
+    (PromotionPolicy(min_speedup=9.0), STEADY, True, "NotFaster"),
+    (PromotionPolicy(min_speedup=9.0), STEADY, False, "NotFaster"),
+    (PromotionPolicy(), STEADY, False, "ChecksFailed"),
+    (PromotionPolicy(), LOSSY, True, "ChecksFailed")])
+def test_a_faster_drafter_that_another_check_refuses_is_not_called_slow(
+        policy: PromotionPolicy, candidate: BenchmarkReport, parity: bool, reason: str) -> None:
+    assert decision_reason(decide(policy, candidate, None, SUITES, proof_of(candidate, parity=parity))) == reason
 
 
 def the(decision: PromotionDecision, name: str) -> PromotionCheck:

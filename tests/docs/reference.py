@@ -1,7 +1,7 @@
 """Writes the generated pages of docs/reference: `python -m tests.docs.reference`.
 
-job.md from the contract's field docstrings, cli.md from the commands of `eyrie`, rest.md from the OpenAPI document, the
-table of errors.md from the error classes. The tests compare, so that none of them can drift.
+job.md and cluster.md from the contract's field docstrings, cli.md from the commands of `eyrie`, rest.md from the
+OpenAPI document, the table of errors.md from the error classes. The tests compare, so that none of them can drift.
 """
 
 import ast
@@ -16,6 +16,7 @@ import typer
 
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_operator.command import app
 from tests.house.sources import modules, parsed
@@ -39,8 +40,23 @@ def job_page() -> str:
     return "\n".join(parts)
 
 
-def _model(path: str, model: Schema, models: dict[str, Schema]) -> Iterator[str]:
-    """One heading with the table of its fields, then those of the models inside."""
+def cluster_page() -> str:
+    """Every field of a cluster's profile, in the form of the page of jobs; one that repeats refers to the first."""
+    schema = ClusterProfile.model_json_schema()
+    parts = [_GENERATED, "# Cluster profile reference\n",
+             "What an administrator decides for every job and endpoint of a cluster: the fields below `cluster` in the "
+             "values of the chart ([where jobs run](../helm_operations.md#where-jobs-run-and-what-serves)), and the "
+             "whole of the file that EYRIE_CLUSTER_PROFILE names. The chart fills in images, `work`, `home` and "
+             "`serving.namespace`.\n"]
+    parts += _model("", schema, schema["$defs"], {})
+    return "\n".join(parts)
+
+
+def _model(path: str, model: Schema, models: dict[str, Schema], first: dict[str, str] | None = None) -> Iterator[str]:
+    """One heading with the table of its fields, then those of the models inside.
+
+    first   where each model has its table; one that is there is not repeated. None: every one is repeated.
+    """
     depth = min(4, 2 + path.count("."))
     yield f"{'#' * depth} {f'`{path}`' if path else 'The document'}\n"
     yield _words(model.get("description", "")) + "\n"
@@ -52,11 +68,15 @@ def _model(path: str, model: Schema, models: dict[str, Schema]) -> Iterator[str]
         meaning = field.get("description") or (models[referred].get("description", "") if referred else "")
         default = "required" if name in required else _default(field, referred is not None)
         rows.append(f"| `{full}` | {_type(field, models)} | {default} | {_words(meaning)} |")
-        if referred and "properties" in models[referred]:
-            inside.append((full, models[referred]))
+        for kind in _alternatives(field) or ([referred] if referred else []):
+            if "properties" in models[kind]:
+                inside.append((full, kind))
     yield "\n".join(rows) + "\n"
-    for full, one in inside:
-        yield from _model(full, one, models)
+    for full, kind in inside:
+        if first is not None and first.setdefault(kind, full) != full:
+            yield f"{'#' * min(4, 2 + full.count('.'))} `{full}`\n\nThe fields of `{first[kind]}`.\n"
+        else:
+            yield from _model(full, models[kind], models, first)
 
 
 def _referred(field: Schema) -> str | None:
@@ -67,6 +87,12 @@ def _referred(field: Schema) -> str | None:
     return next((found for one in nested if isinstance(one, dict) and (found := _referred(one))), None)
 
 
+def _alternatives(field: Schema) -> list[str]:
+    """The models of a field that holds one of several kinds, also where it may be null."""
+    several = [one["oneOf"] for one in (field, *field.get("anyOf", ())) if "oneOf" in one]
+    return [name for kinds in several for one in kinds if (name := _referred(one))]
+
+
 def _type(field: Schema, models: dict[str, Schema]) -> str:
     if "$ref" in field:
         name = _referred(field) or ""
@@ -75,6 +101,8 @@ def _type(field: Schema, models: dict[str, Schema]) -> str:
         return " \\| ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:
         return f"`{field['const']}`"
+    if "oneOf" in field:
+        return "mapping"
     if "anyOf" in field:
         shown = [_type(one, models) for one in field["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(shown))
@@ -217,6 +245,7 @@ def rest_page() -> str:
 
 if __name__ == "__main__":
     (REFERENCE / "job.md").write_text(job_page())
+    (REFERENCE / "cluster.md").write_text(cluster_page())
     (REFERENCE / "rest.md").write_text(rest_page())
     (REFERENCE / "cli.md").write_text(cli_page())
     page = REFERENCE / "errors.md"

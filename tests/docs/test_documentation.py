@@ -10,11 +10,14 @@ import click
 import pytest
 import typer
 import yaml
+from pydantic import BaseModel
 
+from eyrie_api.v1alpha1.cluster import ClusterProfile, ModelCacheSpec, ServingSpec
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_operator.command import app
 from tests.benchmarks import plans
-from tests.docs.reference import REFERENCE, cli_page, errors_page, job_page, rest_page
+from tests.docs.reference import REFERENCE, cli_page, cluster_page, errors_page, job_page, rest_page
 from tests.house.sources import ROOT
 from tests.walkthrough.test_one_machine import plane
 
@@ -22,7 +25,8 @@ EXAMPLES = ROOT / "docs/examples"
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), ROOT / "README.md"])
 
 
-@pytest.mark.parametrize(("page", "written"), [("job.md", job_page), ("cli.md", cli_page), ("rest.md", rest_page)])
+@pytest.mark.parametrize(("page", "written"), [
+    ("job.md", job_page), ("cluster.md", cluster_page), ("cli.md", cli_page), ("rest.md", rest_page)])
 def test_a_generated_page_is_what_the_code_says(page: str, written: object) -> None:
     assert (REFERENCE / page).read_text() == written(), "python -m tests.docs.reference"  # type: ignore[operator]
 
@@ -51,6 +55,13 @@ def test_every_example_is_a_job_and_is_listed() -> None:
     for path in EXAMPLES.glob("*.yaml"):
         document = yaml.safe_load(path.read_text())
         JobSpec.model_validate(document["spec"]["job"] if "kind" in document else document)
+
+
+@pytest.mark.parametrize("model", [ClusterProfile, ServingSpec, ModelCacheSpec, Placement, VolumeWork, S3Work])
+def test_the_fields_of_a_clusters_profile_are_listed(model: type[BaseModel]) -> None:
+    page = cluster_page()
+    listed = set(re.findall(r"^\| `(?:[a-z_]+\.)*([a-z_]+)` \|", page, re.MULTILINE))
+    assert set(model.model_fields) <= listed
 
 
 def test_the_job_on_the_page_of_one_gpu_is_valid() -> None:

@@ -26,7 +26,7 @@ from eyrie_api.cli.spec import build_job
 from eyrie_api.cli.verbs import Json, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
-from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.errors import EyrieError, InvalidInput, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import HistoryKind
@@ -57,11 +57,12 @@ def is_local(server: str) -> bool:
 
 
 def absolute_paths(job: JobSpec, server: str) -> JobSpec:
-    """The job with absolute local paths: the server has another working directory. Raises InvalidInput."""
+    """The job with absolute local paths: the server has another working directory. Raises InvalidInput,
+    for the target TargetNotFound."""
     if not is_local(server):
         return job
     document = job.model_dump(mode="json", exclude_unset=True)  # defaults are the server's
-    document["target"]["model"] = _absolute(document["target"]["model"], "--target")
+    document["target"]["model"] = _absolute(document["target"]["model"], "--target", TargetNotFound)
     for source in document["data"]["sources"]:
         source["path"] = _absolute(source["path"], "--data")
     for suite in document.get("benchmark", {}).get("suites", ()):
@@ -69,7 +70,7 @@ def absolute_paths(job: JobSpec, server: str) -> JobSpec:
     return JobSpec.model_validate(document)
 
 
-def _absolute(path: str, flag: str) -> str:
+def _absolute(path: str, flag: str, missing: type[InvalidInput] = InvalidInput) -> str:
     if path in ("quickstart", "held-out") or is_remote(path):
         return path
     here = Path(path).expanduser()
@@ -78,8 +79,8 @@ def _absolute(path: str, flag: str) -> str:
     if is_pattern(path) and here.parent.is_dir():
         return str(here.absolute())
     if path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or is_pattern(path):
-        raise InvalidInput(f"{flag} {path}: no such file or directory",
-                           f"give a path that exists (we are in {Path.cwd()}), or a Hub id like org/name")
+        raise missing(f"{flag} {path}: no such file or directory",
+                      f"give a path that exists (we are in {Path.cwd()}), or a Hub id like org/name")
     return path
 
 
@@ -301,7 +302,7 @@ def leaderboard(
 ) -> None:
     """List measured checkpoints, best first."""
     if target is not None and is_local(server):
-        target = _absolute(target, "--target")  # as a job has it
+        target = _absolute(target, "--target", TargetNotFound)  # as a job has it
     with connect(server) as client:
         entries = client.leaderboard(target=target, family=family, suite=suite, temperature=temperature, engine=engine)
     Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))

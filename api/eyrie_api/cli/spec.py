@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.unknown_fields import unknown_field_hint
 from eyrie_api.v1alpha1.job import JobSpec
 
 
@@ -34,7 +35,7 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
               revision: str | None = None, dtype: str | None = None, data: Sequence[str] = (),
               settings: Sequence[str] = ()) -> JobSpec:
     """The job that a command line describes. Raises InvalidInput naming the flag or field."""
-    document = read_document(file) if file is not None else {}
+    document = _job_in(read_document(file)) if file is not None else {}
     if name is not None:
         document["name"] = name
     for field, value in (("model", target), ("revision", revision), ("dtype", dtype)):
@@ -53,6 +54,17 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
         raise InvalidInput("no conversations were given",
                            "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>")
     return validate(document)
+
+
+def _job_in(document: dict[str, Any]) -> dict[str, Any]:
+    """The job of a document: the document, or what a DrafterJob object for Kubernetes holds of it."""
+    if document.get("kind") != "DrafterJob":
+        return document
+    spec = document.get("spec")
+    job = spec.get("job") if isinstance(spec, dict) else None
+    if not isinstance(job, dict):
+        raise InvalidInput("the object of kind DrafterJob has no mapping spec.job", "give it a job below spec.job")
+    return job
 
 
 def read_document(file: Path, option: str = "--file", begins: str = "`target:` and `data:`") -> dict[str, Any]:
@@ -103,9 +115,12 @@ def validate(document: dict[str, Any]) -> JobSpec:
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        problems = []
+        problems, hints = [], []
         for one in error.errors(include_url=False):
             where = ".".join(str(step) for step in one["loc"]) or "job"
             got = "" if one["type"] in ("missing", "extra_forbidden") or where == "job" else f" (got {one['input']!r})"
             problems.append(f"{where}: {one['msg'].removeprefix('Value error, ')}{got}")
-        raise InvalidInput("; ".join(problems), "every field is described at the server's /docs") from None
+            if one["type"] == "extra_forbidden":
+                hints.append((where, unknown_field_hint(one["loc"])))
+        hint = hints[0][1] if len(hints) == 1 else "; ".join(f"{where}: {text}" for where, text in hints)
+        raise InvalidInput("; ".join(problems), hint or "every field is described at the server's /docs") from None

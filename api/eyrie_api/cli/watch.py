@@ -123,11 +123,12 @@ def verdict(job: Job) -> None:
     if job.status.phase != "Failed":
         return
     failed = next((stage for stage in job.status.stages if stage.state == "Failed"), None)
+    again = f"then eyrie retry {job.id}, which continues after the stages that are finished"
     if failed is not None:
         raise JobFailed(f"job {job.id} failed in {failed.stage}: {failed.reason}: {failed.message}",
-                        failed.hint or f"eyrie logs {job.id} --stage {failed.stage}; then eyrie retry {job.id}")
+                        f"{failed.hint or f'eyrie logs {job.id} --stage {failed.stage}'}; {again}")
     message = next((c.message for c in job.status.conditions if c.type == "Failed" and c.status == "True"), "no reason")
-    raise JobFailed(f"job {job.id} failed: {message}", f"eyrie events {job.id}; then eyrie retry {job.id}")
+    raise JobFailed(f"job {job.id} failed: {message}", f"eyrie events {job.id}; {again}")
 
 
 def closing_words(job: Job) -> str:

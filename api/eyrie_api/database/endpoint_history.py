@@ -19,6 +19,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.rendering import render_history
 from eyrie_api.database.tables import EndpointRow, HistoryRow
 from eyrie_api.database.webhooks import announce
+from eyrie_api.decisions.promotion import decision_reason
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.v1alpha1.history import Actor, History, HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.reports import PromotionDecision
@@ -103,15 +104,13 @@ class Histories:
 
     def record_decision(self, endpoint: str, decision: PromotionDecision, *, job_id: str, attempt: int) -> None:
         """Record the promotion decision about a job's candidate; no effect when this attempt was recorded before."""
-        reason = {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "no-drafter": "NotFaster",
-                  "awaits-approval": "AwaitsApproval"}[decision.verdict]
         failed = [check.words for check in decision.checks if not check.passed]
         figures = {"speedup": decision.candidate_speedup, "incumbent_speedup": decision.incumbent_speedup}
         figures |= {check.name: check.figure for check in decision.checks}
         with self._database.writing() as session:
-            record_history(session, self._clock, endpoint, "decided", reason, "; ".join(failed or decision.reasons),
-                 job_id=job_id, figures=figures, data={"decision": decision.model_dump(mode="json")},
-                 once=f"decided/{job_id}/{attempt}")
+            record_history(session, self._clock, endpoint, "decided", decision_reason(decision),
+                 "; ".join(failed or decision.reasons), job_id=job_id, figures=figures,
+                 data={"decision": decision.model_dump(mode="json")}, once=f"decided/{job_id}/{attempt}")
 
     def record_window(self, endpoint: str, revision: int, tau: float | None, rounds: float, proven: float | None, *,
                       accepted: Sequence[float] = (), rollback_below: float | None = None,

@@ -18,7 +18,9 @@ Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and toke
 `decisions.training_cost` where it describes the family's step, else 6 per drafter parameter and pass of a token through
 the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. The rates are those of the
 GPUs that the job requests (`decisions.hardware`), with a range; without GPUs they are settings with measured defaults,
-and a plan is accurate to about a factor of two. Hours are of stages, and of a stage's parts, one after the other.
+and a plan is accurate to about a factor of two of what is computed. Hours are of stages, and of a stage's parts, one
+after the other. The start of programs and servers, and loading the target, are not counted: they are most of a job of
+minutes.
 
 Legend: A aux layers, H hidden, V vocabulary.
 """
@@ -725,6 +727,11 @@ def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assu
         source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
+def _in_unit(num_bytes: float) -> tuple[float, str]:
+    """Bytes as value and unit: MB below a tenth of a GB, so that a small model is not 0."""
+    return (round(num_bytes / 1e9, 2), "GB") if num_bytes >= 1e8 else (round(num_bytes / 1e6, 2), "MB")
+
+
 def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     """The rates that hours rest on, each of the stage where it matters."""
     named = (("prefill rate", "capture", used["capture"].prefill),
@@ -754,7 +761,7 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], used: Mapping[str
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
-        say("target weights", round(target.parameters * (4 if dtype == "float32" else 2) / 1e9, 2), "GB",
+        say("target weights", *_in_unit(target.parameters * (4 if dtype == "float32" else 2)),
             f"{dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
         say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
             f"estimated for candidate {candidates[0].name}"),

@@ -58,6 +58,11 @@ Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 OFF, CANDIDATE, INCUMBENT, RIVAL = "off", "candidate", "incumbent", "rival"
 """Variants of the proof's load test."""
 
+_OF_SPEED = ("suite", "incumbent", "rival", "load", "load-suite", "incumbent-loads", "rival-loads")
+"""Checks, by their name before a colon, that compare tokens per second."""
+
+_NEVER = "promotion.mode is never"
+
 _KNOWS_P99 = 100
 """With fewer requests p99 is the slowest request, so a single outlier would decide: with 16 requests of 4 users it was
 1.08x that of no drafter in one run of the demo and 1.79x in the next, the median 1.10x."""
@@ -104,7 +109,7 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         reasons.append("promotion.mode is manual: promote it by hand once you agree")
     elif policy.mode == "never":
         verdict = kept
-        reasons.append("promotion.mode is never")
+        reasons.append(_NEVER)
     return PromotionDecision(
         promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),
         candidate_speedup=proven_speedup(candidate, proof),
@@ -143,6 +148,20 @@ def on_suites(report: BenchmarkReport, suites: Collection[str]) -> BenchmarkRepo
     """A report without the cells of other suites; None when no cell is left."""
     cells = tuple(cell for cell in report.cells if cell.suite in suites)
     return report.model_copy(update={"cells": cells}) if cells else None
+
+
+def decision_reason(decision: PromotionDecision) -> str:
+    """The verdict as the reason of a condition and of an endpoint's history. A drafter that was refused for something
+    other than its speed is not `NotFaster`."""
+    if decision.verdict != "no-drafter":
+        return {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "awaits-approval": "AwaitsApproval"}[
+            decision.verdict]
+    failed = [check for check in decision.checks if not check.passed]
+    if not failed:
+        return "PromotionOff" if _NEVER in decision.reasons else "NotFaster"
+    slow = any(check.name == "speculation-pays" or (check.figure is not None
+                                                    and check.name.partition(":")[0] in _OF_SPEED) for check in failed)
+    return "NotFaster" if slow else "ChecksFailed"
 
 
 def summarize_decision(decision: PromotionDecision) -> str:

@@ -5,7 +5,6 @@ Validation errors carry, per field, a JSON pointer into the body (or the paramet
 rule. Unknown routes, wrong methods and internal errors have the same form.
 """
 
-import difflib
 import json
 import logging
 import math
@@ -15,14 +14,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from sqlalchemy.exc import DataError, InterfaceError, OperationalError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient, Unauthorized
-from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.unknown_fields import unknown_field_hint
 from eyrie_api.v1alpha1.status import Problem
 
 log = logging.getLogger(__name__)
@@ -176,8 +174,7 @@ def _explain(error: dict[str, Any]) -> dict[str, Any]:
     if location != "body":
         explained["parameter"] = ".".join(map(str, path))
     if error["type"] == "extra_forbidden" and path:
-        close = difflib.get_close_matches(str(path[-1]), _field_names(JobSpec, path[:-1]), n=1)
-        explained["hint"] = f"did you mean {close[0]!r}?" if close else "remove it: there is no such field"
+        explained["hint"] = unknown_field_hint(path)
     if error["type"] == "json_invalid":
         explained["pointer"] = ""
         explained["rule"] = f"the body is not JSON: {error.get('ctx', {}).get('error', 'malformed')}"
@@ -209,13 +206,3 @@ def _as_json(value: Any) -> str:
         return json.dumps(value, default=str)
     except (ValueError, RecursionError):
         return type(value).__name__
-
-
-def _field_names(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Fields of the section of a job spec at `path`; empty when it is not a section."""
-    for part in path:
-        field = model.model_fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
-        model = field.annotation
-    return list(model.model_fields)

@@ -1,7 +1,8 @@
 """The first rows of a data file: whether the regenerate stage would find conversations in it.
 
 The stage quarantines single rows that it cannot use, with the reason; a file is refused here when it is of a kind that
-the stage does not read, or when none of its first rows is a conversation. Parquet is checked by its first and last
+the stage does not read, or when none of its first rows is a conversation with a user turn and, for `data.answered`, an
+answer. Parquet is checked by its first and last
 bytes and zstd by its first, since their rows need a library that the control plane does not load.
 """
 
@@ -15,9 +16,11 @@ from typing import Any
 
 from eyrie_api.data_files import (
     BYTE_ORDER_MARK,
+    CALL_TURNS,
     GZIP,
     MAX_ROW_BYTES,
     PARQUET,
+    ROLES,
     SUFFIXES,
     ZSTD,
     array_rows,
@@ -45,10 +48,17 @@ _FOREIGN = (
 )
 _ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` "
                  "(Alpaca)")
+_NO_USER = "it has no user turn"
+_NO_ANSWER = "its last turn is not an answer, and data.answered is true"
+_HINTS = {_NO_USER: "give conversations with the user's turns, which the target answers",
+          _NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
 
 
-def check_data_source(source: DataSource) -> None:
-    """Raises NoUsableData, naming the file and its first row's fault."""
+def check_data_source(source: DataSource, answered: bool = False) -> None:
+    """Raises NoUsableData, naming the file and its first row's fault.
+
+    answered   as `data.answered`: each row has to end with an answer
+    """
     files = data_files(source.path)
     if not files and _is_directory(source.path):
         raise NoUsableData(f"data source {source.path!r} is a directory without data files",
@@ -59,7 +69,7 @@ def check_data_source(source: DataSource) -> None:
         raise NoUsableData(f"data file {source.path!r}: no such file on the server",
                            "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
     for file in files[:_CHECKED_FILES]:
-        _check_file(source.path if len(files) == 1 else str(file), file, source.format)
+        _check_file(source.path if len(files) == 1 else str(file), file, source.format, answered)
 
 
 def _is_directory(path: str) -> bool:
@@ -69,7 +79,7 @@ def _is_directory(path: str) -> bool:
         return False
 
 
-def _check_file(name: str, path: Path, layout: str) -> None:
+def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
     try:
         with path.open("rb") as file:
             start = file.read(len(GIT_LFS))
@@ -78,7 +88,7 @@ def _check_file(name: str, path: Path, layout: str) -> None:
             end = file.read()
         _check_kind(name, path.suffix, size, start, end)
         if path.suffix not in (PARQUET, ZSTD):
-            _check_rows(name, layout, _first_rows(path))
+            _check_rows(name, layout, _first_rows(path), answered)
     except OSError as error:
         raise NoUsableData(f"data file {name!r} cannot be read: {error.strerror or error}",
                            "make it readable for the server, or write it again") from None
@@ -122,19 +132,19 @@ def _check_kind(name: str, suffix: str, size: int, start: bytes, end: bytes) -> 
             raise NoUsableData(f"data file {name!r} is {kind}, which is not read", hint)
 
 
-def _check_rows(name: str, layout: str, rows: list[bytes]) -> None:
-    """Refuse a file none of whose sampled rows is a conversation, with the fault of the first."""
+def _check_rows(name: str, layout: str, rows: list[bytes], answered: bool) -> None:
+    """Refuse a file none of whose sampled rows can be used, with the fault of the first."""
     if not rows:
         raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
-    faults = [_fault(row, layout) for row in rows]
+    faults = [_fault(row, layout, answered) for row in rows]
     if None in faults:
         return
-    raise NoUsableData(f"data file {name!r}: none of its first {len(rows)} rows is a conversation; the first: "
-                       f"{faults[0]}", _ONE_PER_LINE)
+    raise NoUsableData(f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {faults[0]}",
+                       _HINTS.get(faults[0] or "", _ONE_PER_LINE))
 
 
-def _fault(line: bytes, layout: str) -> str | None:
-    """Why a line is no conversation, as far as its outer structure shows."""
+def _fault(line: bytes, layout: str, answered: bool) -> str | None:
+    """Why a line is no conversation, or has no answer where one is needed, as far as its outer structure shows."""
     if len(line) > MAX_ROW_BYTES:
         return f"longer than {MAX_ROW_BYTES >> 20} MiB"
     try:
@@ -151,7 +161,21 @@ def _fault(line: bytes, layout: str) -> str | None:
         fields = ", ".join(sorted(map(str, row))[:6]) or "no fields"
         return f"no {' or '.join(f'`{key}`' for key in keys)} in the row, which has {fields}"
     if isinstance(held, str) and "instruction" in row:
-        return None if held.strip() else "the instruction is empty"
+        if not held.strip():
+            return "the instruction is empty"
+        return _NO_ANSWER if answered and not row.get("output") else None
     if not isinstance(held, list) or not held:
         return "the conversation is empty or not a list"
-    return None
+    turns = [turn if isinstance(turn, Mapping) else {} for turn in held]
+    if not any(_role(turn) == "user" for turn in turns):
+        return _NO_USER
+    return _NO_ANSWER if answered and not (_role(turns[-1]) == "assistant" and _says_something(turns[-1])) else None
+
+
+def _role(turn: Mapping[str, Any]) -> str | None:
+    name = str(turn.get("role", turn.get("from")))
+    return "assistant" if name in CALL_TURNS else ROLES.get(name)
+
+
+def _says_something(turn: Mapping[str, Any]) -> bool:
+    return any(turn.get(key) for key in ("content", "value", "tool_calls", "function_call", "function_calls"))

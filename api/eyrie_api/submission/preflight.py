@@ -129,14 +129,17 @@ class PreflightCache:
 
 
 def plan(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = ()) -> Plan:
-    """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here.
+    """The dry run behind `POST /plans`. Raises InvalidInput when the target's config.json is not on this machine.
 
     earlier   jobs of the same project, newest first: the answers that they have generated are not generated again
     """
     _, planned, _ = _checked(spec, settings, earlier)
     if planned is None:
-        raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
-                           "download it first (`hf download`), or give a local directory with its config.json")
+        revision = "" if spec.target.revision is None else f" --revision {spec.target.revision}"
+        raise InvalidInput(f"target.model {spec.target.model!r} is not in the Hub cache of the server, which contacts "
+                           "no model hub, so its sizes are unknown",
+                           f"where the server runs: `hf download {spec.target.model} config.json{revision}` is enough "
+                           "for a plan; a job needs no download before")
     return planned
 
 
@@ -145,8 +148,11 @@ def _checked(spec: JobSpec, settings: Settings,
     """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
     sampled from the data."""
     device = planned_device(spec, settings)
-    for source in spec.data.sources:
-        _check_source(source)
+    for number, source in enumerate(spec.data.sources):
+        try:
+            _check_source(source, spec.data.answered)
+        except InvalidInput as error:
+            raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
     known = data_facts(spec.data)
     spec = _with_dtype(with_engine_defaults(_with_suites(spec, known), device), settings)
     candidates = expand(spec)
@@ -204,8 +210,8 @@ def _with_what_is_present(known: DataFacts, spec: JobSpec, settings: Settings, e
 def _unread(spec: JobSpec) -> list[str]:
     """What the checks did not read, because it is not on this machine."""
     directory, notes = target_dir(spec.target), []
-    if spec.benchmark.suites == (OWN_SUITE,):
-        notes.append(f"drafters are measured on up to {OWN_SUITE.max_prompts} prompts held out of the data "
+    if wanted := _held_out_prompts(spec.benchmark.suites):
+        notes.append(f"drafters are measured on up to {wanted} prompts held out of the data "
                      f"(data.held_out_fraction {spec.data.held_out_fraction:.3g})")
     if _is_hub_id(spec.target.model) and directory is not None and not weights_are_here(directory):
         notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
@@ -237,20 +243,32 @@ def _with_dtype(spec: JobSpec, settings: Settings) -> JobSpec:
 
 
 def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:
-    """The job with suites for its data, where it names none: the shipped ones are of the shipped conversations, other
-    data is held out in part, of few conversations a larger part."""
-    data = spec.data
-    if "suites" in spec.benchmark.model_fields_set or any(source.path == QUICKSTART for source in data.sources):
-        return spec
-    if data.held_out_fraction == 0.0:
-        raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts from "
-                           "what is held out", "name suites, or omit data.held_out_fraction")
-    if "held_out_fraction" not in data.model_fields_set:
+    """The job with suites for its data, where it names none (the shipped ones are of the shipped conversations), and
+    with enough held out for suites of `held-out`: of few conversations a larger part, unless the job names the part."""
+    data, suites = spec.data, spec.benchmark.suites
+    if "suites" not in spec.benchmark.model_fields_set and not any(one.path == QUICKSTART for one in data.sources):
+        if data.held_out_fraction == 0.0:
+            raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts "
+                               "from what is held out", "name suites, or omit data.held_out_fraction")
+        suites = (OWN_SUITE,)
+    wanted = _held_out_prompts(suites)
+    if wanted:
         rows = min(data.max_conversations, known.rows or data.max_conversations)
-        fraction = min(_LARGEST_SHARE, max(data.held_out_fraction, 2 * OWN_SUITE.max_prompts / rows))
-        data = data.model_copy(update={"held_out_fraction": fraction})
+        given = data.held_out_fraction
+        if "held_out_fraction" not in data.model_fields_set:
+            fraction = min(_LARGEST_SHARE, max(given, 2 * wanted / rows))
+            data = data.model_copy(update={"held_out_fraction": fraction})
+        elif 0.0 < given * rows < 1.0:
+            raise InvalidInput(f"data.held_out_fraction {given:g} of about {rows} conversations is less than one "
+                               "prompt, and a benchmark suite uses held-out prompts",
+                               "omit data.held_out_fraction, or raise it")
     return spec.model_copy(update={
-        "data": data, "benchmark": spec.benchmark.model_copy(update={"suites": (OWN_SUITE,)})})
+        "data": data, "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
+
+
+def _held_out_prompts(suites: Sequence[SuiteSpec]) -> int:
+    """The prompts that suites take from what is held out of the data."""
+    return max((suite.max_prompts for suite in suites if suite.path == HELD_OUT), default=0)
 
 
 def absolute(spec: JobSpec) -> JobSpec:
@@ -371,7 +389,7 @@ def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
                 "set tune.top_k to [1], serve with the embedded engine, or omit drafter.sliding_window")
 
 
-def _check_source(source: DataSource) -> None:
+def _check_source(source: DataSource, answered: bool) -> None:
     if source.path == QUICKSTART or is_remote(source.path):
         return
     if local_path(source.path) is None:
@@ -380,14 +398,14 @@ def _check_source(source: DataSource) -> None:
                                "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
                                "'quickstart'")
         return
-    check_data_source(source)
+    check_data_source(source, answered)
 
 
 def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
     if suite.path == HELD_OUT:
         if spec.data.held_out_fraction == 0.0:
             raise InvalidInput(f"benchmark suite {suite.name!r} uses held-out prompts, but data.held_out_fraction is 0",
-                               "set data.held_out_fraction, or omit the suite")
+                               "omit data.held_out_fraction or raise it, or omit the suite")
         return
     kind, _, name = suite.path.partition(":")
     if kind == QUICKSTART:

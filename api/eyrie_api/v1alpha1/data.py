@@ -93,7 +93,8 @@ class DataSpec(Frozen):
     """Conversations drawn from the mix."""
 
     held_out_fraction: Probability = 0.02
-    """Share of prompts split off by hash before anything else; never answered for training, never trained on."""
+    """Share of prompts split off by hash before anything else; never answered for training, never trained on.
+    Omitted, it is larger where suites of `held-out` need more of few conversations, up to a fifth."""
 
     max_prompt_tokens: int = Field(1024, ge=8, le=1_048_576)
     """Longer prompts are quarantined, with the reason."""

@@ -170,7 +170,10 @@ class TuneSpec(Frozen):
     """The share of all pairs of setting and concurrency that may be measured; at least four per concurrency."""
 
     budget_s: float = Field(600.0, gt=0.0)
-    """Seconds for all measurements. Afterwards prediction and measurement together decide."""
+    """Seconds for racing, over all concurrencies. Each has one round however little is left, a round that has begun is
+    finished, and another begins only if there is time for one as long as the last. Afterwards prediction and
+    measurement together decide. Not counted: the measurements for the prediction, the start of servers, the final
+    benchmark of the winner, and the tuning of a rival, which has as long again."""
 
     max_prompts: int = Field(8, ge=1)
     """Prompts for the prediction, and as many for the measurements, drawn evenly from the suites."""

@@ -45,7 +45,8 @@ def _event_of(condition: Condition) -> tuple[str, bool]:
         return condition.reason, True
     if condition.status == "True":
         return (condition.reason, True) if condition.type == "Failed" else (condition.type, False)
-    return condition.reason, condition.status == "False" and condition.reason not in ("Cancelled", "NotFaster")
+    return condition.reason, condition.status == "False" and condition.reason not in (
+        "Cancelled", "NotFaster", "PromotionOff")
 
 
 def _stage_of(kind: str) -> StageName | None:

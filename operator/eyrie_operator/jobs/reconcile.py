@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
-from eyrie_api.decisions.promotion import summarize_decision
+from eyrie_api.decisions.promotion import decision_reason, summarize_decision
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.records import Failure, ProgressRecord
@@ -179,11 +179,9 @@ def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
     decision = seen.decision
     if decision is None:
         return _plan(seen, conditions, now, Decide())
-    reason = {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "no-drafter": "NotFaster",
-              "awaits-approval": "AwaitsApproval"}[decision.verdict]
-    conditions = observe(conditions, "Promoted", "True" if decision.promote else "False", reason,
+    conditions = observe(conditions, "Promoted", "True" if decision.promote else "False", decision_reason(decision),
                          summarize_decision(decision), now)
-    # No drafter is fast enough: serve the target without one, so that the endpoint's URL exists.
+    # No drafter passes: serve the target without one, so that the endpoint's URL exists.
     bare = decision.verdict == "no-drafter" and spec.promotion.mode == "auto"
     if spec.serve.enabled and (decision.promote or bare):
         serving = seen.serving

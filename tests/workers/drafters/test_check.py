@@ -1,6 +1,7 @@
 """Every defect that a serving engine loads without a word: the check names it and says the hint. One row per defect."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,12 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.check import check_directory, main
 from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, identify, weights_digest, with_results
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.eagle3.directory_format import ENGINES
 from eyrie_workers.drafters.eagle3.validation import validate_files
 from eyrie_workers.drafters.validation.finding import Finding
 from eyrie_workers.drafters.validation.target import Target, read_target
 from eyrie_workers.drafters.validation.validator import DrafterFiles
+from tests.architectures.vllm_classes import VLLM_VERSION
 from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_drafter
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -370,7 +373,16 @@ def test_all_findings_are_returned_at_once_errors_first(pair: Pair) -> None:
 def test_an_engine_version_the_rules_were_not_read_in_is_a_warning(pair: Pair) -> None:
     assert [finding.code for finding in check_directory(pair.drafter, engines={"sglang": "0.6.0"})] == [
         "engine-version"]
-    assert check_directory(pair.drafter, engines={"sglang": "0.5.23", "vllm": "0.33.0"}) == ()
+    assert check_directory(pair.drafter, engines={"sglang": "0.5.23", "vllm": "0.32.0"}) == ()
+
+
+def test_the_engines_named_are_those_that_drafters_are_served_with_in_tests() -> None:
+    root = Path(__file__).parents[3]
+    installed = {"sglang": root / "tests/sglang/environment/requirements.txt",
+                 "vllm": root / "tests/vllm/environment/requirements.txt"}
+    for name, version in ENGINES.items():
+        assert re.search(rf"^{name}(-cpu)?=={re.escape(version)}$", installed[name].read_text(), re.MULTILINE), name
+    assert ENGINES["vllm"] == VLLM_VERSION
 
 
 def test_the_program_prints_findings_as_json_and_ends_with_65(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:

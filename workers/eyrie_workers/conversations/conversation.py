@@ -23,19 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eyrie_api.data_files import CALL_TURNS, ROLES
+
 Message = dict[str, Any]
 
-ROLES = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
-    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
-    "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
-    "environment": "tool", "ipython": "tool",
-}
-"""Role names in data sets and their normal form. `function_call`, a turn of its own in some ShareGPT files, is handled
-separately."""
-
 _MAX_DEPTH = 64
-_CALL_TURNS = ("function_call", "tool_call")
 _TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TAGGED_RESULT = re.compile(r"\A\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -175,7 +167,7 @@ def _answered(turns: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _message(turn: Mapping[str, Any], number: int) -> Message:
     name = turn.get("role", turn.get("from"))
     content = turn["content"] if "content" in turn else turn.get("value")
-    if name in _CALL_TURNS:
+    if name in CALL_TURNS:
         return {"role": "assistant", "content": None, "tool_calls": _calls_in_text(content, number)}
     if not isinstance(name, str) or name not in ROLES:
         raise Malformed(f"turn {number} has unknown role {name!r}")

@@ -1,0 +1,39 @@
+"""What to do about a field of a job that does not exist: the field whose name is close, or to remove it.
+
+Pure; the server and the command line both answer with it.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from eyrie_api.v1alpha1.job import JobSpec
+
+
+def unknown_field_hint(path: Sequence[str | int]) -> str:
+    """The hint about a field that a job does not have.
+
+    path   of the field in the document, as pydantic's errors have it: places in lists are numbers
+    """
+    close = difflib.get_close_matches(str(path[-1]), _field_names(path[:-1]), n=1)
+    return f"did you mean {close[0]!r}?" if close else "remove it: there is no such field"
+
+
+def _field_names(path: Sequence[str | int]) -> list[str]:
+    """Fields of the section at `path`; empty when it is not a section."""
+    sections: list[type[BaseModel]] = [JobSpec]
+    for part in path:
+        if isinstance(part, str) and any(part in one.model_fields for one in sections):
+            sections = [found for one in sections if part in one.model_fields
+                        for found in _models_in(one.model_fields[part].annotation)]
+    return [name for one in sections for name in one.model_fields]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a field's type names: itself, an optional one, those of a list or mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
