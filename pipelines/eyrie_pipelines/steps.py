@@ -17,11 +17,11 @@ from pathlib import Path
 from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
 from eyrie_api.decisions.leaderboard import best_rival
 from eyrie_api.decisions.sweep import Candidate, expand, row_draw
-from eyrie_api.errors import ArtifactMissing, InvalidInput
+from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.model import Frozen, later
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, TrainReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
 from eyrie_api.v1alpha1.requests import StageKey
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
@@ -104,12 +104,22 @@ def reference(stage: StageName, key: str = "") -> str:
 
 def regenerate_spec(job: JobFile, job_dir: Path) -> RegenerateStage:
     """The first stage. It excludes the prompts of the benchmark suites from the training data."""
-    suites = tuple(suite.path for suite in job.spec.benchmark.suites)
+    suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
     # Without the mix, which chooses among the rows that are captured.
     data = job.spec.data.model_copy(update={"mix": None})
     return RegenerateStage(job_id=job.id, target=job.spec.resolved_target, data=data,
                            engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites,
                            reuse=tuple(str(stage_dir(job_dir.parent / earlier, "regenerate")) for earlier in job.reuse))
+
+
+def check_held_out(job: JobFile, report: RegenerateReport) -> None:
+    """Raises NoUsableData when a suite uses held-out prompts and none were held out."""
+    for suite in job.spec.benchmark.suites:
+        if suite.path == HELD_OUT and report.rows_held_out == 0:
+            raise NoUsableData(
+                f"suite {suite.name!r} uses held-out prompts, but none of {report.rows_read} rows was held out by "
+                f"data.held_out_fraction {job.spec.data.held_out_fraction:g}",
+                "raise data.held_out_fraction, give more conversations, or name a file of prompts for the suite")
 
 
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:

@@ -20,7 +20,7 @@ from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.decisions.sweep import trains_together
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TrainReport, TuneReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
 from eyrie_pipelines import steps, trainjob
 from eyrie_pipelines.gpu_shares import Share, measure_on_shares, shares_here
@@ -58,7 +58,10 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
     """Regenerate the answers of the conversations with the target."""
     with _recording_failure(job_dir, "regenerate"):
         job = load_job(job_dir, spec_digest)
-        return _run(job_dir, steps.regenerate_spec(job, Path(job_dir)))
+        done = _run(job_dir, steps.regenerate_spec(job, Path(job_dir)))
+        # Checked here: the benchmark stage would fail for the same reason after hours of training.
+        steps.check_held_out(job, stage_report(job_dir, done, RegenerateReport))
+        return done
 
 
 def capture(job_dir: str, spec_digest: str, _rows: str) -> str:

@@ -8,12 +8,13 @@ from pydantic import ValidationError
 from eyrie_api.artifacts import digest_model
 from eyrie_api.decisions import sweep
 from eyrie_api.decisions.sweep import expand
-from eyrie_api.errors import ArtifactMissing, InvalidInput
+from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import PublishedDrafter
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
+from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
@@ -35,10 +36,15 @@ def trained(candidate: str, *at: int) -> TrainReport:
                        vocabulary=VocabularyReport(draft_vocab_size=1, vocab_size=1, coverage=1.0, coverage_curve={}))
 
 
+def regenerated(held_out: int) -> RegenerateReport:
+    return RegenerateReport(rows_read=9, rows_answered=9, rows_held_out=held_out, rows_quarantined=0, prompt_tokens=1,
+                            answer_tokens=1, finish_reasons={}, sources={}, seconds=1.0, tokens_per_s=1.0)
+
+
 def test_suite_prompts_are_named_to_regenerate_so_that_none_is_trained_on() -> None:
     suites = (SuiteSpec(name="a", path="quickstart:chat"), SuiteSpec(name="b", path="held-out"))
     job = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
-    assert steps.regenerate_spec(job, ROOT).exclude_prompts == ("quickstart:chat", "held-out")
+    assert steps.regenerate_spec(job, ROOT).exclude_prompts == ("quickstart:chat",)
 
 
 
@@ -142,6 +148,17 @@ def test_rivals_are_benchmarked_after_the_candidates_and_off_is_the_baseline_of_
 def test_rivals_that_cannot_be_told_apart_or_measured_are_refused(rivals: tuple[object, ...], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         JobSpec.model_validate(spec_of().model_dump() | {"rivals": rivals})
+
+
+def test_a_job_that_wants_held_out_prompts_but_has_none_is_refused_before_it_is_trained() -> None:
+    data = DataSpec(sources=(DataSource(path="quickstart"),), held_out_fraction=0.01)
+    suites = (SuiteSpec(name="mine", path="held-out"),)
+    job = steps.JobFile(id="j", spec=spec_of(data=data, benchmark=BenchmarkSpec(suites=suites)))
+    steps.check_held_out(job, regenerated(1))
+    with pytest.raises(NoUsableData, match=r"'mine'.*0\.01") as result:
+        steps.check_held_out(job, regenerated(0))
+    assert "data.held_out_fraction" in result.value.hint
+    steps.check_held_out(JOB, regenerated(0))
 
 
 def test_equal_jobs_give_equal_specs_and_a_changed_value_another_digest() -> None:

@@ -48,8 +48,7 @@ class RegenerateStage(Frozen):
     engine: EngineSpec = EngineSpec()
     regenerate: RegenerateSpec
     exclude_prompts: tuple[str, ...] = ()
-    """Suite files or names whose prompts must not be trained on (same paths as `SuiteSpec.path`). With `held-out` among
-    them, data of which nothing is held out is refused before anything is answered."""
+    """Suite files or names whose prompts must not be trained on (same paths as `SuiteSpec.path`)."""
 
     reuse: tuple[str, ...] = later((), 2)
     """Output directories of regenerate of earlier jobs, in order of preference: their answers are taken over where they

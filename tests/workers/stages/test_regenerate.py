@@ -117,18 +117,6 @@ def test_the_report_counts_every_row(tmp_path: Path, target: Path) -> None:
     assert not list((tmp_path / "out").glob("selection*"))
 
 
-def test_nothing_is_answered_where_a_suite_uses_held_out_prompts_and_none_is_held_out(
-        tmp_path: Path, target: Path) -> None:
-    out, chats = tmp_path / "out", chats_file(tmp_path / "chats.jsonl", 6)
-    write_spec(out, target, chats, exclude=("held-out",), data={"held_out_fraction": 0.001})
-    assert run(out) == 65
-    assert failure(out)["reason"] == "NoUsableData"
-    assert "data.held_out_fraction 0.001 holds out none of 6 usable rows" in failure(out)["message"]
-    assert not (out / "rows.jsonl").exists() or not rows(out)
-    write_spec(tmp_path / "other", target, chats, exclude=("held-out",), data={"held_out_fraction": 0.5})
-    assert run(tmp_path / "other") == 0
-
-
 def test_what_is_held_out_is_never_answered(tmp_path: Path, target: Path) -> None:
     write_spec(tmp_path / "out", target, chats_file(tmp_path / "chats.jsonl", 40), data={"held_out_fraction": 0.5})
     assert run(tmp_path / "out") == 0

@@ -35,7 +35,7 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.conversations.overlap import Runs
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.conversations.split import BenchmarkPrompts
-from eyrie_workers.conversations.suites import HELD_OUT, excluded_prompts
+from eyrie_workers.conversations.suites import excluded_prompts
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.batch import BatchClient
@@ -182,9 +182,7 @@ def _check_meta(directory: Path, spec: RegenerateStage, digest: str) -> None:
     """Write the metadata of the answers, or raise Conflict when the directory holds others."""
     # Left out where it is false: a stage that a version without the field has begun goes on.
     data = spec.data.model_dump_json(exclude=None if spec.data.answered else {"answered"})
-    # Whether a suite uses what is held out changes no answer.
-    excluded = tuple(path for path in spec.exclude_prompts if path != HELD_OUT)
-    inputs = (data, spec.regenerate.sampling.model_dump_json(), excluded,
+    inputs = (data, spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
                spec.regenerate.max_new_tokens, spec.regenerate.seed, _engine_name(spec), spec.target.dtype,
                spec.regenerate.turns)
     meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(inputs).encode()))
@@ -218,10 +216,6 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
         raise NoUsableData(f"of {summary.rows_read} rows read none remains to be answered: {summary.rows_quarantined} "
                            f"quarantined{f' ({why})' if why else ''}, {summary.rows_held_out} held out",
                            "check data.sources, data.held_out_fraction and the quarantine's reasons")
-    if summary.rows_held_out == 0 and HELD_OUT in spec.exclude_prompts:
-        raise NoUsableData(f"data.held_out_fraction {spec.data.held_out_fraction:g} holds out none of "
-                           f"{summary.rows_selected} usable rows, and a benchmark suite uses held-out prompts",
-                           "raise data.held_out_fraction, give more conversations, or name other benchmark.suites")
     return summary
 
 
