@@ -370,7 +370,7 @@ def test_all_findings_are_returned_at_once_errors_first(pair: Pair) -> None:
     assert [finding.code for finding in findings] == ["tied", "tensor-missing", "dtype-differs"]
 
 
-def test_an_engine_version_the_rules_were_not_read_in_is_a_warning(pair: Pair) -> None:
+def test_an_engine_version_the_rules_are_not_tested_with_is_a_warning(pair: Pair) -> None:
     assert [finding.code for finding in check_directory(pair.drafter, engines={"sglang": "0.6.0"})] == [
         "engine-version"]
     assert check_directory(pair.drafter, engines={"sglang": "0.5.23", "vllm": "0.32.0"}) == ()

@@ -44,7 +44,7 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
     engines          versions of the engines to serve it with
     """
     target = read_target(target_dir) if target_dir is not None else None
-    general = [warning("engine-version", f"these rules were read in {name} {ENGINES.get(name, '(none)')}, not "
+    general = [warning("engine-version", f"these rules are tested with {name} {ENGINES.get(name, '(none)')}, not "
                        f"{version}", "try the drafter there before serving it; rules may have changed")
                for name, version in engines.items() if not version.startswith(ENGINES.get(name, "none"))]
     config, config_findings = _read_config(directory)

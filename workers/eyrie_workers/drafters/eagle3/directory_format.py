@@ -1,6 +1,6 @@
 """The tensors and config keys of an EAGLE-3 directory, as SGLang's `LlamaForCausalLMEagle3` loads it. Pure.
 
-Read in SGLang 0.5.23 (`srt/models/llama_eagle3.py`) and vLLM 0.32.0 (`model_executor/models/llama_eagle3.py`), which
+Read in SGLang 0.5.23 (`srt/models/llama_eagle3.py`) and vLLM 0.33 (`model_executor/models/llama_eagle3.py`), which
 accepts the same architecture and the same tensors. Where the two differ, one directory satisfies both:
 
     layers beyond the first   SGLang norms their input with `hidden_norm`, vLLM with `input_layernorm`: equal copies
@@ -23,7 +23,7 @@ from eyrie_api.v1alpha1.families import FAMILIES
 
 ARCHITECTURE = FAMILIES["eagle3"].architecture
 ENGINES = {"sglang": "0.5.23", "vllm": "0.32.0"}
-"""The versions whose loaders these rules describe, and that the tests serve drafters with."""
+"""The versions that tests serve drafters with."""
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Config key of the aux layer ids; nested in `eagle_config` for SGLang, at the top level for vLLM."""
