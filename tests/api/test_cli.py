@@ -365,7 +365,7 @@ def test_no_server_is_reported_with_the_hint_and_exit_code_69(eyrie: Eyrie) -> N
 
 
 @pytest.mark.parametrize(("arguments", "code", "named"), [
-    (("train", "--target", "./nowhere", "--data", "CHATS"), 66, "./nowhere"),
+    (("train", "--target", "./missing", "--data", "CHATS"), 66, "./missing"),
     (("train", "--target", "TARGET", "--data", "missing.jsonl"), 65, "missing.jsonl"),
     (("train", "--target", "TARGET"), 65, "--data"),
     (("train", "--target", "TARGET", "--data", "CHATS", "--set", "train.epochs=-1"), 65, "train.epochs"),

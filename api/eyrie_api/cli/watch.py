@@ -123,7 +123,7 @@ def verdict(job: Job) -> None:
     if job.status.phase != "Failed":
         return
     failed = next((stage for stage in job.status.stages if stage.state == "Failed"), None)
-    again = f"then eyrie retry {job.id}, which continues after the stages that are finished"
+    again = f"if the job need not change, then eyrie retry {job.id}, which continues after the finished stages"
     if failed is not None:
         raise JobFailed(f"job {job.id} failed in {failed.stage}: {failed.reason}: {failed.message}",
                         f"{failed.hint or f'eyrie logs {job.id} --stage {failed.stage}'}; {again}")
