@@ -80,8 +80,8 @@ def test_a_failed_stage_shows_reason_and_hint() -> None:
 def test_a_failed_job_raises_its_stage_s_hint_and_a_cancelled_one_its_own_exit_code() -> None:
     with pytest.raises(JobFailed, match="DiskTooSmall") as failed:
         verdict(job("Failed", FAILED))
-    assert failed.value.hint == ("make room; if the job need not change, then eyrie retry j-1, which continues after the "
-                                      "finished stages")
+    assert failed.value.hint == ("make room; if the job need not change, then eyrie retry j-1, "
+                                 "which continues after the finished stages")
     with pytest.raises(JobCancelled) as cancelled:
         verdict(job("Cancelled"))
     assert cancelled.value.exit_code != failed.value.exit_code != 0
