@@ -253,7 +253,10 @@ class Jobs:
         query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit + 1)
         with self.database.reading() as session:
             rows: Sequence[JobRow] = session.scalars(query).all()
-            items = tuple(self._render(session, row) for row in rows[:limit])
+            stages: dict[str, list[StageRow]] = {row.id: [] for row in rows[:limit]}
+            for stage in session.scalars(select(StageRow).where(StageRow.job_id.in_(stages))):
+                stages[stage.job_id].append(stage)
+            items = tuple(render_job(row, stages[row.id]) for row in rows[:limit])
         more = encode_cursor(rows[limit - 1].created_at, rows[limit - 1].id) if len(rows) > limit else None
         return JobList(items=items, next_cursor=more)
 

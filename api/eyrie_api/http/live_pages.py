@@ -5,8 +5,9 @@ process renders, in one thread of its own, and every stream of a page passes the
 
     version   of all jobs with open pages, by two statements per poll: status, last event, stages with progress
     render    the pages whose version has changed, and those that are `_REFRESH_S` old: what they show of time, of the
-              disk and of files has no version
-    deliver   only text that differs from the last one; a slow reader skips to the newest
+              disk and of files has no version. A page takes at most one part in `_SHARE` of the processor: what takes
+              50 ms is rendered every 5 s
+    deliver   only text that differs from the last one, to one reader after the other; a slow reader skips to the newest
 
 Readers with equal rights share a page. A stream holds neither a thread nor a database connection; access that was
 revoked ends it in the middleware, as every stream. While the database is unavailable nothing is rendered.
@@ -34,6 +35,14 @@ _POLL_S = 0.5
 
 _REFRESH_S = {True: 30.0, False: 5.0}
 """Age at which a page is rendered again: with a version, without one."""
+
+_SHARE = 100
+"""A page is rendered again after so many times what the last rendering took. Requests wait for the interpreter's lock
+while a page is rendered: with more than a hundredth of the time, their 99th percentile would show it."""
+
+_APART_S, _LATEST_S = 0.004, 0.4
+"""Between two readers of a page that has changed, and the most that one waits: a hundred answers in one turn of the
+event loop would delay every request by all of them."""
 
 _MAX_BATCH = 500
 """Jobs in one statement."""
@@ -78,8 +87,9 @@ class _OpenPage:
     readers: int = 0
     version: object = None
     rendered_at: float = float("-inf")
-    message: str = ""
-    """The newest one; empty before the first rendering."""
+    took_s: float = 0.0
+    message: bytes = b""
+    """The newest one; empty before the first rendering. Encoded once for all readers."""
 
     is_last: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,15 +105,16 @@ class LivePages:
         self._task: asyncio.Task[None] | None = None
         self._limiter = CapacityLimiter(1)  # requests are answered by other threads, and not delayed
 
-    async def stream(self, key: PageKey, render: Render) -> AsyncIterator[str]:
+    async def stream(self, key: PageKey, render: Render) -> AsyncIterator[bytes]:
         """Messages of an event stream: the page as it is, then whenever it has changed."""
-        yield f"retry: {_RETRY_MS}\n\n"
+        yield b"retry: %d\n\n" % _RETRY_MS
         page = self._pages.setdefault(key, _OpenPage(render))
+        behind_s = min(page.readers * _APART_S, _LATEST_S)
         page.readers += 1
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
         try:
-            sent = ""
+            sent = b""
             while True:
                 changed = page.changed
                 if page.message != sent:
@@ -115,7 +126,9 @@ class LivePages:
                 try:
                     await asyncio.wait_for(changed.wait(), self._heartbeat_s)
                 except TimeoutError:
-                    yield ": heartbeat\n\n"
+                    yield b": heartbeat\n\n"
+                else:
+                    await asyncio.sleep(behind_s)
         finally:
             page.readers -= 1
             if not page.readers and self._pages.get(key) is page:
@@ -130,17 +143,19 @@ class LivePages:
                 for key, page in list(self._pages.items()):
                     version = versions.get(key.job_id) if key.job_id is not None else None
                     age = time.monotonic() - page.rendered_at
-                    if version != page.version or age >= _REFRESH_S[key.job_id is not None]:
-                        self._deliver(key, page, await to_thread.run_sync(_message, page.render, limiter=self._limiter))
-                        page.version, page.rendered_at = version, time.monotonic()
+                    is_due = version != page.version or age >= _REFRESH_S[key.job_id is not None]
+                    if is_due and age >= _SHARE * page.took_s:
+                        took_s, *message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
+                        self._deliver(key, page, *message)
+                        page.version, page.took_s, page.rendered_at = version, took_s, time.monotonic()
             except SQLAlchemyError as error:
                 log.warning("the database is unavailable (%s): pages wait", type(error).__name__)
             await asyncio.sleep(_POLL_S)
 
-    def _deliver(self, key: PageKey, page: _OpenPage, message: tuple[str, bool]) -> None:
-        if message[0] in ("", page.message):
+    def _deliver(self, key: PageKey, page: _OpenPage, message: bytes, is_last: bool) -> None:
+        if message in (b"", page.message):
             return
-        page.message, page.is_last = message
+        page.message, page.is_last = message, is_last
         if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
             del self._pages[key]
         page.changed.set()
@@ -165,16 +180,18 @@ class LivePages:
         return found
 
 
-def _message(render: Render) -> tuple[str, bool]:
-    """A rendered page as a message of an event stream, and whether it is the last one."""
+def _message(render: Render) -> tuple[float, bytes, bool]:
+    """Processor seconds of rendering a page, the page as a message of an event stream, and whether it is the last."""
+    began_s = time.thread_time()
     try:
         rendered = render()
     except NotFound:
-        return "event: deleted\ndata: {}\n\n", True
+        return 0.0, b"event: deleted\ndata: {}\n\n", True
     except SQLAlchemyError:
         raise
     except Exception:  # whatever one page has, the others go on
         log.exception("a live page is not rendered")
-        return "", False
+        return time.thread_time() - began_s, b"", False
     end = "event: end\ndata: {}\n\n" if rendered.ended else ""
-    return f"event: live\ndata: {json.dumps(rendered.html)}\n\n{end}", rendered.ended
+    message = f"event: live\ndata: {json.dumps(rendered.html)}\n\n{end}".encode()
+    return time.thread_time() - began_s, message, rendered.ended

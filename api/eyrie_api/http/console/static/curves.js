@@ -224,7 +224,8 @@ function valuesOf(series) {
   return details;
 }
 
-// What uPlot gets for series: their options and data. With smoothing each has two lines, the raw one faint below.
+// What uPlot gets for series: their options and data. With smoothing each has two lines, the raw one faint below; of many
+// the raw ones are left out, since they would hide the smoothed ones.
 function drawing(series, isLog, weight) {
   const [steps, ...raw] = aligned(series);
   const values = isLog ? raw.map((one) => one.map((value) => value > 0 ? value : null)) : raw;
@@ -232,8 +233,10 @@ function drawing(series, isLog, weight) {
   const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash, ended: one.ended, width, spanGaps: true,
     points: { show: steps.length < 30, size: 5, fill: one.colour }, value: (_, value) => short(value) });
   if (weight === 0) return { options: series.map(style), data: [steps, ...values] };
+  const averaged = values.map((one) => smoothed(one, weight));
+  if (series.length > MAX_LEGEND) return { options: series.map(style), data: [steps, ...averaged] };
   const faint = series.map((one) => ({ ...style(one), stroke: `${one.colour}50`, width: 1, class: "raw", points: { show: false } }));
-  return { options: [...faint, ...series.map(style)], data: [steps, ...values, ...values.map((one) => smoothed(one, weight))] };
+  return { options: [...faint, ...series.map(style)], data: [steps, ...values, ...averaged] };
 }
 
 function newPlot(figure, series, made, isLog, said) {
