@@ -12,6 +12,7 @@ from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.http.console import live, pages
+from eyrie_api.http.live_pages import is_due
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
@@ -157,3 +158,12 @@ def test_after_a_restart_of_the_server_a_new_stream_has_the_page_as_it_is(
         advance(server, job.id, "capture", 75)
         with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
             shows(messages(answer), "75 % of 100 rows")
+
+
+def test_a_page_takes_at_most_a_hundredth_of_the_processor_however_often_it_changes() -> None:
+    assert is_due(True, age_s=float("inf"), stale_s=30.0, took_s=0.0), "the first time"
+    assert is_due(True, age_s=0.5, stale_s=30.0, took_s=0.005)
+    assert not is_due(True, age_s=0.5, stale_s=30.0, took_s=0.05)
+    assert is_due(True, age_s=5.0, stale_s=30.0, took_s=0.05)
+    assert not is_due(False, age_s=5.0, stale_s=5.0, took_s=0.1), "stale, and rendering takes too long"
+    assert is_due(False, age_s=10.0, stale_s=5.0, took_s=0.1)

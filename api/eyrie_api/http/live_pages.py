@@ -143,19 +143,19 @@ class LivePages:
                 for key, page in list(self._pages.items()):
                     version = versions.get(key.job_id) if key.job_id is not None else None
                     age = time.monotonic() - page.rendered_at
-                    is_due = version != page.version or age >= _REFRESH_S[key.job_id is not None]
-                    if is_due and age >= _SHARE * page.took_s:
-                        took_s, *message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
-                        self._deliver(key, page, *message)
+                    stale_s = _REFRESH_S[key.job_id is not None]
+                    if is_due(version != page.version, age, stale_s, page.took_s):
+                        took_s, message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
+                        self._deliver(key, page, message)
                         page.version, page.took_s, page.rendered_at = version, took_s, time.monotonic()
             except SQLAlchemyError as error:
                 log.warning("the database is unavailable (%s): pages wait", type(error).__name__)
             await asyncio.sleep(_POLL_S)
 
-    def _deliver(self, key: PageKey, page: _OpenPage, message: bytes, is_last: bool) -> None:
-        if message in (b"", page.message):
+    def _deliver(self, key: PageKey, page: _OpenPage, message: tuple[bytes, bool]) -> None:
+        if message[0] in (b"", page.message):
             return
-        page.message, page.is_last = message, is_last
+        page.message, page.is_last = message
         if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
             del self._pages[key]
         page.changed.set()
@@ -180,18 +180,23 @@ class LivePages:
         return found
 
 
-def _message(render: Render) -> tuple[float, bytes, bool]:
-    """Processor seconds of rendering a page, the page as a message of an event stream, and whether it is the last."""
+def is_due(has_changed: bool, age_s: float, stale_s: float, took_s: float) -> bool:
+    """Whether a page is rendered again: it has changed or is stale, and its share of the processor allows it. Pure."""
+    return (has_changed or age_s >= stale_s) and age_s >= _SHARE * took_s
+
+
+def _message(render: Render) -> tuple[float, tuple[bytes, bool]]:
+    """Processor seconds of rendering a page; the page as a message of an event stream, and whether it is the last."""
     began_s = time.thread_time()
     try:
         rendered = render()
     except NotFound:
-        return 0.0, b"event: deleted\ndata: {}\n\n", True
+        return 0.0, (b"event: deleted\ndata: {}\n\n", True)
     except SQLAlchemyError:
         raise
     except Exception:  # whatever one page has, the others go on
         log.exception("a live page is not rendered")
-        return time.thread_time() - began_s, b"", False
+        return time.thread_time() - began_s, (b"", False)
     end = "event: end\ndata: {}\n\n" if rendered.ended else ""
     message = f"event: live\ndata: {json.dumps(rendered.html)}\n\n{end}".encode()
-    return time.thread_time() - began_s, message, rendered.ended
+    return time.thread_time() - began_s, (message, rendered.ended)
