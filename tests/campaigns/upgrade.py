@@ -73,8 +73,8 @@ class OldVersion:
     """File name of our newest migration."""
 
 
-def check_out(path: Path) -> OldVersion:
-    """Take the old version from git's history into `path`. Raises NoHistory."""
+def check_out(path: Path, *besides: str) -> OldVersion:
+    """Take the old version's packages, and what else is named, from git's history into `path`. Raises NoHistory."""
     newest = max(Path(versions.__file__).parent.glob("v[0-9]*.py"))
     name = newest.relative_to(ROOT).as_posix()
     added = _git("log", "--diff-filter=A", "--format=%H", "--", name).split()
@@ -83,7 +83,7 @@ def check_out(path: Path) -> OldVersion:
     commit = _git("rev-parse", "--verify", f"{added[-1]}^").strip()
     if _git("ls-tree", "--name-only", commit, "--", name).strip():
         raise NoHistory(f"{commit} has {name} already")
-    archive = _git_bytes("archive", "--format=tar", commit, "--", *PACKAGES, "tests/pipelines/rehearsal")
+    archive = _git_bytes("archive", "--format=tar", commit, "--", *PACKAGES, *besides)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(path, filter="data")
     return OldVersion(commit[:7], _git("show", "-s", "--format=%cs", commit).strip(), path, newest.name)
@@ -318,7 +318,7 @@ def main() -> int:
     campaign = Campaign("upgrade", wanted.seed, wanted.seconds, wanted.out)
     with scratch("upgrade") as path:
         try:
-            old = check_out(path / "old")
+            old = check_out(path / "old", "tests/pipelines/rehearsal")
         except NoHistory as error:
             print(f"upgrade: cannot run: {error}", file=sys.stderr)
             return CANNOT_RUN

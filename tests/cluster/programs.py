@@ -9,7 +9,7 @@ They run as the chart says all the same: not root, and nothing writable but what
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class Programs:
     @property
     def on_host(self) -> bool:
         return bool(self.paths)
+
+    def of(self, tree: Path) -> "Programs":
+        """The same with the packages of another checkout, mounted where ours are."""
+        own = {str(ROOT / home): str(tree / home) for home in HOMES}
+        return replace(self, paths=tuple((own.get(path, path), where) for path, where in self.paths))
 
     def values(self) -> dict[str, Any]:
         """Values of the chart."""

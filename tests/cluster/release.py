@@ -29,6 +29,7 @@ from tests.cluster.programs import ROOT, Programs
 from tests.cluster.seed_job import laid_over
 
 NAME = "rel"
+CHART = ROOT / "helm" / "eyrie"
 API = "eyrie.dev/v1alpha1"
 DOUBLE = "ml-pipeline-double"
 BUNDLED = ("postgresql", "redis", "s3")
@@ -68,7 +69,7 @@ class Answer:
 class Release:
     """A namespace, the chart in it, and what stands around it."""
 
-    def __init__(self, programs: Programs, directory: Path) -> None:
+    def __init__(self, programs: Programs, directory: Path, chart: Path) -> None:
         config.load_kube_config()
         self.programs, self._directory = programs, directory
         self.namespace = f"eyrie-test-{secrets.token_hex(3)}"
@@ -77,8 +78,9 @@ class Release:
         self.extensions, self.custom = client.ApiextensionsV1Api(), client.CustomObjectsApi()
         self.core.create_namespace({"metadata": {"name": self.namespace}})
         self._volumes: list[str] = []
+        self._brings_definitions = True
         self._helm: Any = helm.Config(namespace=self.namespace)
-        self._chart: Any = helm.Chart.load(ROOT / "helm" / "eyrie")
+        self._chart: Any = helm.Chart.load(chart)
 
     # Around the release.
 
@@ -142,10 +144,36 @@ class Release:
 
     # The release.
 
+    def _surroundings(self) -> dict[str, Any]:
+        """Values that every release here needs."""
+        # A share of the processors, so that others of the node do not starve them; and all of them fit on two.
+        placement: dict[str, Any] = {"requests": {"cpu": "200m", "memory": "256Mi"}}
+        if self.programs.on_host:
+            placement["host_paths"] = self.programs.host_paths()
+        return {
+            # Where a cluster has our definitions already, they are another's to keep or delete.
+            "crds": {"install": self._brings_definitions},
+            "operator": {"namespaced": True, "mirrorNamespace": self.namespace},
+            "rbac": {"userRoles": False},
+            "worker": {"concurrency": 2},
+            "cluster": {
+                "kubeflow": {"url": f"http://{DOUBLE}:8888"},
+                "stages": placement, "serving": {"placement": placement, "leave_delay_s": 2, "drain_timeout_s": 30},
+                "sync_s": 2}}
+
     def install(self, values: Mapping[str, Any]) -> None:
         """Sends it to the server; the pods come up by themselves."""
-        merged = laid_over(self.programs.values(), values)
+        self._brings_definitions = not self.definitions()
+        merged = laid_over(self.programs.values(), laid_over(self._surroundings(), values))
         self._helm.install(self._chart, NAME, merged, timeout=int(120 * PATIENCE))
+
+    def upgrade(self, programs: Programs, chart: Path, values: Mapping[str, Any]) -> None:
+        """Replace the release by other programs and another chart; ends when the tables are migrated and the API server
+        has the new objects. Its pods follow."""
+        self._chart.close()
+        self.programs, self._chart = programs, helm.Chart.load(chart)
+        merged = laid_over(programs.values(), laid_over(self._surroundings(), values))
+        self._helm.upgrade(self._chart, NAME, merged, timeout=int(240 * PATIENCE), reset_values=True)
 
     def uninstall(self) -> None:
         self._helm.uninstall(NAME, timeout=int(120 * PATIENCE))
@@ -214,7 +242,7 @@ class Release:
         """A request to our API, as a client with its token."""
         token = self.secret(f"{NAME}-eyrie-api-token")["token"]
         return self.ask(f"http://{NAME}-eyrie-api/v1alpha1{path}", body, method=method,
-                        headers={"authorization": f"Bearer {token}"})
+                        headers={"authorization": f"Bearer {token}", "accept": "application/json"})
 
     def get_json(self, path: str) -> Any:
         """What the API answers, waited for: a pod of it may just have been killed."""
@@ -328,33 +356,20 @@ class Release:
 
 @contextlib.contextmanager
 def installed(programs: Programs, directory: Path, values: Mapping[str, Any],
-              around: Callable[[Release], None] = lambda _: None) -> Iterator[Release]:
+              around: Callable[[Release], None] = lambda _: None, chart: Path = CHART) -> Iterator[Release]:
     """The chart installed in a namespace of its own, with everything around it, and up; cleaned afterwards. What failed
     is printed.
 
     values   laid over those that every test needs
     around   called before the chart is installed
     """
-    made = Release(programs, directory)
+    made = Release(programs, directory, chart)
     try:
         made.offer_volumes()
         made.start_double()
         made.start_visitor()
         around(made)
-        # A share of the processors, so that others of the node do not starve them; and all of them fit on two.
-        placement: dict[str, Any] = {"requests": {"cpu": "200m", "memory": "256Mi"}}
-        if made.programs.on_host:
-            placement["host_paths"] = made.programs.host_paths()
-        made.install(laid_over({
-            # Where a cluster has our definitions already, they are another's to keep or delete.
-            "crds": {"install": not made.definitions()},
-            "operator": {"namespaced": True, "mirrorNamespace": made.namespace},
-            "rbac": {"userRoles": False},
-            "worker": {"concurrency": 2},
-            "cluster": {
-                "kubeflow": {"url": f"http://{DOUBLE}:8888"},
-                "stages": placement, "serving": {"placement": placement, "leave_delay_s": 2, "drain_timeout_s": 30},
-                "sync_s": 2}}, values))
+        made.install(values)
         made.await_pods()
         yield made
     except BaseException:

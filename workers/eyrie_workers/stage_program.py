@@ -48,7 +48,7 @@ from eyrie_api.full_disk import disk_full, is_full
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
-from eyrie_api.v1alpha1.stages import Manifest, StageReport
+from eyrie_api.v1alpha1.stages import HardwareStage, Manifest, StageReport
 
 INTERRUPTED_EXIT_CODE = 143
 _PROGRESS_EVERY_S = 0.5
@@ -288,6 +288,8 @@ def verify_inputs(spec: Frozen) -> None:
         path = getattr(spec, name, None)
         if path is not None:
             verify_part(Path(path))
+    if isinstance(spec, HardwareStage):
+        verify_inputs(spec.proof)
 
 
 def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:

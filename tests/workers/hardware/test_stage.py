@@ -18,6 +18,7 @@ from eyrie_workers.load.client import RequestResult
 from eyrie_workers.load.report_statistics import LevelResults, comparison
 from eyrie_workers.load.schedule import Level
 from eyrie_workers.stage_program import run_program
+from tests.api.artifacts.test_directories import a_stage
 from tests.workers.hardware.test_compare_hardware import proof_in
 
 PROFILES = HardwareSpec(profiles=(PlacedProfile(name="one-thread", price_per_hour=0.10, threads=1),
@@ -73,6 +74,20 @@ def test_a_proof_of_no_drafter_leaves_nothing_to_compare(tmp_path: Path) -> None
     found = measured(tmp_path, proof_in(tmp_path, skipped=why), PROFILES.profiles[0])
     assert (found.load, found.skipped) == (None, why)
     assert hardware_of(PROFILES, [found]) is None
+
+
+def test_prompts_of_the_proof_that_differ_from_their_manifest_are_refused_before_any_work(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    proof = proof_in(tmp_path, skipped="nothing to compare")
+    answers = a_stage(tmp_path / "stages" / "regenerate")
+    spec = ProveStage.model_validate_json((proof / "spec.json").read_text())
+    read = spec.model_copy(update={"held_out_file": str(answers / "index.json")})
+    (proof / "spec.json").write_text(read.model_dump_json())
+    (answers / "index.json").write_text("other prompts")
+    with pytest.raises(AssertionError):
+        measured(tmp_path, proof, PROFILES.profiles[0])
+    assert "ArtifactCorrupt" in (tmp_path / PROFILES.profiles[0].name / "failure.json").read_text()
+    assert "index.json" in capsys.readouterr().err
 
 
 def test_stored_requests_give_the_comparison_that_the_measured_ones_give(tmp_path: Path) -> None:
