@@ -17,7 +17,7 @@ from typing import Any
 
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
-from eyrie_operator.manifests.deployment import CachedTarget, EndpointDeployment
+from eyrie_operator.manifests.deployment import CachedTarget, DrafterFiles, EndpointDeployment
 from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, PLUGIN_DIR, EngineLine, literal
 from eyrie_operator.manifests.names import WORKER, Manifest, digest
 
@@ -49,6 +49,8 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
     first = [] if deployment.cached_target is None else [_prefetcher(deployment, deployment.cached_target)]
     if line.fetch is not None:
         first.append(_fetcher(deployment, line))
+    elif line.drafter is not None and deployment.fetch_image is not None and isinstance(placement.work, VolumeWork):
+        first.append(_verifier(deployment, line.drafter))
     if line.plugin:
         first.append(_plugin_bringer(deployment))
     if first:
@@ -118,6 +120,12 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
                 *_secret_variables(deployment.placement)]}
 
 
+def _verifier(deployment: EndpointDeployment, drafter: DrafterFiles) -> Manifest:
+    """Compares the files of a drafter on the work volume with the manifest of the stage that made them."""
+    return _ours(deployment, "verify-drafter", _work_mounts(deployment.placement), "eyrie_api.artifacts.verify",
+                 *literal(("--path", drafter.facts.directory)))
+
+
 def _prefetcher(deployment: EndpointDeployment, cached: CachedTarget) -> Manifest:
     """Fills the model cache. It is done at once where the cache has the target, and waits for another pod that fills it
     as long as that takes: the engine's startup timeout begins afterwards."""
@@ -174,9 +182,7 @@ def _mounts(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str 
         mounts.append({"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True})
     if placement.shared_memory is not None:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    if isinstance(placement.work, VolumeWork):
-        sub = {} if placement.work.sub_path is None else {"subPath": placement.work.sub_path}
-        mounts.append({"name": "work", "mountPath": placement.work.mount_path, "readOnly": True, **sub})
+    mounts += _work_mounts(placement)
     if line.fetch is not None:
         mounts.append({"name": "drafter", "mountPath": DRAFTER_DIR, "readOnly": True})
     if line.plugin:
@@ -186,6 +192,13 @@ def _mounts(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str 
     if deployment.api_key is not None:
         mounts.append({"name": "key", "mountPath": KEY_DIR, "readOnly": True})
     return mounts + _host_mounts(placement)
+
+
+def _work_mounts(placement: Placement) -> list[Manifest]:
+    if not isinstance(placement.work, VolumeWork):
+        return []
+    sub = {} if placement.work.sub_path is None else {"subPath": placement.work.sub_path}
+    return [{"name": "work", "mountPath": placement.work.mount_path, "readOnly": True, **sub}]
 
 
 def _host_mounts(placement: Placement) -> list[Manifest]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import MANIFEST, read_manifest, verify_part
+from eyrie_api.artifacts import MANIFEST, read_manifest, verify, verify_part
 from eyrie_api.artifacts.directories import TransferStats, download_dir, upload_dir
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
@@ -122,3 +122,12 @@ def test_a_part_of_a_stage_is_compared_with_the_stages_manifest(tmp_path: Path) 
     with pytest.raises(ArtifactMissing):
         verify_part(made)
     verify_part(tmp_path / "published")  # no stage made it
+
+
+def test_the_program_before_an_engine_ends_with_the_error_of_a_rotten_drafter(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = a_stage(tmp_path / "stages" / "train" / "c")
+    assert verify.main(["--path", str(made / "shards")]) == 0
+    (made / "shards/1.bin").write_bytes(b"1" * 1999 + b"0")
+    assert verify.main(["--path", str(made / "shards")]) == ArtifactCorrupt.exit_code
+    assert "ArtifactCorrupt" in capsys.readouterr().err

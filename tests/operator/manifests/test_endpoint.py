@@ -258,6 +258,18 @@ def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> Non
     assert drafted["metadata"]["annotations"]["eyrie.dev/drafter-digest"] == "sha256:2"
 
 
+def test_a_drafter_on_a_volume_is_compared_with_its_manifest_before_the_engine_loads_it() -> None:
+    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), deployment(fetch_image="eyrie:1")))
+    assert "initContainers" not in bare["spec"]
+    verifier = one_container(drafted["spec"]["initContainers"])
+    assert verifier["image"] == "eyrie:1"
+    assert verifier["command"][-3:] == ["eyrie_api.artifacts.verify", "--path", "/var/lib/eyrie/jobs/j2/c"]
+    assert flag(engine(drafted), "--speculative-draft-model-path") == flag(verifier, "--path")
+    [mount] = verifier["volumeMounts"]
+    assert (mount["name"], mount["readOnly"]) == ("work", True)
+    assert flag(verifier, "--path").startswith(mount["mountPath"])  # type: ignore[union-attr]
+
+
 def test_the_work_volume_is_mounted_read_only_at_the_path_the_stages_wrote() -> None:
     [pod] = pods(render_endpoint(endpoint(active=2), deployment()))
     [mount] = [each for each in engine(pod)["volumeMounts"] if each["name"] == "work"]
