@@ -6,11 +6,14 @@ without it the tests that render are skipped.
 
 import json
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.cluster.seed_job import laid_over
 
 CHART = Path(__file__).parents[2] / "helm" / "eyrie"
 EVERYTHING = ("gateway.networking.k8s.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1",
@@ -62,10 +65,10 @@ def render(values: Values | None = None, *, kube: str = "1.37.0", apis: tuple[st
     return Rendered(one for text in texts for one in yaml.load_all(text, Loader=loader) if one)
 
 
-def from_file(name: str) -> Values:
-    """A values file of the chart."""
-    loaded: Values = yaml.safe_load((CHART / name).read_text())
-    return loaded
+def from_file(*names: str) -> Values:
+    """Values files of the chart, each laid over those before it."""
+    loaded: Iterator[Values] = (yaml.safe_load((CHART / name).read_text()) for name in names)
+    return reduce(laid_over, loaded)
 
 
 EXTERNAL: Values = {
@@ -82,6 +85,9 @@ SECRET_WORDS = ("pg-secret-word", "redis-secret-word", "s3-access-word", "s3-sec
 SETS: dict[str, tuple[Values, tuple[str, ...]]] = {
     "default": ({}, ()),
     "high availability": (from_file("values-ha.yaml"), ()),
+    "GPUs": (from_file("values-ha.yaml", "values-gpu.yaml"), ()),
+    "a shared file system": (from_file("values-ha.yaml", "values-gpu.yaml", "values-volume.yaml"), ()),
+    "air-gapped": (from_file("values-ha.yaml", "values-gpu.yaml", "values-air-gapped.yaml"), ()),
     "external stores by plain values": (EXTERNAL, ()),
     "namespaced": ({"operator": {"namespaced": True, "watchNamespaces": ["a", "b"], "mirrorNamespace": "a"},
                     "rbac": {"userRoles": False}}, ()),

@@ -12,6 +12,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
+from eyrie_api.v1alpha1.stages import JOB_STAGES
 from eyrie_operator.manifests import names
 from tests.helm.rendering import CHART, EVERYTHING, EXTERNAL, SECRET_WORDS, SETS, Rendered, from_file, render, sdk
 
@@ -221,7 +222,7 @@ def test_every_variable_the_chart_sets_is_one_the_programs_read(rendered: Render
     assert named <= known
     secrets = {"EYRIE_TOKEN": "a-token-of-a-test-0123", "EYRIE_DATABASE_URL": "postgresql://u@h/d",
                "EYRIE_BROKER_URL": "redis://h:6379/0"}
-    assert Settings.from_env(settings | secrets).artifacts.url == settings["EYRIE_ARTIFACTS_URL"]
+    assert Settings.from_env(settings | secrets).artifacts.url == settings.get("EYRIE_ARTIFACTS_URL")
 
 
 def test_what_containers_start_is_a_verb_of_the_command(rendered: Rendered) -> None:
@@ -348,6 +349,41 @@ def test_a_volume_in_place_of_the_store_is_the_home_of_the_control_plane_too(tmp
     assert volume == {"name": "home", "persistentVolumeClaim": {"claimName": "shared"}}
     (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "home"]
     assert mount == {"name": "home", "mountPath": "/var/lib/eyrie", "subPath": "eyrie"}
+
+
+def test_the_values_of_gpus_place_what_computes_on_them_and_nothing_else(tmp_path: Path) -> None:
+    profile = profile_of(render(from_file("values-ha.yaml", "values-gpu.yaml")), tmp_path)
+    assert {stage: one.num_gpus for stage, one in profile.per_stage.items()} == dict.fromkeys(JOB_STAGES, 1)
+    assert (profile.stages.num_gpus, profile.stages.gpu_type) == (0, None)
+    engines = {stage for stage, one in profile.per_stage.items() if "sglang" in one.image}
+    assert engines == {"regenerate", "benchmark", "tune", "prove"}
+    assert profile.serving is not None
+    for placed in (*profile.per_stage.values(), profile.serving.placement):
+        assert (placed.num_gpus, placed.gpu_type) == (1, "NVIDIA-H100-80GB-HBM3")
+        assert [one.variable for one in placed.secret_variables] == ["HF_TOKEN"]
+
+
+def test_a_shared_file_system_needs_no_store_and_no_key_of_one(tmp_path: Path) -> None:
+    rendered = render(from_file("values-ha.yaml", "values-gpu.yaml", "values-volume.yaml"))
+    profile = profile_of(rendered, tmp_path)
+    works = [one.work for one in (profile.stages, *profile.per_stage.values())]
+    assert works == [VolumeWork(claim="eyrie")] * 7
+    assert "s3://" not in json.dumps(rendered.of("ConfigMap"))
+    assert "eyrie-artifacts" not in json.dumps(rendered)
+    with pytest.raises(Exception, match="no artifact store"):
+        render(from_file("values-ha.yaml") | {"artifacts": {"url": ""}})
+
+
+def test_an_air_gapped_installation_pulls_from_one_registry_and_needs_no_key_of_the_hub(tmp_path: Path) -> None:
+    rendered = render(from_file("values-ha.yaml", "values-gpu.yaml", "values-air-gapped.yaml"))
+    profile = profile_of(rendered, tmp_path)
+    assert profile.serving is not None
+    placements = [profile.stages, *profile.per_stage.values(), profile.serving.placement]
+    images = [container["image"] for _, container in rendered.containers()] + [one.image for one in placements]
+    assert {image.split("/")[0] for image in images} == {"registry.example.com"}
+    assert {one.image_pull_secrets for one in placements} == {("pull",)}
+    assert {one["name"] for _, pod in rendered.pods() for one in pod["spec"]["imagePullSecrets"]} == {"pull"}
+    assert "HF_TOKEN" not in json.dumps(rendered)
 
 
 def test_a_token_for_kubeflow_is_the_workers_alone_and_no_token_of_the_kubernetes_api(tmp_path: Path) -> None:
@@ -497,7 +533,8 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: Path) -> None
     assert all("namespace=" in expression for expression in asked)
 
 
-def test_the_ha_values_are_values_of_the_chart() -> None:
+@pytest.mark.parametrize("file", sorted(path.name for path in CHART.glob("values-*.yaml")))
+def test_what_a_values_file_sets_are_values_of_the_chart(file: str) -> None:
     defaults = from_file("values.yaml")
 
     def check(given: object, known: object, path: str) -> None:
@@ -506,5 +543,5 @@ def test_the_ha_values_are_values_of_the_chart() -> None:
                 assert name in known, f"{path}.{name}"
                 check(value, known[name], f"{path}.{name}")
 
-    check(from_file("values-ha.yaml"), defaults, "")
+    check(from_file(file), defaults, "")
     assert yaml.safe_load((CHART / "Chart.yaml").read_text()).get("kubeVersion") is None

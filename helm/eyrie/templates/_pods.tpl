@@ -67,7 +67,9 @@ EYRIE_CHORE_QUEUE: {{ include "eyrie.fullname" . }}
 EYRIE_ARTIFACTS_URL: s3://eyrie
 EYRIE_ARTIFACTS_ENDPOINT_URL: http://{{ include "eyrie.fullname" . }}-s3:9000
 {{- else }}
-EYRIE_ARTIFACTS_URL: {{ .Values.artifacts.url | quote }}
+{{- with .Values.artifacts.url }}
+EYRIE_ARTIFACTS_URL: {{ . | quote }}
+{{- end }}
 {{- with .Values.artifacts.endpointUrl }}
 EYRIE_ARTIFACTS_ENDPOINT_URL: {{ . | quote }}
 {{- end }}

@@ -75,8 +75,8 @@ Without a server (helm template) there is nothing to look up, and each rendering
 {{- if not (or .Values.broker.url .Values.broker.existingSecret.name .Values.bundled.redis.enabled) -}}
 {{- fail "no broker: set broker.existingSecret.name (or broker.url), or bundled.redis.enabled=true for an evaluation" -}}
 {{- end -}}
-{{- if not (or .Values.artifacts.url .Values.bundled.s3.enabled) -}}
-{{- fail "no artifact store: set artifacts.url to s3://bucket/prefix, or bundled.s3.enabled=true for an evaluation" -}}
+{{- if not (or .Values.artifacts.url .Values.bundled.s3.enabled (include "eyrie.cluster.volume" .)) -}}
+{{- fail "no artifact store: set artifacts.url to s3://bucket/prefix, cluster.stages.work to a volume, or bundled.s3.enabled=true for an evaluation" -}}
 {{- end -}}
 {{- if and .Values.artifacts.credentials.accessKey .Values.artifacts.credentials.existingSecret -}}
 {{- fail "artifacts.credentials: accessKey and existingSecret are both set; keep one" -}}
