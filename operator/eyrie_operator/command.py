@@ -204,6 +204,10 @@ def operate(
     mirror: Annotated[str | None, typer.Option(
         "--mirror-namespace", envvar="EYRIE_OPERATOR_MIRROR_NAMESPACE",
         help="Namespace for mirrors of jobs posted to the REST API. Default: no mirrors.")] = None,
+    runs: Annotated[str | None, typer.Option(
+        "--runs-namespace", envvar="EYRIE_OPERATOR_RUNS_NAMESPACE",
+        help="Namespace of the pods of runs, listed to show why they wait for a node. Default: kubeflow.namespace of "
+             "the cluster profile, else the watched ones.")] = None,
     project: Annotated[list[str] | None, typer.Option(
         "--project", envvar="EYRIE_OPERATOR_PROJECTS", metavar="NAMESPACE=PROJECT",
         help="Project of a namespace's objects; repeatable. Default: the project `default`.")] = None,
@@ -223,7 +227,8 @@ def operate(
     options = program.Options(
         lease_namespace=where or program.own_namespace(), lease_name=name,
         namespaces=program.parse_namespaces(namespace or ()), mirror_namespace=mirror,
-        projects=program.parse_projects(project or ()), host=host, port=port, timings=timings_of(lease_s))
+        runs_namespace=runs, projects=program.parse_projects(project or ()), host=host, port=port,
+        timings=timings_of(lease_s))
     raise typer.Exit(program.run(settings_for(home, None, None), options))
 
 

@@ -44,7 +44,9 @@ from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile
 from eyrie_api.v1alpha1.hardware import HardwareSpec
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.drafter import TaskKind, define
+from eyrie_pipelines.runner import PROFILE_LABEL, STAGE_LABEL
 from eyrie_pipelines.torchrun import DIVIDED_STAGES, PROCESSES_VARIABLE
 from eyrie_pipelines.trainjob import TRAINJOB_VARIABLE, TrainJobRequest
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
@@ -54,6 +56,11 @@ POD_ANNOTATION = "eyrie.dev/pod"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PART_LABEL = ("app.kubernetes.io/part-of", "eyrie")
 """Selected by the chart's NetworkPolicy that lets pods reach the bundled store."""
+
+_LEADS_TO: dict[str, StageName] = {"prefetch": "regenerate", "list-candidates": "train", "train": "train",
+                                   "list-checkpoints": "benchmark", "select": "tune"}
+"""The stage that waits for a task which is no stage itself, by the task's name. `train` is one where a sweep task has
+trained all candidates."""
 
 _SMALL = {"cpu": "100m", "memory": "512Mi"}
 """Requests of the tasks between stages: they only read manifests."""
@@ -100,6 +107,8 @@ def _compiled(profile_text: str, requested_text: str, together: bool, hardware_t
     pools = {one.name: one for one in hardware}
 
     def placed(task: Any, kind: TaskKind, name: str) -> Any:
+        kubernetes.add_pod_label(task, STAGE_LABEL,
+                                 _LEADS_TO[task.name] if kind is None or kind == "prefetch" else kind)
         if kind is None:
             return place(task, small(profile.stages), profile)
         if kind == "prefetch":
@@ -107,6 +116,7 @@ def _compiled(profile_text: str, requested_text: str, together: bool, hardware_t
                 "requests": _FETCHING, "secret_variables": profile.stages.secret_variables})
             return _mount_model_cache(place(task, fetching, profile), profile, read_only=False)
         if kind == "hardware":
+            kubernetes.add_pod_label(task, PROFILE_LABEL, name)
             task.set_display_name(f"hardware {name}")
             return placed_stage(task, resolve_hardware_placement(profile, requested, pools[name]))
         given = resolve_stage_placement(profile, requested, kind)

@@ -13,6 +13,13 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse
 
+STAGE_LABEL, PROFILE_LABEL = "eyrie.dev/stage", "eyrie.dev/profile"
+"""On the pods of a cluster's runs: the stage that the pod runs, or that waits for the pod; and the hardware profile
+that it measures. The operator recognises pods without a node by them."""
+
+RUN_LABEL = "pipeline/runid"
+"""Set by Kubeflow Pipelines on all pods of a run: the run's id."""
+
 RunState = Literal["none", "running", "succeeded", "failed", "gone"]
 """none: never started. gone: ended without a result (killed, its machine went down, deleted); it may be resumed."""
 

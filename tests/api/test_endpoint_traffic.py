@@ -20,7 +20,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import PromotionDecision
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision, StageStatus
 from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
 from tests.api.figures.endpoint_values import serve_drafter, watch
 from tests.api.samples import NOW, ManualClock, job_spec
@@ -251,3 +251,17 @@ def test_jobs_that_wait_for_another_are_one_item_and_a_used_up_quota_says_how_to
     (quota,) = attention([], [], used_up=[UsedUp("team", "GPUs", 8, 8)])
     assert quota.title == "Project team has used up its quota: 8 of 8 GPUs"
     assert "eyrie projects quotas team --gpus N" in quota.words
+
+
+def test_a_job_or_an_endpoint_that_no_node_fits_needs_a_person_and_one_in_a_queue_does_not() -> None:
+    def held(reason: str) -> Job:
+        stage = StageStatus(stage="train", key="base", reason=reason, message="no node fits", hint="scale the pool up")
+        return job("night", status=JobStatus(phase="Running", stages=(stage,)))
+
+    (item,) = attention([held("WaitingForNodes")], [])
+    assert (item.title, item.link) == ("Job night waits for a node in train", "/console/jobs/job-night")
+    assert item.words == "no node fits; hint: scale the pool up"
+    assert attention([held("WaitingForQueue")], []) == []
+    serving = Condition(type="Serving", status="Unknown", reason="WaitingForNodes", message="no node fits; hint: x",
+                        last_transition_time=NOW)
+    assert titles(attention([], [served(None, conditions=(serving,))])) == ["Endpoint chat: WaitingForNodes"]

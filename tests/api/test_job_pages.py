@@ -125,3 +125,12 @@ def test_a_job_that_the_caller_may_not_read_is_not_compared_with(settings: Setti
     assert page.status_code == 404
     assert "theirs" not in page.text
     assert client.get(f"/console/jobs/{other.id}/diff", params={"with": mine.id}).status_code == 404
+
+
+def test_a_stage_that_waits_for_a_node_says_why_and_what_to_do_on_the_page_of_its_job(
+        client: httpx.Client, database: Database) -> None:
+    job = Jobs(database).submit(job_spec())
+    Jobs(database).set_stage(job.id, StageStatus(stage="train", key="base", reason="WaitingForNodes",
+                                                 message="no node fits: 0/3 nodes", hint="scale the pool up"))
+    page = client.get(f"/console/jobs/{job.id}").text
+    assert "<strong>WaitingForNodes</strong>: no node fits: 0/3 nodes<br>scale the pool up" in page

@@ -16,6 +16,7 @@ from eyrie_api.v1alpha1.cluster import ClusterProfile, ModelCacheSpec, ServingSp
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_operator.command import app
+from eyrie_operator.unscheduled import WAITS
 from tests.benchmarks import plans
 from tests.docs.reference import REFERENCE, cli_page, cluster_page, errors_page, job_page, rest_page
 from tests.house.sources import ROOT
@@ -40,6 +41,11 @@ def test_the_page_of_errors_has_every_reason_and_what_to_do() -> None:
     assert text == errors_page(text), "python -m tests.docs.reference"
     assert [line for line in text.splitlines() if line.startswith("| `") and re.search(r"\|\s*\|$", line)] == [], \
         "write what to do into the last column"
+
+
+def test_the_page_of_errors_has_every_reason_to_wait() -> None:
+    text = (REFERENCE / "errors.md").read_text()
+    assert [reason for reason in WAITS if f"| `{reason}` |" not in text] == []
 
 
 def test_every_field_of_a_job_is_documented() -> None:

@@ -14,7 +14,18 @@ from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCac
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
 from eyrie_api.v1alpha1.stages import JOB_STAGES
 from eyrie_operator.manifests import names
-from tests.helm.rendering import CHART, EVERYTHING, EXTERNAL, SECRET_WORDS, SETS, Rendered, from_file, render, sdk
+from tests.helm.rendering import (
+    CHART,
+    EVERYTHING,
+    EXTERNAL,
+    SECRET_WORDS,
+    SETS,
+    Rendered,
+    Values,
+    from_file,
+    render,
+    sdk,
+)
 
 OTHERS_KINDS = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "TriggerAuthentication"}
 """Custom resources of other projects: Kubernetes' schemas do not have them."""
@@ -159,6 +170,31 @@ def test_namespaced_the_operator_has_a_role_where_engines_stand_too() -> None:
     assert {one["metadata"]["namespace"] for one in rendered.of("Role", "rel-eyrie-operator")} == {"a", "b", "serving"}
 
 
+@pytest.mark.parametrize("values", [
+    {"cluster": {"kubeflow": {"url": "http://kfp:8888", "namespace": "runs"}}},
+    {"cluster": {"kubeflow": {"url": "http://kfp:8888"}}, "operator": {"runsNamespace": "runs"}}])
+def test_where_runs_are_the_operator_may_list_pods_and_nothing_else(values: Values) -> None:
+    rendered = render(values)
+    (role,) = [one for one in rendered.of("Role") if one["metadata"].get("namespace") == "runs"]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
+    (binding,) = [one for one in rendered.of("RoleBinding") if one["metadata"].get("namespace") == "runs"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [one["name"] for one in binding["subjects"]] == ["rel-eyrie-operator"]
+    (operator,) = rendered.the("Deployment", "rel-eyrie-operator")["spec"]["template"]["spec"]["containers"]
+    assert {"name": "EYRIE_OPERATOR_RUNS_NAMESPACE", "value": "runs"} in operator["env"]
+
+
+@pytest.mark.parametrize("values", [
+    {"operator": {"runsNamespace": "runs"}},
+    {"cluster": {"kubeflow": {"url": "http://kfp:8888"}}},
+    {"cluster": {"kubeflow": {"url": "http://kfp:8888", "namespace": "team"}}},
+    {"cluster": {"kubeflow": {"url": "http://kfp:8888", "namespace": "a"}}, "operator": {"watchNamespaces": ["a"]}},
+    {"cluster": {"kubeflow": {"url": "http://kfp:8888", "namespace": "runs"}}, "operator": {"namespaced": False}}])
+def test_no_role_for_pods_without_runs_in_a_known_namespace_or_where_the_operator_may_list_them_already(
+        values: Values) -> None:
+    assert [one["metadata"]["name"] for one in render(values).of("Role") if "pods" in one["metadata"]["name"]] == []
+
+
 def test_secret_values_are_in_secrets_only() -> None:
     seen = set()
     for one in render(EXTERNAL):
@@ -215,7 +251,8 @@ def test_every_variable_the_chart_sets_is_one_the_programs_read(rendered: Render
     known = {f"EYRIE_{name.upper()}" for name in Settings.model_fields}
     known |= {f"EYRIE_ARTIFACTS_{name.upper()}" for name in StoreOptions.model_fields}
     assert "EYRIE_CLUSTER_PROFILE" in known
-    known |= {"EYRIE_OPERATOR_LEASE", "EYRIE_OPERATOR_NAMESPACES", "EYRIE_OPERATOR_MIRROR_NAMESPACE"}
+    known |= {"EYRIE_OPERATOR_LEASE", "EYRIE_OPERATOR_NAMESPACES", "EYRIE_OPERATOR_MIRROR_NAMESPACE",
+              "EYRIE_OPERATOR_RUNS_NAMESPACE"}
     settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
     named = set(settings) | {variable["name"] for _, container in rendered.containers()
                              for variable in container.get("env", []) if variable["name"].startswith("EYRIE_")}

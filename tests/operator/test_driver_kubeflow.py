@@ -20,9 +20,11 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.celery_app import runtime_of
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.driver import Driver
+from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.run_failure import RunFailure
+from tests.operator.test_unscheduled import pod as unscheduled_pod
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.kfp_server import KfpServer
 
@@ -129,3 +131,38 @@ def test_a_worker_follows_the_profile_or_works_on_this_machine(tmp_path: Path, h
     assert chosen.store.url == "s3://bucket/eyrie"
     with pytest.raises(InvalidInput, match="EYRIE_HOME"):
         runtime_of(Settings(home=tmp_path / "elsewhere", cluster_profile=path), harness.database)
+
+
+def test_a_job_whose_pod_has_no_node_waits_with_reason_and_hint_and_says_so_once(harness: Harness) -> None:
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    run_id = harness.jobs.get(job_id).status.run_id
+    unscheduled = unscheduled_pod(labels={"pipeline/runid": str(run_id), "eyrie.dev/stage": "regenerate"})
+    harness.jobs.record_waiting_pods(waiting_pods([unscheduled]))
+    for _ in range(3):
+        harness.driver.advance(job_id)
+    job = harness.jobs.get(job_id)
+    [stage] = [one for one in job.status.stages if one.stage == "regenerate"]
+    assert (job.status.phase, stage.state, stage.reason) == ("Running", "Pending", "WaitingForNodes")
+    assert "node(s) didn't match" in (stage.message or "")
+    assert "scale the pool up" in (stage.hint or "")
+    events = [one for one in harness.jobs.events(job_id, limit=100) if one.reason == "WaitingForNodes"]
+    assert [(one.type, one.stage) for one in events] == [("Warning", "regenerate")]
+    harness.jobs.record_waiting_pods(())
+    harness.driver.advance(job_id)
+    job = harness.jobs.get(job_id)
+    assert [one.reason for one in job.status.stages] == [None] * len(job.status.stages)
+    assert find(job.status.conditions, "Regenerated") is None
+
+
+def test_pods_of_an_earlier_run_are_not_taken_for_those_of_the_current_one(harness: Harness) -> None:
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    unscheduled = unscheduled_pod(labels={"pipeline/runid": str(harness.jobs.get(job_id).status.run_id),
+                                          "eyrie.dev/stage": "regenerate"})
+    harness.jobs.record_waiting_pods(waiting_pods([unscheduled]))
+    harness.kubeflow.runs[0]["state"] = "FAILED"
+    harness.driver.advance(job_id)
+    assert len(harness.kubeflow.runs) == 2
+    harness.driver.advance(job_id)
+    assert harness.jobs.get(job_id).status.stages[0].reason is None

@@ -1,5 +1,6 @@
 """The heart of the operator, with plain values. `tests/campaigns/model.py` plays it against a simulated world."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -7,13 +8,14 @@ import pytest
 
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.records import Failure
+from eyrie_api.v1alpha1.records import Failure, WaitingPod
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, PromotionDecision
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Condition, JobStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find, is_over, is_true, observe
+from eyrie_operator.jobs.events import changes
 from eyrie_operator.jobs.reconcile import (
     MAX_STARTS,
     Decide,
@@ -26,6 +28,7 @@ from eyrie_operator.jobs.reconcile import (
     WriteReport,
     reconcile,
 )
+from eyrie_operator.unscheduled import GRACE
 from eyrie_pipelines.runner import ObservedRun, RunFailed
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -215,3 +218,59 @@ def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> Non
     assert same[0].message == "2 of 2"
     changed: tuple[Condition, ...] = observe(same, "Trained", "True", "Finished", "", later)
     assert changed[0].last_transition_time == later
+
+
+def no_node(stage: str = "train", since: datetime = NOW) -> WaitingPod:
+    return WaitingPod.model_validate({"run_id": "r", "stage": stage, "reason": "WaitingForNodes", "since": since,
+                                      "message": "no node fits: 0/3 nodes", "hint": "scale the pool up"})
+
+
+def test_a_stage_whose_pod_has_no_node_waits_with_reason_and_hint_after_a_grace_and_says_so_once() -> None:
+    stages = (ObservedStage("regenerate", started_at=NOW, manifest=manifest()), ObservedStage("capture"))
+    before = seen(run=ObservedRun("running", 1, 1), stages=stages, waiting_pods=(no_node("capture"),))
+    early = reconcile(SPEC, before, NOW + timedelta(seconds=59))
+    assert early.status.stages[1].reason is None
+    late = reconcile(SPEC, replace(before, previous=early.status), NOW + GRACE)
+    assert late.actions == ()
+    assert (late.status.phase, late.status.stages[1].state) == ("Running", "Pending")
+    assert (late.status.stages[1].reason, late.status.stages[1].message, late.status.stages[1].hint) == (
+        "WaitingForNodes", "no node fits: 0/3 nodes", "scale the pool up")
+    captured = find(late.status.conditions, "Captured")
+    assert captured is not None
+    assert (captured.status, captured.reason) == ("Unknown", "WaitingForNodes")
+    [event] = changes(early.status, late.status)
+    assert (event.reason, event.type, event.stage) == ("WaitingForNodes", "Warning", "capture")
+    assert event.message == "capture: no node fits: 0/3 nodes; hint: scale the pool up"
+    changed = (no_node("capture").model_copy(update={"message": "no node fits: 0/4 nodes"}),)
+    again = reconcile(SPEC, replace(before, previous=late.status, waiting_pods=changed), NOW + 2 * GRACE)
+    assert again.status.stages[1].message == "no node fits: 0/4 nodes"
+    assert list(changes(late.status, again.status)) == []
+
+
+def test_the_reason_goes_away_when_the_pod_has_a_node_and_the_stage_then_runs() -> None:
+    waits = seen(run=ObservedRun("running", 1, 1), stages=(ObservedStage("regenerate"),),
+                 waiting_pods=(no_node("regenerate"),))
+    held = reconcile(SPEC, waits, NOW + GRACE).status
+    pulling = reconcile(SPEC, replace(waits, previous=held, waiting_pods=()), NOW + 2 * GRACE).status
+    assert (pulling.stages[0].state, pulling.stages[0].reason) == ("Pending", None)
+    assert find(pulling.conditions, "Regenerated") is None
+    started = (ObservedStage("regenerate", started_at=NOW + 2 * GRACE),)
+    # What the operator saw before the start may still be recorded.
+    running = reconcile(SPEC, replace(waits, previous=pulling, stages=started), NOW + 3 * GRACE).status
+    assert (running.stages[0].state, running.stages[0].reason) == ("Running", None)
+    assert reason_of(running, "Regenerated") == "Running"
+
+
+def test_a_running_stage_whose_pod_was_evicted_and_finds_no_node_has_the_reason() -> None:
+    stages = (ObservedStage("regenerate", started_at=NOW - timedelta(hours=1)),)
+    plan = reconcile(SPEC, seen(run=ObservedRun("running", 1, 1), stages=stages,
+                                waiting_pods=(no_node("regenerate"),)), NOW + GRACE)
+    assert (plan.status.stages[0].state, plan.status.stages[0].reason) == ("Running", "WaitingForNodes")
+
+
+def test_a_job_that_ended_while_a_pod_waited_keeps_its_own_reasons() -> None:
+    failed = RunFailed("regenerate", "", "TargetNotFound", "no model there", "correct target.model")
+    plan = reconcile(SPEC, seen(run=ObservedRun("failed", 1, 1, failure=failed), stages=(ObservedStage("regenerate"),),
+                                waiting_pods=(no_node("regenerate"),)), NOW + GRACE)
+    assert plan.status.stages[0].reason is None
+    assert reason_of(plan.status, "Regenerated") == "TargetNotFound"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
+from eyrie_api.v1alpha1.records import Wait
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.endpoints.plan import CANARY_ROUNDS, KILL_MARGIN_S, MIN_ROUNDS, highest_tau, plan_endpoint
@@ -34,6 +35,7 @@ from eyrie_operator.endpoints.state import (
     StartGateway,
     StopGateway,
 )
+from eyrie_operator.unscheduled import GRACE
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 AT_ONCE = ServePolicy(canary=CanarySpec(shares=()), drift=DriftSpec(window_s=0.0))
@@ -131,6 +133,27 @@ def test_when_the_first_drafter_does_not_come_up_the_bare_target_is_served_but_n
     only_bare = endpoint(None, None, num=1)
     assert plan(only_bare).actions == ()
     assert plan(only_bare).reason == "NothingToServe"
+
+
+def test_an_engine_whose_pod_has_no_node_is_waited_for_with_reason_and_hint_after_a_grace() -> None:
+    wait = Wait(reason="WaitingForNodes", message="no node fits: 0/3 nodes", hint="scale the pool up", since=NOW)
+    first = engine(1, "starting", message=wait.message, wait=wait)
+    early = plan(endpoint(None, 1), first, now=NOW + timedelta(seconds=5))
+    assert (early.serving, early.reason) == ("Unknown", "Deploying")
+    patient = ServePolicy(health_timeout_s=1800.0)
+    late = plan(endpoint(None, 1), first, now=NOW + GRACE, policy=patient)
+    assert (late.serving, late.reason) == ("Unknown", "WaitingForNodes")
+    assert late.message == "revision 1 is starting: no node fits: 0/3 nodes; hint: scale the pool up"
+    again = plan(endpoint(1), first, now=NOW + GRACE, policy=patient)
+    assert (again.serving, again.reason) == ("Unknown", "WaitingForNodes")
+
+
+def test_a_candidate_whose_pod_has_no_node_is_named_beside_the_revision_that_serves() -> None:
+    wait = Wait(reason="WaitingForNodes", message="no node fits: 0/3 nodes", hint="scale the pool up", since=NOW)
+    planned = plan(endpoint(1, 2), engine(1), engine(2, "starting", message=wait.message, wait=wait), routed=1,
+                   now=NOW + GRACE, policy=ServePolicy(health_timeout_s=1800.0))
+    assert (planned.serving, planned.reason) == ("True", "Healthy")
+    assert planned.message.endswith("; revision 2 has no node yet: no node fits: 0/3 nodes; hint: scale the pool up")
 
 
 def test_a_dead_engine_is_restarted_at_once_after_the_clock_was_set_back() -> None:

@@ -22,7 +22,7 @@ from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.stages import Manifest
-from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.status import Condition, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.conditions import find
@@ -171,6 +171,16 @@ def test_each_result_is_of_its_own_candidates_family(harness: Harness) -> None:
     entries = Results(harness.database).leaderboard()
     assert {entry.family for entry in entries} == {"hydra"}
     assert Results(harness.database).leaderboard(ResultFilter(family="eagle3")) == ()
+
+
+def test_a_job_whose_engine_has_no_node_waits_in_the_words_of_its_endpoint(harness: Harness) -> None:
+    job_id = harness.finished(spec_of())
+    harness.look(job_id)
+    waits = Condition(type="Serving", status="Unknown", reason="WaitingForNodes", last_transition_time=NOW,
+                      message="revision 2 is starting: no node fits; hint: scale the pool up")
+    harness.endpoints.observe("default", conditions=(waits,))
+    job = harness.look(job_id)
+    assert (job.status.phase, reason_of(job, "Serving")) == ("Running", "WaitingForNodes")
 
 
 def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_again(harness: Harness) -> None:

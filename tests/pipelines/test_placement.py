@@ -64,7 +64,8 @@ def test_a_stages_box_has_all_its_placement_asks_for() -> None:
     assert asked["nodeSelector"]["labels"] == {"pool": "spot", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
     assert asked["tolerations"] == [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"},
                                     {"key": "team", "operator": "Equal", "value": "a"}]
-    assert asked["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "eyrie", "kueue.x-k8s.io/queue-name": "gpus"}
+    assert asked["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "eyrie", "kueue.x-k8s.io/queue-name": "gpus",
+                                              "eyrie.dev/stage": "train"}
     assert {"volumeName": "shared-memory", "mountPath": "/dev/shm", "medium": "Memory", "sizeLimit": "8Gi",
             } in asked["emptyDirMounts"]
     assert asked["secretAsEnv"][0]["secretName"] == "hub"
@@ -72,6 +73,26 @@ def test_a_stages_box_has_all_its_placement_asks_for() -> None:
     beyond = json.loads(asked["podMetadata"]["annotations"][POD_ANNOTATION])
     assert beyond == {"host_paths": [{"path": "/models", "mount_path": "/models", "read_only": True}],
                       "priority_class": "batch", "service_account": "stages"}
+
+
+def test_every_pod_names_the_stage_that_it_runs_or_that_waits_for_it() -> None:
+    hardware = HardwareSpec(profiles=(
+        PlacedProfile(name="h200-x2", price_per_hour=7.0, placement=PlacementRequest(gpu_type="NVIDIA-H200")),
+        PlacedProfile(name="cpu", price_per_hour=0.5, placement=PlacementRequest(num_gpus=0))))
+    for together in (False, True):
+        pipeline = compile_for(
+            ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=EVERYTHING,
+                           model_cache=ModelCacheSpec(claim="models")),
+            JobPlacement(), together=together, hardware=hardware, prefetched=True)
+        executors = pipeline["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+        labels = {name.removeprefix("exec-"): one["podMetadata"]["labels"] for name, one in executors.items()}
+        assert {box: one["eyrie.dev/stage"] for box, one in labels.items()} == {
+            "prefetch": "regenerate", "regenerate": "regenerate", "capture": "capture", "list-candidates": "train",
+            "train": "train", "list-checkpoints": "benchmark", "benchmark": "benchmark", "select": "tune",
+            "tune": "tune", "prove": "prove", "hardware": "hardware", "hardware-2": "hardware",
+            **({"sweep": "train"} if together else {})}
+        assert {box: one["eyrie.dev/profile"] for box, one in labels.items() if "eyrie.dev/profile" in one} == {
+            "hardware": "h200-x2", "hardware-2": "cpu"}
 
 
 def test_credentials_of_trackers_reach_the_pods_that_train_alone() -> None:

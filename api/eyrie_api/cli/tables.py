@@ -107,7 +107,7 @@ def job_view(job: Job, now: datetime) -> RenderableType:
     if job.status.endpoint is not None:
         head.add_row("endpoint", job.status.endpoint)
     parts: list[RenderableType] = [head, Text(), stages_table(job.status.stages, now)]
-    parts += [failure_text(stage) for stage in job.status.stages if stage.state == "Failed"]
+    parts += [failure_text(stage) for stage in job.status.stages if stage.state == "Failed" or stage.reason]
     if job.status.conditions:
         parts += [Text(), conditions_table(job.status.conditions, now)]
     return Group(*parts)
@@ -153,9 +153,10 @@ def progress_text(progress: Progress | None, state: StageState) -> str:
 
 
 def failure_text(stage: StageStatus) -> RenderableType:
-    """Why a stage failed, and what to do."""
+    """Why a stage failed, or why its pod has no node, and what to do."""
     key = f" {stage.key}" if stage.key else ""
-    text = Text.assemble(("error: ", "bold red"), f"{stage.stage}{key}: {stage.reason or 'Failed'}: ",
+    label = ("error: ", "bold red") if stage.state == "Failed" else ("waits: ", "bold yellow")
+    text = Text.assemble(label, f"{stage.stage}{key}: {stage.reason or 'Failed'}: ",
                          stage.message or "no message")
     if stage.hint:
         text.append("\nhint:  ", "bold green").append(stage.hint)

@@ -239,6 +239,6 @@ def _bar(stage: StageStatus) -> ProgressBar:
 def _stage_words(stage: StageStatus) -> str:
     if stage.state == "Succeeded":
         return f"{count(stage.progress.done)} {stage.progress.unit}" if stage.progress else "done"
-    if stage.state == "Failed":
+    if stage.state == "Failed" or stage.reason:  # a reason without a failure: its pod has no node
         return f"{stage.reason}: {stage.message}"
     return progress_text(stage.progress, stage.state) or stage.state.lower()

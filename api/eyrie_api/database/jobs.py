@@ -64,6 +64,7 @@ from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action, WebhookEvent
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.records import WaitingPod
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
     Condition,
@@ -393,6 +394,27 @@ class Jobs:
             return tuple((row[0], row[1]) for row in session.execute(query))
 
     # Observations.
+
+    def waiting_pods(self, job_id: str) -> tuple[WaitingPod, ...]:
+        """Pods of the job's runs that had no node when the operator last looked. Raises NotFound."""
+        with self.database.reading() as session:
+            return tuple(map(WaitingPod.model_validate, self._find(session, job_id).waiting_pods or ()))
+
+    def record_waiting_pods(self, found: Iterable[WaitingPod]) -> None:
+        """Replace those of every job that has not ended; only what differs is written. Their jobs are found by run."""
+        by_run: dict[str, list[Any]] = {}
+        for one in found:
+            by_run.setdefault(one.run_id, []).append(one.model_dump(mode="json"))
+        run_id = JobRow.status["run_id"].as_string()
+        query = select(JobRow.id, run_id, JobRow.waiting_pods).where(
+            JobRow.ended.is_(False), or_(run_id.in_(by_run), JobRow.waiting_pods.is_not(None)))
+        with self.database.reading() as session:
+            rows = session.execute(query).all()
+        changed = {job_id: now for job_id, run, before in rows if (now := by_run.get(run or "", [])) != (before or [])}
+        if changed:
+            with self.database.writing() as session:
+                for job_id, now in changed.items():
+                    session.execute(update(JobRow).where(JobRow.id == job_id).values(waiting_pods=now or None))
 
     def save_status(self, job_id: str, status: JobStatus, owner: str | None = None,
                     events: Iterable[NewEvent] = ()) -> None:

@@ -79,6 +79,8 @@ class JobRow(Base):
     lease_owner: Mapped[str | None] = mapped_column(String(255))
     lease_until: Mapped[datetime | None]
     project: Mapped[str] = mapped_column(String(63), server_default="default")
+    # `records.WaitingPod`s of its run, which the operator writes and the driver reads.
+    waiting_pods: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     # The job's `quotas.Demand`.
     num_gpus: Mapped[int] = mapped_column(server_default="0")
     num_replicas: Mapped[int] = mapped_column(server_default="1")

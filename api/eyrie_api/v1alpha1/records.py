@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, TypeAdapter
 
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.stages import StageName
 
 
 class ProgressRecord(Frozen):
@@ -57,6 +58,24 @@ class Failure(Frozen):
     transient: bool = False
     exit_code: int
     time: datetime
+
+
+class Wait(Frozen):
+    """Why a pod has no node."""
+
+    reason: Literal["WaitingForNodes", "WaitingForQueue"]
+    message: str
+    hint: str
+    since: datetime
+
+
+class WaitingPod(Wait):
+    """A pod of a run without a node, as the operator has seen it: a column of the job."""
+
+    run_id: str
+    stage: StageName
+    key: str = ""
+    """The hardware profile of a pod that measures one; otherwise empty, since pods of a loop have no name of ours."""
 
 
 StageRecord = Annotated[ProgressRecord | MetricRecord | EventRecord, Field(discriminator="kind")]

@@ -84,10 +84,11 @@ class Cluster:
         return self._request("GET", kind, path_of(api_version, kind, namespace, name))
 
     def list_all(self, api_version: str, kind: str, namespace: str | None = None, *,
-                 labelled: str | None = None) -> list[Object]:
-        """All objects of a kind, page by page; `labelled` is a label selector."""
+                 labelled: str | None = None, fields: str | None = None) -> list[Object]:
+        """All objects of a kind, page by page; `labelled` is a label selector, `fields` a field selector."""
         found: list[Object] = []
-        first: list[tuple[str, Any]] = [("limit", _PAGE), *((("labelSelector", labelled),) if labelled else ())]
+        selectors = (("labelSelector", labelled), ("fieldSelector", fields))
+        first: list[tuple[str, Any]] = [("limit", _PAGE), *(one for one in selectors if one[1])]
         query = first
         while True:
             page = self._request("GET", kind, path_of(api_version, kind, namespace), query=query,

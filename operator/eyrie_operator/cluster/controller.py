@@ -41,7 +41,7 @@ from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_operator.cluster.apply import Cluster, ClusterConflict, Object
+from eyrie_operator.cluster.apply import Cluster, ClusterConflict, ClusterRejected, Object
 from eyrie_operator.cluster.endpoints import EndpointReconciler
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
@@ -84,6 +84,8 @@ from eyrie_operator.cluster.telemetry import Telemetry
 from eyrie_operator.cluster.workqueue import Workqueue
 from eyrie_operator.conditions import is_over
 from eyrie_operator.manifests.deployment import Owner
+from eyrie_operator.unscheduled import waiting_pods
+from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +109,10 @@ class Controller:
 
     def __init__(self, settings: Settings, database: Database, cluster: Cluster, telemetry: Telemetry, *,
                  mirror_namespace: str | None = None, namespaces: Sequence[str] = (),
-                 projects: Mapping[str, str] | None = None, clock: Clock = utc_now,
+                 runs_namespace: str | None = None, projects: Mapping[str, str] | None = None, clock: Clock = utc_now,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`projects` maps namespaces to the project of their objects; other namespaces belong to `default`."""
+        """`projects` maps namespaces to the project of their objects; other namespaces belong to `default`.
+        `runs_namespace` is that of the runs' pods: see `program.Options`."""
         self._settings, self._cluster, self._telemetry, self._clock = settings, cluster, telemetry, clock
         self._database = database
         self._idempotency = Idempotency(database, _NEVER_EXPIRES_S, clock)
@@ -132,6 +135,10 @@ class Controller:
         self._rows_seen: dict[str, datetime] = {}
         self._polled = clock() - _OVERLAP
         self._monotonic = monotonic
+        runs_in = runs_namespace or (profile.kubeflow.namespace if profile is not None else None)
+        self._runs_in: tuple[str | None, ...] = (runs_in,) if runs_in else self._namespaces or (None,)
+        self._unlisted: set[str | None] = set()
+        """Namespaces whose pods this operator may not list."""
 
     # Events.
 
@@ -181,6 +188,25 @@ class Controller:
                 self.queue.add(("Endpoint", "", name))
                 for key in self._keys_named(name):  # a deleted DraftEndpoint waits until its objects are gone
                     self.queue.add(key)
+
+    def observe_pods(self) -> None:
+        """Record which pods of runs have no node, for the drivers of their jobs (`unscheduled`)."""
+        if self._profile is None:
+            return
+        pods = [pod for namespace in self._runs_in if namespace not in self._unlisted
+                for pod in self._pending_pods(namespace)]
+        self._cluster.check()
+        self._jobs.record_waiting_pods(waiting_pods(pods))
+
+    def _pending_pods(self, namespace: str | None) -> list[Object]:
+        try:
+            return self._cluster.list_all("v1", "Pod", namespace, labelled=f"{RUN_LABEL},{STAGE_LABEL}",
+                                          fields="status.phase=Pending")
+        except ClusterRejected as refused:
+            log.warning("pods that wait for nodes are not shown: this operator may not list pods in %s: %s",
+                        namespace or "all namespaces", refused)
+            self._unlisted.add(namespace)
+            return []
 
     def _see_row(self, row: str, updated_at: datetime, keys: tuple[Key, ...]) -> None:
         if self._rows_seen.get(row) != updated_at:

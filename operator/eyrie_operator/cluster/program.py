@@ -54,6 +54,9 @@ class Options:
     """Namespaces to watch; all when empty."""
 
     mirror_namespace: str | None = None
+    runs_namespace: str | None = None
+    """Namespace of the runs' pods. None: that of the cluster profile, else the watched ones."""
+
     projects: Mapping[str, str] = field(default_factory=dict)
     """Namespace -> project of its objects; others belong to `default`."""
 
@@ -64,6 +67,8 @@ class Options:
     timings: LeaseTimings = field(default_factory=LeaseTimings)
     poll_s: float = 2.0
     resync_s: float = 60.0
+    pods_s: float = 15.0
+    """Between two lists of the pods of runs that wait for a node."""
 
 
 def run(settings: Settings, options: Options) -> int:
@@ -89,7 +94,7 @@ class Operator:
         self._cluster = Cluster(self._fence.check, self.telemetry.count_write)
         self._controller = Controller(settings, database, self._cluster, self.telemetry,
                                       mirror_namespace=options.mirror_namespace, namespaces=options.namespaces,
-                                      projects=options.projects)
+                                      runs_namespace=options.runs_namespace, projects=options.projects)
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         lease = KubernetesLease(self._cluster, options.lease_namespace, options.lease_name)
         self._elector = Elector(me, lease, options.timings, self._fence, monotonic=time.monotonic, clock=utc_now)
@@ -164,11 +169,14 @@ class Operator:
             self.telemetry.waiting.set(len(self._controller.queue))
 
     def _tick(self) -> None:
-        resync_at = time.monotonic() + self._options.resync_s
+        resync_at, pods_at = time.monotonic() + self._options.resync_s, 0.0
         self._guarded(self._controller.resync)  # once at the start: mirrors of jobs posted while no operator led
         while not self._stopping.wait(self._options.poll_s) and not self._lost.is_set():
             self._guarded(self._controller.poll)
             self._guarded(self._controller.sweep)
+            if time.monotonic() >= pods_at:
+                pods_at = time.monotonic() + self._options.pods_s
+                self._guarded(self._controller.observe_pods)
             if time.monotonic() >= resync_at:
                 resync_at = time.monotonic() + self._options.resync_s
                 self._guarded(self._controller.resync)

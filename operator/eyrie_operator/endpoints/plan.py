@@ -45,6 +45,7 @@ from eyrie_operator.endpoints.state import (
     StartGateway,
     StopGateway,
 )
+from eyrie_operator.unscheduled import is_due
 
 MIN_ROUNDS = 200
 """Verify rounds of a window before its tau is used: at tau 3 its standard error is then about 0.15."""
@@ -94,7 +95,7 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoin
         actions.append(ProposeNoDrafter())
     routed = next((action.revision for action in actions if isinstance(action, Route)), seen.routed)
     actions += _retire_unused({active, candidate, routed}, policy, seen, now)
-    return EndpointPlan(tuple(actions), *_serving(endpoint, seen))
+    return EndpointPlan(tuple(actions), *_serving(endpoint, seen, now))
 
 
 def _off(policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
@@ -325,33 +326,45 @@ def _retire_unused(wanted: set[int | None], policy: ServePolicy, seen: ObservedE
     return actions
 
 
-def _serving(endpoint: Endpoint, seen: ObservedEndpoint) -> tuple[Literal["True", "False", "Unknown"], str, str]:
-    routed = seen.engine(seen.routed)
+def _serving(endpoint: Endpoint, seen: ObservedEndpoint,
+             now: datetime) -> tuple[Literal["True", "False", "Unknown"], str, str]:
+    routed, candidate = seen.engine(seen.routed), seen.engine(endpoint.candidate_revision)
     if seen.gateway_alive and routed is not None and routed.state == "healthy":
         revision = _revision(endpoint, routed.revision)
         what = revision.checkpoint if revision is not None and revision.checkpoint else "no drafter"
         canary = ""
         if seen.canary is not None:
             canary = f"; revision {seen.canary.revision} is the canary with {seen.canary.share:.0%} of the requests"
+        elif candidate is not None and is_due(candidate.wait, now):
+            canary = f"; revision {candidate.revision} has no node yet{_because(candidate)}"
         return "True", "Healthy", f"revision {routed.revision} serves with {what}{canary}"
     if endpoint.candidate_revision is not None:
-        candidate = seen.engine(endpoint.candidate_revision)
         if _in_gap(endpoint.active_revision, endpoint.candidate_revision, seen):
             return "False", "ReplacingEngine", (
                 f"revision {endpoint.candidate_revision} is starting; requests wait until it is ready, "
                 f"because two engines do not fit the memory{_because(candidate)}")
-        return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is starting{_because(candidate)}"
+        return ("Unknown", _reason(candidate, "Deploying", now),
+                f"revision {endpoint.candidate_revision} is starting{_because(candidate)}")
     if endpoint.active_revision is None:
         return "False", "NothingToServe", "no revision has been promoted"
     engine = seen.engine(endpoint.active_revision)
     if engine is not None and engine.state == "dead":
         return "False", "EngineDied", f"the engine ended and is being restarted: {engine.message}"
-    return "Unknown", "Starting", f"revision {endpoint.active_revision} is starting{_because(engine)}"
+    return ("Unknown", _reason(engine, "Starting", now),
+            f"revision {endpoint.active_revision} is starting{_because(engine)}")
+
+
+def _reason(engine: ObservedEngine | None, otherwise: str, now: datetime) -> str:
+    """The reason of an engine that waits for a node, once it is due."""
+    wait = None if engine is None else engine.wait
+    return wait.reason if wait is not None and is_due(wait, now) else otherwise
 
 
 def _because(engine: ObservedEngine | None) -> str:
     """Why an engine does not respond, where that is known."""
-    return f": {engine.message}" if engine is not None and engine.message else ""
+    if engine is None or not engine.message:
+        return ""
+    return f": {engine.message}" + (f"; hint: {engine.wait.hint}" if engine.wait is not None else "")
 
 
 def proven_tau(revision: Revision, counts_drafted: bool = False) -> float | None:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Literal
 
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
+from eyrie_api.v1alpha1.records import Wait
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class ObservedEngine:
     retiring_since: datetime | None = None
     message: str = ""
     """The end of a dead engine's log, or why the engine does not start."""
+
+    wait: Wait | None = None
+    """Why a pod of it has no node, on a cluster, if that is what it waits for."""
 
     window_rounds: float = 0.0
     """Verify rounds since the window began, and the tokens they produced."""

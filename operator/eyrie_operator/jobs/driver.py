@@ -176,6 +176,7 @@ class Driver:
             attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
             delete_requested=intent.delete_requested, has_capacity=self._has_capacity(job),
             run=run, stages=tuple(observe_stages(job, job_dir)),
+            waiting_pods=tuple(one for one in self._jobs.waiting_pods(job.id) if one.run_id == run.run_id),
             decision=outcome.decision if outcome else None, best=_stored(best[0]) if best else None,
             serving=self._observe_serving(outcome))
 

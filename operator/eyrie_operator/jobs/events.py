@@ -18,6 +18,9 @@ def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
         known = next((each for each in before.stages if (each.stage, each.key) == (stage.stage, stage.key)), None)
         if known is None or known.state != stage.state:
             yield from _of_stage(stage, None if known is None else known.state)
+        if stage.state in ("Pending", "Running") and stage.reason and (known is None or known.reason != stage.reason):
+            yield NewEvent(stage.reason, f"{_name(stage)}: {stage.message}; hint: {stage.hint}", stage=stage.stage,
+                           type="Warning" if stage.reason == "WaitingForNodes" else "Normal", key=stage.key)
     for condition in after.conditions:
         previous = find(before.conditions, condition.type)
         same = previous is not None and (previous.status, previous.reason) == (condition.status, condition.reason)
@@ -28,7 +31,7 @@ def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
 
 
 def _of_stage(stage: StageStatus, before: StageState | None) -> Iterator[NewEvent]:
-    name = f"{stage.stage} {stage.key}".rstrip()
+    name = _name(stage)
     if stage.state == "Failed":
         yield NewEvent(stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.hint}", type="Warning",
                        stage=stage.stage, key=stage.key)
@@ -37,6 +40,10 @@ def _of_stage(stage: StageStatus, before: StageState | None) -> Iterator[NewEven
             yield NewEvent("StageStarted", f"{name} started", stage=stage.stage, key=stage.key)
         if stage.state == "Succeeded":
             yield NewEvent("StageFinished", f"{name} finished", stage=stage.stage, key=stage.key)
+
+
+def _name(stage: StageStatus) -> str:
+    return f"{stage.stage} {stage.key}".rstrip()
 
 
 def _event_of(condition: Condition) -> tuple[str, bool]:

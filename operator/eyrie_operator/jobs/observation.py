@@ -12,7 +12,9 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import PromotionDecision, TrainReport
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_operator.conditions import find
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
+from eyrie_operator.unscheduled import WAITS
 from eyrie_pipelines.run_failure import read_stage_failure
 from eyrie_pipelines.steps import benchmarked
 from eyrie_workers.catalog import stage_dir
@@ -35,6 +37,9 @@ def observe_serving(endpoint: Endpoint, revision: int) -> ObservedServing:
         return ObservedServing("off", "Off", f"the endpoint is switched off: revision {revision} starts when it is "
                                "switched on", endpoint.name)
     if endpoint.candidate_revision == revision:
+        serving = find(endpoint.conditions, "Serving")
+        if serving is not None and serving.reason in WAITS:
+            return ObservedServing("deploying", serving.reason, serving.message, endpoint.name)
         return ObservedServing("deploying", "Deploying", f"revision {revision} is starting", endpoint.name)
     if endpoint.active_revision == revision:
         return ObservedServing("serving", "Healthy", f"revision {revision} serves at {endpoint.url}", endpoint.name)

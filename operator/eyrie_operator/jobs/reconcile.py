@@ -5,7 +5,7 @@ action it returns is idempotent. An action that was not applied is returned agai
 may be killed at any moment.
 
     no run                -> StartRun, when there is capacity
-    a run is alive        -> wait; report its stages
+    a run is alive        -> wait; report its stages, and those whose pods have no node
     a run is gone         -> StartRun again: stages resume from their manifests and checkpoints
     a run failed          -> Failed, with the stage's own reason, message and hint
     a run succeeded       -> Decide once -> Promote once -> wait until it serves -> Succeeded
@@ -21,11 +21,12 @@ from typing import Literal
 from eyrie_api.decisions.promotion import decision_reason, summarize_decision
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.records import Failure, ProgressRecord
+from eyrie_api.v1alpha1.records import Failure, ProgressRecord, WaitingPod
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import ConditionType, JobStatus, Progress, StageState, StageStatus
-from eyrie_operator.conditions import Conditions, is_over, observe, phase_of, remove
+from eyrie_operator.conditions import Conditions, find, is_over, observe, phase_of, remove
+from eyrie_operator.unscheduled import WAITS, wait_of
 from eyrie_pipelines.runner import ObservedRun, RunFailed
 from eyrie_workers.catalog import CATALOG
 
@@ -72,6 +73,9 @@ class ObservedJob:
 
     run: ObservedRun = field(default_factory=ObservedRun)
     stages: tuple[ObservedStage, ...] = ()
+    waiting_pods: tuple[WaitingPod, ...] = ()
+    """Pods of the run without a node, on a cluster."""
+
     decision: PromotionDecision | None = None
     """The decision recorded in this attempt, if any."""
 
@@ -237,9 +241,20 @@ def _observe_stages(seen: ObservedJob, conditions: Conditions, now: datetime) ->
         kind = _condition_of(stage)
         if complete:
             conditions = observe(conditions, kind, "True", "Finished", f"{len(done)} of {len(members)} done", now)
+        elif (wait := next(filter(None, (_wait_of(one, seen, now) for one in members)), None)) is not None:
+            conditions = observe(conditions, kind, "Unknown", wait.reason, f"{wait.message}; hint: {wait.hint}", now)
         elif any(member.started_at is not None for member in members):
             conditions = observe(conditions, kind, "Unknown", "Running", f"{len(done)} of {len(members)} done", now)
+        elif (before := find(conditions, kind)) is not None and before.reason in WAITS:
+            conditions = remove(conditions, kind)  # it has a node now, and begins
     return conditions
+
+
+def _wait_of(one: ObservedStage, seen: ObservedJob, now: datetime) -> WaitingPod | None:
+    """Why a member of a stage does not begin or go on, where its pod has no node."""
+    if one.manifest is not None or seen.run.state != "running":
+        return None
+    return wait_of(one.stage, one.key, one.started_at, seen.waiting_pods, now)
 
 
 def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Action) -> Plan:
@@ -250,7 +265,7 @@ def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Ac
     status = JobStatus(
         phase=phase_of(conditions, started=started, cancel_requested=seen.cancel_requested or seen.delete_requested),
         observed_generation=previous.observed_generation, conditions=conditions,
-        stages=tuple(_stage_status(one, seen, over) for one in seen.stages) or previous.stages,
+        stages=tuple(_stage_status(one, seen, over, now) for one in seen.stages) or previous.stages,
         run_id=seen.run.run_id or previous.run_id, attempt=seen.attempt, best=seen.best or previous.best,
         decision=seen.decision, endpoint=seen.serving.endpoint or previous.endpoint,
         started_at=previous.started_at or (now if started else None),
@@ -258,7 +273,7 @@ def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Ac
     return Plan(actions, status)
 
 
-def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool) -> StageStatus:
+def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool, now: datetime) -> StageStatus:
     before = next((each for each in seen.previous.stages if (each.stage, each.key) == (one.stage, one.key)), None)
     if before is not None and before.state == "Succeeded" and one.manifest is not None:
         return before  # keeps the number of the attempt that finished it
@@ -274,6 +289,7 @@ def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool) -> StageSta
     else:
         state = "Skipped" if over else "Pending"
     failure = one.failure if state == "Failed" else None
+    why = failure or (_wait_of(one, seen, now) if state in ("Pending", "Running") else None)
     ended = failure.time if failure else datetime.fromisoformat(one.manifest.finished_at) if one.manifest else None
     progress = one.progress
     return StageStatus(
@@ -282,5 +298,4 @@ def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool) -> StageSta
         progress=None if progress is None else Progress(
             done=progress.done, total=progress.total, unit=progress.unit, rate=progress.rate, eta_s=progress.eta_s,
             message=progress.message),
-        reason=failure.reason if failure else None, message=failure.message if failure else None,
-        hint=failure.hint if failure else None)
+        reason=why.reason if why else None, message=why.message if why else None, hint=why.hint if why else None)

@@ -3,7 +3,7 @@
 A kubelet restarts containers that end, so one end does not make an engine dead: it is dead once it has ended several
 times and its kubelet backs off (CrashLoopBackOff). Other causes (an image that cannot be pulled, no node with a GPU, a
 missing Secret) may be removed from outside; the engine is `starting` until the promotion's health timeout, and
-`message` names the cause for the status.
+`message` names the cause for the status. `wait` has the cause of a pod without a node.
 
 A revision that serves is healthy while one replica is available. One that is to take over needs all replicas: it gets
 all requests as soon as its canary has passed.
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from eyrie_operator.endpoints.state import ObservedCanary, ObservedEndpoint, ObservedEngine
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
 from eyrie_operator.manifests.rollout import WORKLOADS, current_state
+from eyrie_operator.unscheduled import why_unscheduled
 
 CRASHES = 3
 """Restarts until an engine counts as dead. One may be caused by its node; three are caused by the engine."""
@@ -75,10 +76,13 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
         state = "healthy"
     elif not available and any(_crashing(one) for one in statuses):
         state = "dead"
+    message = _message(statuses)
+    wait = None if message else next(filter(None, map(why_unscheduled, pods)), None)
+    healthy = state == "healthy"
     return ObservedEngine(
         revision=revision, state=state, started_at=_moment(workload["metadata"]["creationTimestamp"]),
-        starts=0 if state == "healthy" else 1 + max((one.get("restartCount", 0) for one in statuses), default=0),
-        message="" if state == "healthy" else _message(pods, statuses))
+        starts=0 if healthy else 1 + max((one.get("restartCount", 0) for one in statuses), default=0),
+        message="" if healthy else message or (wait.message if wait else ""), wait=None if healthy else wait)
 
 
 def _crashing(container: _Object) -> bool:
@@ -86,8 +90,8 @@ def _crashing(container: _Object) -> bool:
     return waiting.get("reason") == "CrashLoopBackOff" and container.get("restartCount", 0) >= CRASHES
 
 
-def _message(pods: list[_Object], statuses: list[_Object]) -> str:
-    """Why the engine is not available: a container's last exit, its waiting reason, or why no node is assigned."""
+def _message(statuses: list[_Object]) -> str:
+    """Why the engine is not available: a container's last exit, or its waiting reason."""
     for one in statuses:
         ended = (one.get("lastState", {}).get("terminated") or one.get("state", {}).get("terminated") or {})
         if ended and ended.get("exitCode") != 0:
@@ -97,10 +101,6 @@ def _message(pods: list[_Object], statuses: list[_Object]) -> str:
         waiting = one.get("state", {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             return f"{one['name']} is waiting: {waiting['reason']} {waiting.get('message', '')}".strip()[:_LONGEST]
-    for pod in pods:
-        for condition in pod.get("status", {}).get("conditions", ()):
-            if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                return f"not scheduled: {condition.get('message', '')}"[:_LONGEST]
     return ""
 
 

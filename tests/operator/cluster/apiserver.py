@@ -41,6 +41,9 @@ class ApiServer:
         self.refused: set[tuple[str, str]] = set()
         """Kinds and names that are not let in."""
 
+        self.unlisted: set[str] = set()
+        """Paths of kinds that may not be listed."""
+
         self._merged: dict[str, dict[str, str]] = {}
         self._version = itertools.count(1)
         self._lock = threading.RLock()
@@ -56,7 +59,8 @@ class ApiServer:
             if verb == "GET" and path in self.objects:
                 return 200, self.objects[path]
             if verb == "GET":
-                return self._list(path, query.get("labelSelector", [""])[0])
+                phase = query.get("fieldSelector", [""])[0].removeprefix("status.phase=")
+                return self._list(path, query.get("labelSelector", [""])[0], phase)
             if verb == "POST" and path.endswith("/events"):
                 return 201, body
             if verb == "DELETE":
@@ -70,15 +74,18 @@ class ApiServer:
                 return 200, self._store(path, {**one, "metadata": {**one["metadata"], **finalizers}})
             return 404, {"message": f"{verb} {path} is not answered"}
 
-    def _list(self, path: str, selector: str) -> tuple[int, Object]:
+    def _list(self, path: str, selector: str, phase: str) -> tuple[int, Object]:
+        if path in self.unlisted:
+            return 403, {"message": "pods is forbidden"}
         known = {"/api/v1", *(f"/apis/{one}" for one in self.apis)}
         if not any(path.startswith(one + "/") for one in known) or not path.rpartition("/")[2].endswith("s"):
             return 404, {"message": "not found"}
-        key, _, value = selector.partition("=")
+        wanted = [part.partition("=") for part in selector.split(",") if part]
         found = []
         for where, one in self.objects.items():
             labels = one["metadata"].get("labels", {})
-            if where.rpartition("/")[0] == path and (not key or (key in labels and value in ("", labels[key]))):
+            if (where.rpartition("/")[0] == path and phase in ("", one.get("status", {}).get("phase"))
+                    and all(key in labels and value in ("", labels[key]) for key, _, value in wanted)):
                 found.append({name: part for name, part in one.items() if name not in ("apiVersion", "kind")})
         return 200, {"items": found, "metadata": {}}
 

@@ -20,9 +20,10 @@ from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.resources import MIRRORED, ORIGIN_LABEL
 from eyrie_operator.cluster.telemetry import Telemetry
-from tests.api.samples import job_body
+from tests.api.samples import job_body, job_spec
 from tests.operator.cluster.apiserver import ApiServer, serving
 from tests.operator.cluster.test_endpoints import Harness
+from tests.operator.test_unscheduled import pod as unscheduled_pod
 
 
 class Clock:
@@ -45,10 +46,10 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness
 
 
 def controller(harness: Harness, clock: Clock, mirror: str | None = None,
-               projects: Mapping[str, str] | None = None) -> Controller:
+               projects: Mapping[str, str] | None = None, **more: Any) -> Controller:
     telemetry = Telemetry()
     return Controller(harness.settings, harness.database, Cluster(counted=telemetry.count_write), telemetry,
-                      mirror_namespace=mirror, projects=projects, monotonic=clock)
+                      mirror_namespace=mirror, projects=projects, monotonic=clock, **more)
 
 
 def work_off(one: Controller, clock: Clock) -> None:
@@ -181,3 +182,65 @@ def test_an_object_that_exceeds_its_projects_quota_is_not_applied_and_says_so(ha
     assert apply(replicas=3, placement={"priority_class": "urgent"}).startswith("PriorityClassRefused")
     assert apply(replicas=3, placement={"priority_class": "batch"}).startswith("EndpointAccepted")
     assert harness.endpoints.serving("chat").serve.replicas == 3
+
+
+def pending(run_id: str, namespace: str = "kubeflow") -> tuple[str, dict[str, Any]]:
+    """Path and object of a pod of a training that no node fits."""
+    pod = unscheduled_pod(labels={"pipeline/runid": run_id})
+    return f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}", pod
+
+
+def running_job(harness: Harness) -> str:
+    """A job whose run is `run-1`."""
+    job = harness.jobs.submit(job_spec())
+    harness.jobs.save_status(job.id, job.status.model_copy(update={"phase": "Running", "run_id": "run-1"}))
+    return job.id
+
+
+def test_a_runs_pods_without_a_node_are_recorded_for_its_job_and_only_while_they_have_none(harness: Harness) -> None:
+    one = controller(harness, Clock(), runs_namespace="kubeflow")
+    mine, other = running_job(harness), harness.jobs.submit(job_spec()).id
+    path, pod = pending("run-1")
+    harness.server.put(path, pod)
+    harness.server.put(path + "-done", {**pod, "status": {**pod["status"], "phase": "Succeeded"}})
+    before = harness.jobs.get(mine).updated_at
+    one.observe_pods()
+    [wait] = harness.jobs.waiting_pods(mine)
+    assert (wait.run_id, wait.stage, wait.reason) == ("run-1", "train", "WaitingForNodes")
+    assert harness.jobs.waiting_pods(other) == ()
+    assert harness.jobs.get(mine).updated_at == before, "the job's driver writes the status"
+    del harness.server.objects[path]
+    one.observe_pods()
+    assert harness.jobs.waiting_pods(mine) == ()
+
+
+def test_without_the_right_to_list_pods_nothing_is_recorded_and_the_namespace_is_not_asked_again(
+        harness: Harness) -> None:
+    one = controller(harness, Clock(), runs_namespace="kubeflow")
+    mine = running_job(harness)
+    harness.server.put(*pending("run-1"))
+    harness.server.unlisted = {"/api/v1/namespaces/kubeflow/pods"}
+    one.observe_pods()
+    asked = harness.server.requests["GET"]
+    one.observe_pods()
+    assert (harness.jobs.waiting_pods(mine), harness.server.requests["GET"]) == ((), asked)
+
+
+def test_pods_are_listed_where_runs_are_else_where_objects_are_watched(harness: Harness) -> None:
+    mine = running_job(harness)
+    harness.server.put(*pending("run-1", "team-a"))
+    controller(harness, Clock(), namespaces=("team-a", "team-b"), runs_namespace="kubeflow").observe_pods()
+    assert harness.jobs.waiting_pods(mine) == ()
+    controller(harness, Clock(), namespaces=("team-a", "team-b")).observe_pods()
+    assert len(harness.jobs.waiting_pods(mine)) == 1
+
+
+def test_an_unavailable_api_server_leaves_what_was_recorded(harness: Harness) -> None:
+    one = controller(harness, Clock(), runs_namespace="kubeflow")
+    mine = running_job(harness)
+    harness.server.put(*pending("run-1"))
+    one.observe_pods()
+    harness.server.away = True
+    with pytest.raises(ClusterUnavailable):
+        one.observe_pods()
+    assert len(harness.jobs.waiting_pods(mine)) == 1

@@ -30,9 +30,11 @@ from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.conditions import find
 from eyrie_operator.manifests.deployment import Owner
 from eyrie_operator.manifests.names import REVISION_LABEL
+from eyrie_operator.unscheduled import GRACE
 from tests.api.samples import job_body
 from tests.operator.cluster.apiserver import CORE, GATEWAY, ApiServer, serving
 from tests.operator.cluster.engine_pages import EnginePages
+from tests.operator.test_unscheduled import pod as unscheduled_pod
 
 HOME = "/var/lib/eyrie"
 CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
@@ -130,6 +132,29 @@ def harness(tmp_path: Path, server: ApiServer) -> Iterator[Harness]:
     made = Harness(tmp_path, server)
     yield made
     made.database.close()
+
+
+def test_an_engine_that_no_node_fits_is_waited_for_and_its_condition_says_why_until_it_has_one(
+        harness: Harness) -> None:
+    harness.create()
+    now = [utc_now()]
+    reconciler = harness.reconciler(clock=lambda: now[0])
+    settle(reconciler)
+    labels = harness.server.of("Deployment")["eyrie-chat-r1"]["spec"]["template"]["metadata"]["labels"]
+    harness.server.put("/api/v1/namespaces/serving/pods/p", unscheduled_pod(since=now[0], labels=labels))
+    settle(reconciler)
+    assert harness.condition("Serving").reason == "Deploying"
+    now[0] += GRACE
+    settle(reconciler)
+    waits = harness.condition("Serving")
+    assert (waits.status, waits.reason) == ("Unknown", "WaitingForNodes")
+    assert "node(s) didn't match" in waits.message
+    assert "hint: scale the pool up" in waits.message
+    assert harness.chat.candidate_revision == 1, "waited for, not rejected"
+    harness.server.set_status("Pod", "p", {"phase": "Pending",
+                                           "conditions": [{"type": "PodScheduled", "status": "True"}]})
+    settle(reconciler)
+    assert harness.condition("Serving").reason == "Deploying"
 
 
 def test_a_row_becomes_an_engine_and_is_activated_when_it_answers(harness: Harness) -> None:

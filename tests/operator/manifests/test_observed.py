@@ -69,8 +69,12 @@ def test_a_replica_that_answers_keeps_its_revision_alive_though_another_keeps_en
 def test_what_may_be_repaired_from_outside_is_waited_for_and_said() -> None:
     pulling = seen({}, container(state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}))
     assert (pulling.state, pulling.message) == ("starting", "engine is waiting: ImagePullBackOff no such image")
-    pending = seen({}, {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes: no GPU"}]})
-    assert (pending.state, pending.message) == ("starting", "not scheduled: 0/3 nodes: no GPU")
+    pending = seen({}, {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+                                        "message": "0/3 nodes: no GPU", "lastTransitionTime": BORN}]})
+    assert pending.state == "starting"
+    assert pending.message.startswith("no node fits: 0/3 nodes: no GPU")
+    assert pending.wait is not None
+    assert (pending.wait.reason, pending.wait.since) == ("WaitingForNodes", datetime(2026, 1, 2, tzinfo=UTC))
 
 
 def test_pods_that_are_leaving_do_not_speak_for_their_revision() -> None:

@@ -9,6 +9,7 @@ What a person has followed up is left out, since nothing else would take it from
                                      hand; not where `promotion.mode` is never
     decision that waits              until one of the job's drafters is served
     failed job                       until it is retried or deleted
+    no node for a job or endpoint    until its pod has one
     used-up quota, full queue        until there is room
 """
 
@@ -20,6 +21,9 @@ from eyrie_api.database.projects import UsedUp
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
 from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
+
+_NO_NODE = "WaitingForNodes"
+"""Of a stage, or of an endpoint's condition Serving: the scheduler finds no node for a pod."""
 
 
 class Item(NamedTuple):
@@ -47,7 +51,7 @@ def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job
     serving, given_up = (condition(endpoint.conditions, kind) for kind in ("Serving", "RolledBack"))
     if endpoint.desired == "off":
         return
-    if serving is not None and serving.status == "False":
+    if serving is not None and (serving.status == "False" or serving.reason == _NO_NODE):
         yield Item(f"Endpoint {name}: {serving.reason}", link, serving.message)
     if endpoint.candidate_revision is not None:
         return
@@ -71,6 +75,10 @@ def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Ite
         if failed is not None:
             words = "; hint: ".join(filter(None, (failed.message, failed.hint)))
         yield Item(f"Job {name} failed{f' in {failed.stage}' if failed is not None else ''}", link, words)
+    waiting = next((stage for stage in job.status.stages if stage.reason == _NO_NODE), None)
+    if job.status.phase == "Running" and waiting is not None:
+        yield Item(f"Job {name} waits for a node in {waiting.stage}", link,
+                   "; hint: ".join(filter(None, (waiting.message, waiting.hint))))
     if decision is None or any(one.job_id == job.id for endpoint in endpoints for one in endpoint.revisions):
         return
     served = job.spec.serve.endpoint

@@ -25,7 +25,7 @@ Gateway API, KEDA and the like, upgrade the release.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
-# Events, which show why something is not ready.
+# Pods of engines and, where runs are in this namespace, of stages: why they do not start.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]
@@ -52,6 +52,11 @@ Gateway API, KEDA and the like, upgrade the release.
   resources: [leaderworkersets]
   verbs: [get, list, watch, create, patch, delete]
 {{- end }}
+{{- end -}}
+
+{{/* The namespace of the runs' pods, where it is known. */}}
+{{- define "eyrie.operator.runsNamespace" -}}
+{{- if (include "eyrie.cluster.known" .) -}}{{- .Values.operator.runsNamespace | default .Values.cluster.kubeflow.namespace | default "" -}}{{- end -}}
 {{- end -}}
 
 {{/* The namespaces that a namespaced operator watches, separated by commas. */}}
