@@ -226,7 +226,8 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
         return ()
     spec = resource.spec.job
     labelled = spec.model_copy(update={"labels": {**spec.labels, **labels_of(resource)}})
-    return (AddFinalizer(), CreateJob(resource.identity.uid, labelled))
+    # An added finalizer leads to another pass at once; an object that is refused for now would be tried without pause.
+    return (*(() if resource.held else (AddFinalizer(),)), CreateJob(resource.identity.uid, labelled))
 
 
 def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> list[Action]:

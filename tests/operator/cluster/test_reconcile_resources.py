@@ -72,6 +72,7 @@ def test_an_applied_object_is_held_and_submitted_with_its_uid_as_key_and_label()
     assert isinstance(create, CreateJob)
     assert create.key == UID
     assert create.spec.labels == {UID_LABEL: UID, "kubernetes-namespace": "team", "kubernetes-name": "mine"}
+    assert look(drafter_job(), None) == (create,), "a change of the object would lead to another pass at once"
 
 
 def test_a_status_that_is_right_already_is_not_written_again() -> None:
