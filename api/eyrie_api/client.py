@@ -54,6 +54,7 @@ from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
+from eyrie_api.v1alpha1.resources import WaitingList
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
     Endpoint,
@@ -303,6 +304,10 @@ class Client:
         """Measured checkpoints, best first; by the measurements of a suite, a temperature or an engine alone."""
         return self._get(f"{_API}/leaderboard", Leaderboard, target=target, job_id=job_id, family=family, suite=suite,
                          temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
+
+    def waiting(self, *, limit: int = 100) -> WaitingList:
+        """DrafterJobs that wait for a quota of their project, those that have waited longest first."""
+        return self._get(f"{_API}/waiting", WaitingList, limit=limit)
 
     # Reports of comparisons and experiments.
 

@@ -1,8 +1,9 @@
 """A simulated cluster: applied DrafterJobs and their rows, driven by the real `cluster.reconcile`.
 
 The world holds the objects of an API server and the rows of a database. Between two steps users suspend, resume, delete
-and cancel, rows progress as the driver of jobs would write them, and jobs are deleted at the REST API. A step may be
-killed before any of its actions; the next operator starts with an empty memory and the objects as they are.
+and cancel, rows progress as the driver of jobs would write them, jobs are deleted at the REST API, and the project's
+quota has room or none. A step may be killed before any of its actions; the next operator starts with an empty memory
+and the objects as they are.
 """
 
 import copy
@@ -11,15 +12,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from eyrie_api.v1alpha1.resources import FINALIZER, OUTSIDE_ANNOTATION
+from eyrie_api.database.quotas import QuotaReached
+from eyrie_api.v1alpha1.resources import FINALIZER, OUTSIDE_ANNOTATION, WaitingObject
 from eyrie_api.v1alpha1.status import Condition, Job, JobStatus
 from eyrie_operator.cluster import reconcile as act
-from eyrie_operator.cluster.resources import SUSPENDED_ANNOTATION, applied_uid, read_job
+from eyrie_operator.cluster.resources import SUSPENDED_ANNOTATION, JobResource, applied_uid, read_job
 from eyrie_operator.conditions import is_over, is_true, observe, remove
 from tests.campaigns.model_plane import START, Killed, expect
 
 BODY = {"target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]}}
 TTL_S = 300
+FULL = QuotaReached("project 'default' has 1 jobs that have not ended, and may have no more", "wait")
 NO_OBJECT: dict[str, Any] = {"metadata": {"annotations": {}}}
 
 
@@ -56,6 +59,9 @@ class Cluster:
     events: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     """By name of the Event: uid, reason, message."""
 
+    waiting: dict[str, WaitingObject] = field(default_factory=dict)
+    """By name of the object: the rows of those that wait for a quota."""
+
 
 class ResourceWorld:
     """Three applied DrafterJobs."""
@@ -65,6 +71,7 @@ class ResourceWorld:
         self.cluster = Cluster()
         self.asked: dict[str, Suspension] = {}
         self.kill_chance = 0.05
+        self.has_room = rng.random() < 0.5
         self.steps = self.kills = 0
         self.memory: dict[str, str] = {}
         """Job by uid, as the operator remembers it until it is killed."""
@@ -102,14 +109,34 @@ class ResourceWorld:
         resource = read_job(raw, "mirrors")
         row = self._find(resource.job_id or self.memory.get(uid) or self.cluster.claims.get(uid), uid)
         known = row is None and resource.job_id is not None and not resource.deleting
-        history = act.JobHistory(deleted=known and uid in self.cluster.claims)
+        history = act.JobHistory(deleted=known and uid in self.cluster.claims,
+                                 waiting=self.cluster.waiting.get(resource.identity.name))
         moved = False
         for action in act.reconcile_job(resource, None if row is None else row.job, history, self.now):
             if moved and isinstance(action, act.PostEvent | act.UpdateStatus):
                 continue
-            if self.rng.random() < self.kill_chance:
-                raise Killed
+            self._maybe_kill()
+            if self._is_refused(uid, action):
+                self._wait(resource, is_submitted=isinstance(action, act.RetryJob))
+                return
             moved = self._execute(uid, action) or moved
+
+    def _maybe_kill(self) -> None:
+        if self.rng.random() < self.kill_chance:
+            raise Killed
+
+    def _is_refused(self, uid: str, action: act.Action) -> bool:
+        is_new = isinstance(action, act.CreateJob) and uid not in self.cluster.claims
+        return not self.has_room and (is_new or isinstance(action, act.RetryJob))
+
+    def _wait(self, resource: JobResource, *, is_submitted: bool) -> None:
+        stored = self.cluster.waiting.get(resource.identity.name)
+        actions = act.wait_for_quota(resource.identity, "default", FULL, stored, self.now)
+        if not is_submitted:
+            actions += act.refuse_job(resource, FULL.reason, str(FULL), self.now, over=False)
+        for action in actions:
+            self._maybe_kill()
+            self._execute(resource.identity.uid, action)
 
     def _find(self, job_id: str | None, uid: str) -> Row | None:
         row = None if job_id is None else self.cluster.rows.get(job_id)
@@ -137,6 +164,13 @@ class ResourceWorld:
             return False
         elif isinstance(action, act.PostEvent):
             self.cluster.events.setdefault(action.event.name, (uid, action.event.reason, action.event.message))
+            return False
+        elif isinstance(action, act.RecordWaiting):
+            expect(self.cluster.waiting.get(metadata["name"]) != action.waiting, "a row is written when it differs")
+            self.cluster.waiting[metadata["name"]] = action.waiting
+            return False
+        elif isinstance(action, act.RemoveWaiting):
+            self.cluster.waiting.pop(metadata["name"], None)
             return False
         elif isinstance(action, act.RequeueAfter):
             expect(action.after_s > 0, "a requeue is in the future")
@@ -230,6 +264,8 @@ class ResourceWorld:
     def change(self) -> None:
         """One thing happens that the operator did not cause."""
         self.now += timedelta(seconds=self.rng.choice((1, 10, 60)))
+        if self.rng.random() < 0.03:
+            self.has_room = not self.has_room
         kind = self.rng.randrange(10)
         rows = list(self.cluster.rows.values())
         if kind < 5 and rows:
@@ -277,8 +313,16 @@ class ResourceWorld:
             expect(bool(held) or uid not in self.cluster.claims, "an object with a job is held", uid=uid)
 
     def settle(self) -> None:
-        """Users stop, rows end, the operator is not killed: objects show their rows, and deleted ones are gone."""
-        self.kill_chance = 0.0
+        """Users stop, rows end, the operator is not killed: objects show their rows, and deleted ones are gone. First
+        without room, then with it."""
+        self.kill_chance, self.has_room = 0.0, False
+        for _ in range(2):  # a write to the object is followed by another pass
+            for uid in list(self.cluster.objects):
+                self._pass(uid)
+        self._resync()
+        expect(set(self.cluster.waiting) == self._unaccepted(), "objects that wait have a row, and no others",
+               rows=self.cluster.waiting, objects=self.cluster.objects)
+        self.has_room = True
         for _ in range(60):
             self.now += timedelta(seconds=1)
             for row in list(self.cluster.rows.values()):
@@ -286,12 +330,31 @@ class ResourceWorld:
             for uid in list(self.cluster.objects):
                 self._pass(uid)
             self.check()
+        self._resync()
+        expect(not self.cluster.waiting, "no object waits while there is room", rows=self.cluster.waiting)
         for uid, raw in self.cluster.objects.items():
             self._check_settled(uid, raw)
         for row in self.cluster.rows.values():
             expect(not row.delete, "a job to be deleted is deleted", job=row.job.id)
             asked = self.asked[str(applied_uid(row.job))]
             expect(not asked.deleted or asked.kept, "a deleted object leaves no job behind", job=row.job.id)
+
+    def _resync(self) -> None:
+        for one in act.orphaned(self.cluster.waiting.values(), self.cluster.objects):
+            del self.cluster.waiting[one.name]
+
+    def _unaccepted(self) -> set[str]:
+        """Objects without a job, or with one to be resumed, that are neither suspended nor being deleted."""
+        names = set()
+        for uid, raw in self.cluster.objects.items():
+            metadata, row = raw["metadata"], self._find(self.cluster.claims.get(uid), uid)
+            marked = metadata["annotations"].get(SUSPENDED_ANNOTATION)
+            resumes = row is not None and is_true(row.job.status.conditions, "Cancelled") and marked == str(
+                row.job.status.attempt)
+            is_due = resumes or (row is None and uid not in self.cluster.claims)
+            if is_due and "deletionTimestamp" not in metadata and not raw["spec"].get("suspend"):
+                names.add(metadata["name"])
+        return names
 
     def _check_settled(self, uid: str, raw: dict[str, Any]) -> None:
         expect(not self.asked[uid].deleted, "a deleted object is released", uid=uid, raw=raw)

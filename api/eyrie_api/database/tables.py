@@ -88,6 +88,20 @@ class JobRow(Base):
                       Index("ix_jobs_project_created_at_id", "project", "created_at", "id"))
 
 
+class WaitingRow(Base):
+    """One DrafterJob that waits for a quota of its project (`database.waiting`). `uid` is that of the object."""
+
+    __tablename__ = "waiting"
+    namespace: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str] = mapped_column(String(253), primary_key=True)
+    uid: Mapped[str] = mapped_column(String(63))
+    project: Mapped[str] = mapped_column(String(63), index=True)
+    reason: Mapped[str] = mapped_column(String(63))
+    message: Mapped[str] = mapped_column(Text)
+    hint: Mapped[str] = mapped_column(Text)
+    since: Mapped[datetime]
+
+
 class LabelRow(Base):
     """One label of a job. A table of its own, because filters inside JSON differ between databases."""
 

@@ -112,6 +112,33 @@ class DrafterJobStatus(_Kubernetes):
     finished_at: datetime | None = None
 
 
+class WaitingObject(Frozen):
+    """A DrafterJob whose job is not accepted, or not resumed, until its project's quota has room. It is tried again
+    every 15 seconds."""
+
+    namespace: str
+    name: str
+    uid: str
+    """Of the object: one that is deleted and applied again has another."""
+
+    project: str
+    reason: str
+    message: str
+    """What it waits for: the quota, and what is in use."""
+
+    hint: str
+    since: datetime
+    """When it was first refused, without interruption."""
+
+
+class WaitingList(Frozen):
+    """DrafterJobs that wait, those that have waited longest first."""
+
+    items: tuple[WaitingObject, ...]
+    total: int
+    """Of all that wait: more than there are items when `limit` was lower."""
+
+
 class DraftEndpointSpec(Frozen):
     """A stable URL for a target, served with the best drafter there is for it."""
 

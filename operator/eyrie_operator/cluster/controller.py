@@ -6,7 +6,8 @@ cache holds the object of the latest event. A write carries the resourceVersion 
 changed since, the API server rejects the write, and the event of the change triggers a new plan.
 
 After a restart every object is reconciled once, and nothing is written where the status is correct: 1,000 objects cost
-1,000 row reads and as many writes as there are differences.
+the reads of 1,000 jobs and as many writes as there are differences. Rows of objects that wait for a quota are compared
+in the same pass; those of objects that were deleted meanwhile are found by `resync`.
 
 Jobs are found by the id in the status, checked against the uid in the job's labels. Submission is idempotent by uid
 (`eyrie_api.database.idempotency`): an operator killed between submission and status update receives the same job again,
@@ -18,7 +19,7 @@ Where endpoints run on the cluster, endpoint rows are keys as well, reconciled b
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached
+from eyrie_api.database.waiting import WaitingObjects
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy
@@ -58,17 +60,21 @@ from eyrie_operator.cluster.reconcile import (
     EndpointObjects,
     JobHistory,
     PostEvent,
+    RecordWaiting,
     RemoveFinalizer,
+    RemoveWaiting,
     RequeueAfter,
     RetryJob,
     SetDesired,
     UpdateMirror,
     UpdateServing,
     UpdateStatus,
+    orphaned,
     reconcile_endpoint,
     reconcile_job,
     refuse_endpoint,
     refuse_job,
+    wait_for_quota,
 )
 from eyrie_operator.cluster.resources import (
     EndpointResource,
@@ -117,6 +123,7 @@ class Controller:
         self._database = database
         self._idempotency = Idempotency(database, _NEVER_EXPIRES_S, clock)
         self._jobs, self._endpoints = Jobs(database, clock, self._idempotency), Endpoints(database, clock)
+        self._waiting = WaitingObjects(database)
         self._mirror_namespace, self._namespaces = mirror_namespace, tuple(namespaces)
         self._projects = dict(projects or {})
         self._endpoint_reconciler: EndpointReconciler | None = None
@@ -163,6 +170,7 @@ class Controller:
             self._endpoint_reconciler.discover()
             for endpoint in self._endpoints.list().items:
                 self.queue.add(("Endpoint", "", endpoint.name))
+        self._remove_orphaned_rows()
 
     def poll(self) -> None:
         """Enqueue the objects of rows that changed since the last poll."""
@@ -245,15 +253,28 @@ class Controller:
         except NotFound:
             self._cache_object(key, self._cluster.apply(mirror_of(job, namespace)))
 
+    def _remove_orphaned_rows(self) -> None:
+        """Delete the rows of waiting objects that were deleted while no operator watched. Those of existing objects are
+        corrected by their reconciliation."""
+        unseen = [one for one in self._waiting.all() if ("DrafterJob", one.namespace, one.name) not in self._objects]
+        if unseen:
+            for one in orphaned(unseen, {each["metadata"]["uid"] for each in self._list_watched("DrafterJob")}):
+                self._waiting.remove(one)
+
+    def _list_watched(self, kind: Kind) -> Iterator[Object]:
+        """All objects of the watched namespaces. Race: events may lag, most of all after the start."""
+        for watched in self._namespaces or (None,):
+            yield from self._cluster.list_all(API_VERSION, kind, watched)
+
     def _mirror_endpoints(self, endpoints: Sequence[Endpoint], namespace: str) -> None:
         """Create a mirror for each endpoint that is on and has no object in any watched namespace."""
         missing = [each for each in endpoints if each.desired == "on" and not self._entitled_keys(each.name)
                    and ("DraftEndpoint", namespace, each.name) not in self._objects]
         if not missing:
             return
-        # Race: events may lag, most of all after the start. Listing avoids a mirror for an endpoint that was applied.
-        existing = {(each["metadata"]["name"], each["metadata"]["namespace"]) for watched in self._namespaces or (None,)
-                    for each in self._cluster.list_all(API_VERSION, "DraftEndpoint", watched)}
+        # Listing avoids a mirror for an endpoint that was applied.
+        existing = {(each["metadata"]["name"], each["metadata"]["namespace"])
+                    for each in self._list_watched("DraftEndpoint")}
         for endpoint in missing:
             project = self._endpoints.project_of(endpoint.name)
             if not any(name == endpoint.name and (where == namespace or self._project_at(where) == project)
@@ -317,6 +338,8 @@ class Controller:
             return
         raw = self._objects.get(key)
         if raw is None:
+            if key[0] == "DrafterJob" and (gone := self._waiting.find(*key[1:])) is not None:
+                self._waiting.remove(gone)
             return
         if key[0] == "DrafterJob":
             resource = read_job(raw, self._mirror_namespace)
@@ -385,16 +408,17 @@ class Controller:
 
     def _memory(self, resource: JobResource, job: Job | None) -> JobHistory:
         """Read only where it affects the decision: these are additional queries."""
+        waiting = self._waiting.find(resource.identity.namespace, resource.identity.name)
         if job is None:
             known = resource.job_id is not None and not resource.mirrored and not resource.deleting
-            return JobHistory(deleted=known and self._submitted_as(resource.identity.uid) is not None)
+            return JobHistory(deleted=known and self._submitted_as(resource.identity.uid) is not None, waiting=waiting)
         if not resource.deleting:
-            return JobHistory()
+            return JobHistory(waiting=waiting)
         for endpoint in self._endpoints.list().items:
             serving = (endpoint.active_revision, endpoint.candidate_revision)
             if any(one.job_id == job.id and one.number in serving for one in endpoint.revisions):
-                return JobHistory(served_by=endpoint.name)
-        return JobHistory()
+                return JobHistory(served_by=endpoint.name, waiting=waiting)
+        return JobHistory(waiting=waiting)
 
     def _submitted_as(self, uid: str) -> str | None:
         """The job that was submitted for the object; None when there was none. Raises RequestInFlight."""
@@ -416,6 +440,10 @@ class Controller:
                 try:
                     moved = self._execute_one(key, action, resource.identity) or moved
                 except (QuotaReached, PriorityClassRefused) as refusal:
+                    if isinstance(action, RetryJob) and isinstance(refusal, QuotaReached):
+                        project = self._jobs.project_of(action.job_id)
+                        self._execute(key, resource, self._wait(resource.identity, project, refusal))
+                        return
                     if not isinstance(resource, EndpointResource):
                         raise
                     refused = refuse_endpoint(resource, refusal.reason, str(refusal), self._clock())
@@ -443,6 +471,9 @@ class Controller:
             return False
         elif isinstance(action, RequeueAfter):
             self.queue.add_after(key, action.after_s)
+            return False
+        elif isinstance(action, RecordWaiting | RemoveWaiting):
+            (self._waiting.record if isinstance(action, RecordWaiting) else self._waiting.remove)(action.waiting)
             return False
         else:
             self._change_row(action, identity)
@@ -494,13 +525,17 @@ class Controller:
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)
-            return (*refused, RequeueAfter(_FULL_CHECK_S))
+            return (*self._wait(resource.identity, project, full), *refused)
         except BaseException as error:
             self._idempotency.release(claimed)
             if isinstance(error, EyrieError) and not isinstance(error, Transient):
                 return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
             raise
         return ()
+
+    def _wait(self, identity: Identity, project: str, full: QuotaReached) -> Actions:
+        stored = self._waiting.find(identity.namespace, identity.name)
+        return (*wait_for_quota(identity, project, full, stored, self._clock()), RequeueAfter(_FULL_CHECK_S))
 
     def _project_of(self, identity: Identity) -> str:
         return self._project_at(identity.namespace)

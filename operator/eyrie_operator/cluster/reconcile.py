@@ -4,6 +4,8 @@ Called for every event, every change of a row and every resync. It keeps no stat
 DrafterJob:
 
     applied                  -> our finalizer, and in the same pass a job with its labels (kubernetes-uid: its uid)
+    no room in a quota       -> Accepted=False (a resumed one keeps its status), a row among those that wait, and
+                                another attempt later; the row is deleted in the next pass in which it does not wait
     invalid                  -> Accepted=False, Succeeded=False, Failed=True, with the message
     suspended                -> the job is cancelled, which keeps finished stages; when resumed, it continues from them
     the row changed          -> its projection, if that differs from the status; an Event per changed condition
@@ -21,10 +23,12 @@ Submission is idempotent by the object's uid, not by its generation: `spec.suspe
 suspended job must not become two jobs.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
+from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.resources import (
     JOB_ID_ANNOTATION,
@@ -33,6 +37,7 @@ from eyrie_api.v1alpha1.resources import (
     DraftEndpointStatus,
     DrafterJobStatus,
     ResourceCondition,
+    WaitingObject,
 )
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
@@ -64,6 +69,9 @@ class JobHistory:
 
     served_by: str | None = None
     """An endpoint whose active or candidate revision is of this job."""
+
+    waiting: WaitingObject | None = None
+    """The row of the object, or of an earlier one of its name, among those that wait for a quota."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,20 @@ class DeleteJob:
     """Cancel it if it runs, and delete its record and files once it has stopped."""
 
     job_id: str
+
+
+@dataclass(frozen=True)
+class RecordWaiting:
+    """Write the object's row among those that wait."""
+
+    waiting: WaitingObject
+
+
+@dataclass(frozen=True)
+class RemoveWaiting:
+    """Delete that row."""
+
+    waiting: WaitingObject
 
 
 @dataclass(frozen=True)
@@ -185,13 +207,22 @@ class RequeueAfter:
     after_s: float
 
 
-Action = (AddFinalizer | RemoveFinalizer | CreateJob | CancelJob | RetryJob | DeleteJob | Annotate | DeleteResource
-          | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus | PostEvent | RequeueAfter)
+Action = (AddFinalizer | RemoveFinalizer | CreateJob | CancelJob | RetryJob | DeleteJob | RecordWaiting | RemoveWaiting
+          | Annotate | DeleteResource | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus
+          | PostEvent | RequeueAfter)
 Actions = tuple[Action, ...]
 
 
 def reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, now: datetime) -> Actions:
     """The next actions for a DrafterJob; see the module docstring."""
+    actions = _reconcile_job(resource, job, history, now)
+    # Whether the object still waits is known when its job is submitted or retried: `wait_for_quota`.
+    if history.waiting is None or any(isinstance(one, CreateJob | RetryJob) for one in actions):
+        return actions
+    return (RemoveWaiting(history.waiting), *actions)
+
+
+def _reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, now: datetime) -> Actions:
     if resource.deleting:
         return _finalize(resource, job, history, now)
     if job is None:
@@ -296,6 +327,20 @@ def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, 
     status = DrafterJobStatus(observed_generation=resource.identity.generation, conditions=tuple(conditions),
                               phase="Failed" if over else "Suspended" if reason == "Suspended" else "Pending")
     return _write(resource.identity, resource.status, status)
+
+
+def wait_for_quota(identity: Identity, project: str, refusal: EyrieError, stored: WaitingObject | None,
+                   now: datetime) -> Actions:
+    """The row of an object whose job was refused because of a quota, if it differs from the stored one."""
+    since = stored.since if stored is not None and stored.uid == identity.uid else now
+    wanted = WaitingObject(namespace=identity.namespace, name=identity.name, uid=identity.uid, project=project,
+                           reason=refusal.reason, message=refusal.message, hint=refusal.hint, since=since)
+    return () if wanted == stored else (RecordWaiting(wanted),)
+
+
+def orphaned(rows: Iterable[WaitingObject], uids: Collection[str]) -> tuple[WaitingObject, ...]:
+    """Rows of objects that do not exist any more. `uids` are those of all objects, listed after the rows."""
+    return tuple(one for one in rows if one.uid not in uids)
 
 
 # Endpoints.

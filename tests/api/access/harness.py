@@ -14,6 +14,7 @@ from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.http.control import Control
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.resources import WaitingObject
 from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, report_body
@@ -110,6 +111,9 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
                               drafter_dir=str(directory))
     control.endpoints.activate(endpoint, 2)
     control.histories.record_window(endpoint, 2, 2.5, 100.0, None)
+    control.waiting.record(WaitingObject(
+        namespace=f"{project}-jobs", name="night", uid=f"uid-{project}", project=project, reason="QuotaReached",
+        message=f"project {project!r} is full", hint="wait", since=NOW))
     return Tenant(project, made.json()["secret"], {
         "job_id": job_id, "name": endpoint, "key_id": made.json()["key"]["id"], "project": project,
         "member_id": str(member.json()["id"]), "stage": "benchmark", "path": "cells.bin", "key": key,

@@ -75,6 +75,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/v1alpha1/whoami"): ("many", None),
     ("POST", JOBS): ("made", job_body()),
     ("GET", JOBS): ("many", None),
+    ("GET", "/v1alpha1/waiting"): ("many", None),
     ("GET", JOBS + "/{job_id}"): ("one", None),
     ("POST", JOBS + "/{job_id}/cancel"): ("one", None),
     ("POST", JOBS + "/{job_id}/retry"): ("one", None),

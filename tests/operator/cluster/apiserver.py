@@ -8,6 +8,7 @@ say when they are available, with `run`.
 
 import itertools
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -84,7 +85,9 @@ class ApiServer:
         found = []
         for where, one in self.objects.items():
             labels = one["metadata"].get("labels", {})
-            if (where.rpartition("/")[0] == path and phase in ("", one.get("status", {}).get("phase"))
+            folder = where.rpartition("/")[0]
+            everywhere = re.sub("/namespaces/[^/]+", "", folder)
+            if (path in (folder, everywhere) and phase in ("", one.get("status", {}).get("phase"))
                     and all(key in labels and value in ("", labels[key]) for key, _, value in wanted)):
                 found.append({name: part for name, part in one.items() if name not in ("apiVersion", "kind")})
         return 200, {"items": found, "metadata": {}}

@@ -1,16 +1,18 @@
 """The operator's workers over a database and a double of the API server: an outage of either ends nothing."""
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.event import listen, remove
 from sqlalchemy.exc import OperationalError
 
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
+from eyrie_api.database.waiting import WaitingObjects
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER
@@ -20,8 +22,8 @@ from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.resources import MIRRORED, ORIGIN_LABEL
 from eyrie_operator.cluster.telemetry import Telemetry
-from tests.api.samples import job_body, job_spec
-from tests.operator.cluster.apiserver import ApiServer, serving
+from tests.api.samples import ended, job_body, job_spec
+from tests.operator.cluster.apiserver import CORE, ApiServer, serving
 from tests.operator.cluster.test_endpoints import Harness
 from tests.operator.test_unscheduled import pod as unscheduled_pod
 
@@ -38,7 +40,7 @@ class Clock:
 
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
-    server = ApiServer()
+    server = ApiServer((*CORE, API_VERSION))
     with serving(server, tmp_path, monkeypatch):
         made = Harness(tmp_path, server)
         yield made
@@ -244,3 +246,171 @@ def test_an_unavailable_api_server_leaves_what_was_recorded(harness: Harness) ->
     with pytest.raises(ClusterUnavailable):
         one.observe_pods()
     assert len(harness.jobs.waiting_pods(mine)) == 1
+
+
+class WaitingJob:
+    """A DrafterJob of project search, which has no room for another job, and the controller that reconciles it."""
+
+    path = f"/apis/{API_VERSION}/namespaces/search/drafterjobs/night"
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness, self.clock = harness, Clock()
+        self.projects = Projects(harness.database)
+        self.projects.create(CreateProject(name="search", quotas=Quotas(max_jobs=0)))
+        self.rows = WaitingObjects(harness.database)
+        self.restart()
+        self.put()
+
+    def restart(self) -> None:
+        """Another operator, without state, which has seen no event."""
+        self.controller = controller(self.harness, self.clock, projects={"search": "search"})
+
+    def put(self, **spec: Any) -> None:
+        metadata = {"name": "night", "namespace": "search", "finalizers": [FINALIZER]}
+        self.harness.server.put(self.path, {"apiVersion": API_VERSION, "kind": "DrafterJob", "metadata": metadata,
+                                            "spec": {"job": job_body(), **spec}})
+        self.look()
+
+    def look(self) -> None:
+        """What an event leads to."""
+        self.controller.handle_event("DrafterJob", "MODIFIED", self.harness.server.objects[self.path])
+        self.passes = self.work_off()
+
+    def work_off(self) -> int:
+        """All passes until nothing is to be done before some time has gone by; their number."""
+        for passes in range(10):
+            if not len(self.controller.queue):
+                return passes
+            assert self.controller.process_next()
+        raise AssertionError("the object is reconciled again and again without a pause")
+
+    def make_room(self, max_jobs: int | None = None) -> None:
+        self.projects.set_quotas("search", Quotas(max_jobs=max_jobs))
+
+    @property
+    def reason(self) -> str:
+        (accepted,) = (one for one in self.harness.server.objects[self.path]["status"]["conditions"]
+                       if one["type"] == "Accepted")
+        return str(accepted["reason"])
+
+
+@pytest.fixture
+def waits(harness: Harness) -> WaitingJob:
+    return WaitingJob(harness)
+
+
+def num_writes(waits: WaitingJob, do: Callable[[], None]) -> int:
+    """Statements on the table of waiting objects that are no reads."""
+    statements: list[str] = []
+
+    def note(*given: Any) -> None:
+        statements.append(given[2])
+
+    listen(waits.harness.database.engine, "before_cursor_execute", note)
+    do()
+    remove(waits.harness.database.engine, "before_cursor_execute", note)
+    return len([one for one in statements if "waiting" in one and not one.startswith("SELECT")])
+
+
+def test_a_job_without_room_is_recorded_once_and_its_row_removed_when_it_is_accepted(waits: WaitingJob) -> None:
+    (row,) = waits.rows.all()
+    assert (row.namespace, row.name, row.project, row.reason) == ("search", "night", "search", "QuotaReached")
+    assert (row.message, row.hint) == ("project 'search' has 0 jobs that have not ended, and may have no more",
+                                       "wait until one ends, cancel one, or ask an administrator for more")
+    assert waits.reason == "QuotaReached"
+    assert num_writes(waits, waits.look) == 0
+    waits.restart()
+    assert num_writes(waits, waits.look) == 0
+    assert waits.rows.all() == (row,)
+    waits.make_room()
+    waits.look()
+    assert waits.reason == "JobAccepted"
+    assert waits.rows.all() == ()
+    assert num_writes(waits, waits.look) == 0
+
+
+def test_a_job_without_room_is_tried_again_after_fifteen_seconds_and_not_at_once(waits: WaitingJob) -> None:
+    waits.look()
+    assert waits.passes == 1
+    waits.make_room()
+    waits.clock.now += 15.0
+    assert waits.controller.process_next()
+    waits.work_off()
+    assert waits.rows.all() == ()
+    assert len(Jobs(waits.harness.database).live()) == 1
+
+
+def test_a_row_left_by_an_operator_killed_after_the_submission_is_removed_by_the_next(waits: WaitingJob) -> None:
+    (row,) = waits.rows.all()
+    waits.make_room()
+    waits.look()
+    waits.rows.record(row)
+    waits.restart()
+    waits.look()
+    assert waits.rows.all() == ()
+
+
+def test_a_lost_row_is_written_by_the_next_attempt(waits: WaitingJob) -> None:
+    (row,) = waits.rows.all()
+    waits.rows.remove(row)
+    waits.look()
+    (again,) = waits.rows.all()
+    assert again == row.model_copy(update={"since": again.since})
+
+
+def test_a_suspended_a_refused_and_a_deleted_object_does_not_wait(waits: WaitingJob) -> None:
+    (row,) = waits.rows.all()
+    waits.put(suspend=True)
+    assert (waits.reason, waits.rows.all()) == ("Suspended", ())
+    waits.put()
+    assert len(waits.rows.all()) == 1
+    waits.make_room()
+    waits.put(job=job_body(data={"sources": [{"path": "/proc/self/environ"}]}))
+    waits.look()
+    assert (waits.reason, waits.rows.all()) == ("InvalidInput", ())
+    waits.rows.record(row)
+    raw = waits.harness.server.objects.pop(waits.path)
+    waits.controller.handle_event("DrafterJob", "DELETED", raw)
+    waits.work_off()
+    assert waits.rows.all() == ()
+
+
+def test_rows_of_objects_deleted_while_no_operator_watched_are_removed_and_others_kept(waits: WaitingJob) -> None:
+    (row,) = waits.rows.all()
+    waits.restart()
+    waits.controller.resync()  # before the first event
+    assert waits.rows.all() == (row,)
+    waits.rows.record(row.model_copy(update={"name": "gone", "uid": "uid-gone"}))
+    waits.controller.resync()
+    assert waits.rows.all() == (row,)
+    del waits.harness.server.objects[waits.path]
+    waits.restart()
+    waits.controller.resync()
+    assert waits.rows.all() == ()
+
+
+def test_while_the_api_server_is_away_no_row_is_taken_for_orphaned(waits: WaitingJob) -> None:
+    waits.restart()
+    waits.harness.server.away = True
+    with pytest.raises(ClusterUnavailable):
+        waits.controller.resync()
+    assert len(waits.rows.all()) == 1
+
+
+def test_a_job_that_cannot_be_resumed_for_want_of_room_waits_with_its_project_until_it_is(waits: WaitingJob) -> None:
+    jobs = Jobs(waits.harness.database)
+    waits.make_room(1)
+    waits.look()
+    (job_id,) = jobs.live()
+    waits.put(suspend=True)
+    jobs.save_status(job_id, ended("Cancelled"))
+    waits.look()
+    other = jobs.submit(job_spec(), project="search").id
+    waits.put()
+    (row,) = waits.rows.all()
+    assert (row.name, row.project, row.reason) == ("night", "search", "QuotaReached")
+    assert num_writes(waits, waits.look) == 0
+    jobs.save_status(other, ended("Succeeded"))
+    waits.look()
+    assert jobs.live() == (job_id,)
+    assert waits.rows.all() == ()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL
+from eyrie_api.database.quotas import QuotaReached
+from eyrie_api.v1alpha1.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL, WaitingObject
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -22,16 +23,20 @@ from eyrie_operator.cluster.reconcile import (
     EndpointObjects,
     JobHistory,
     PostEvent,
+    RecordWaiting,
     RemoveFinalizer,
+    RemoveWaiting,
     RequeueAfter,
     RetryJob,
     SetDesired,
     UpdateMirror,
     UpdateServing,
     UpdateStatus,
+    orphaned,
     reconcile_endpoint,
     reconcile_job,
     refuse_job,
+    wait_for_quota,
 )
 from eyrie_operator.cluster.resources import (
     MIRRORED,
@@ -129,6 +134,52 @@ def test_what_was_refused_is_submitted_only_after_the_object_changed() -> None:
     refused = projected(refuse_job(seen_job(drafter_job()), "TargetNotFound", "no such model", NOW, over=True))
     assert look(drafter_job(status=refused), None) == ()
     assert any(isinstance(one, CreateJob) for one in look(drafter_job(status=refused, generation=2), None))
+
+
+FULL = QuotaReached("project 'search' has 2 jobs", "wait until one ends")
+
+
+def wait(stored: WaitingObject | None = None, later_s: float = 0.0, refusal: QuotaReached = FULL) -> Actions:
+    now = NOW + timedelta(seconds=later_s)
+    return wait_for_quota(seen_job(drafter_job()).identity, "search", refusal, stored, now)
+
+
+def written(actions: Actions) -> WaitingObject:
+    (action,) = actions
+    assert isinstance(action, RecordWaiting)
+    return action.waiting
+
+
+def test_an_object_without_room_is_recorded_once_and_again_when_its_words_differ_and_keeps_its_time() -> None:
+    first = written(wait())
+    assert first == WaitingObject(namespace="team", name="mine", uid=UID, project="search", reason="QuotaReached",
+                                  message="project 'search' has 2 jobs", hint="wait until one ends", since=NOW)
+    assert wait(first, later_s=15.0) == ()
+    fewer = written(wait(first, later_s=30.0, refusal=QuotaReached("project 'search' has 1 jobs", "wait")))
+    assert (fewer.message, fewer.since) == ("project 'search' has 1 jobs", NOW)
+    older = first.model_copy(update={"uid": "uid-of-another-object"})
+    assert written(wait(older, later_s=60.0)).since == NOW + timedelta(seconds=60)
+
+
+def test_a_row_among_those_that_wait_is_removed_when_the_object_is_accepted_suspended_refused_or_deleted() -> None:
+    row = written(wait())
+    history = JobHistory(waiting=row)
+    refused = projected(refuse_job(seen_job(drafter_job()), "TargetNotFound", "no such model", NOW, over=True))
+    invalid = drafter_job()
+    invalid["spec"]["job"] = {}
+    for raw, found in ((drafter_job(), job()), (drafter_job(suspend=True), None), (invalid, None),
+                       (drafter_job(status=refused), None), (drafter_job(deleting=True), None)):
+        assert look(raw, found, history)[0] == RemoveWaiting(row), raw
+        assert RemoveWaiting(row) not in look(raw, found)
+    assert not any(isinstance(one, RemoveWaiting) for one in look(drafter_job(), None, history)), "to be submitted"
+    resumed = drafter_job(annotations={SUSPENDED_ANNOTATION: "1"})
+    assert RemoveWaiting(row) not in look(resumed, cancelled(), history), "to be resumed"
+
+
+def test_rows_of_objects_that_do_not_exist_are_orphaned() -> None:
+    row = written(wait())
+    assert orphaned([row], {UID}) == ()
+    assert orphaned([row], {"uid-of-another-object"}) == (row,)
 
 
 def test_an_object_applied_suspended_waits_without_a_job() -> None:

@@ -11,6 +11,7 @@ What a person has followed up is left out, since nothing else would take it from
     failed job                       until it is retried or deleted
     no node for a job or endpoint    until its pod has one
     used-up quota, full queue        until there is room
+    DrafterJob that waits            until its job is accepted, or it is suspended or deleted
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +20,15 @@ from typing import NamedTuple
 
 from eyrie_api.database.projects import UsedUp
 from eyrie_api.decisions.promotion import summarize_decision
+from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
 from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
 
 _NO_NODE = "WaitingForNodes"
 """Of a stage, or of an endpoint's condition Serving: the scheduler finds no node for a pod."""
+
+WAITING_ROUTE = "/v1alpha1/waiting"
+NOTHING_WAITS = WaitingList(items=(), total=0)
 
 
 class Item(NamedTuple):
@@ -35,15 +40,16 @@ class Item(NamedTuple):
 
 
 def attention(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
-              used_up: Iterable[UsedUp] = ()) -> list[Item]:
-    """Everything a person should look at. `jobs` are the newest ones, `traffic` is of these endpoints."""
+              used_up: Iterable[UsedUp] = (), waiting: WaitingList = NOTHING_WAITS) -> list[Item]:
+    """Everything a person should look at. `jobs` are the newest ones, `traffic` is of these endpoints, `waiting` has
+    the first ones and the number of all."""
     found: list[Item] = []
     drift = {one.endpoint: one.drift for one in traffic}
     for endpoint in endpoints:
         found += _of_endpoint(endpoint, drift.get(endpoint.name), jobs)
     for job in jobs:
         found += _of_job(job, jobs, endpoints)
-    return [*found, *_queued(jobs), *map(_quota, used_up)]
+    return [*found, *_queued(jobs), *map(_quota, used_up), *_waiting(waiting)]
 
 
 def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job]) -> Iterable[Item]:
@@ -108,6 +114,19 @@ def _quota(one: UsedUp) -> Item:
     return Item(f"Project {one.project} has used up its quota: {one.used} of {one.most} {one.what}", "/console/admin",
                 "further jobs are refused, and DrafterJobs of its namespaces wait; hint: wait until a job ends, cancel "
                 f"one, or ask an administrator: eyrie projects quotas {one.project} {one.option} N")
+
+
+def _waiting(waiting: WaitingList) -> Iterable[Item]:
+    yield from map(_waiting_object, waiting.items)
+    more = waiting.total - len(waiting.items)
+    if more > 0:
+        yield Item(f"{more} more DrafterJob{'s wait' if more > 1 else ' waits'}", WAITING_ROUTE,
+                   f"those above have waited longest; all of them: GET {WAITING_ROUTE}")
+
+
+def _waiting_object(one: WaitingObject) -> Item:
+    return Item(f"DrafterJob {one.namespace}/{one.name} waits: {one.reason}", WAITING_ROUTE,
+                f"in project {one.project}, since {one.since:%Y-%m-%d %H:%M} UTC: {one.message}; hint: {one.hint}")
 
 
 def _has_newer(jobs: Iterable[Job], endpoint: str, since: datetime) -> bool:

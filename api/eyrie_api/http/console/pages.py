@@ -68,7 +68,7 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cache-Control": "no-store"}
-_JOBS, _EVENTS, _HISTORY = 50, 100, 60
+_JOBS, _EVENTS, _HISTORY, _WAITING = 50, 100, 60, 20
 _FIRST_JOB = {"name": "first", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
               "serve": {"endpoint": "default"}}
 """The shipped target and data: it needs nothing else."""
@@ -95,7 +95,8 @@ def home_values(control: Control) -> dict[str, Any]:
     """What its template shows."""
     endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=_JOBS)
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
-    needed = attention(listed.items, endpoints, traffic, control.projects.used_up())
+    needed = attention(listed.items, endpoints, traffic, control.projects.used_up(),
+                       control.waiting.list(limit=_WAITING))
     return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
             "more": listed.next_cursor is not None, "attention": [*_disk(control.settings.home), *needed],
             "now": datetime.now(UTC)}

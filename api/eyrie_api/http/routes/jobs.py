@@ -1,4 +1,5 @@
-"""Routes of jobs (create, get, list, cancel, retry, delete) and of plans, which estimate a job without running it."""
+"""Routes of jobs (create, get, list, cancel, retry, delete), of DrafterJobs that wait for a quota, and of plans, which
+estimate a job without running it."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -13,16 +14,18 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
+from eyrie_api.database.waiting import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import Control, Here, scoped
 from eyrie_api.submission import preflight
 from eyrie_api.submission.demand import demand_of
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.resources import WaitingList
 from eyrie_api.v1alpha1.status import Job, JobList, Phase
 
 router = APIRouter(tags=["jobs"])
-JOBS = "/v1alpha1/jobs"
+JOBS, WAITING = "/v1alpha1/jobs", "/v1alpha1/waiting"
 
 EXAMPLES = {
     "quickstart": {
@@ -118,6 +121,12 @@ def _label(text: str) -> tuple[str, str]:
     if not equals or not key:
         raise InvalidInput(f"label {text!r} is not key=value", "write label=team=search for the label team: search")
     return key, value
+
+
+@router.get(WAITING)
+def list_waiting(control: Here, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> WaitingList:
+    """DrafterJobs of a cluster that wait for a quota of their project, those that have waited longest first."""
+    return control.waiting.list(limit=limit)
 
 
 @router.get(JOBS + "/{job_id}")
