@@ -29,7 +29,8 @@ from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting, Trial
-from tests.api.samples import job_spec
+from tests.api.figures.endpoint_values import endpoint_with_history
+from tests.api.samples import ManualClock, job_spec
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report, load_report
 
 HOSTILE = '"><script>alert(1)</script>'
@@ -131,6 +132,57 @@ def test_an_endpoint_shows_its_revisions_and_history(client: httpx.Client, datab
     assert "2.50" in shown
     assert "assistant" in text_of(client.get("/"))
     assert client.get("/console/endpoints/none").status_code == 404
+
+
+def test_the_page_of_an_endpoint_says_that_its_traffic_has_drifted_and_what_to_do(
+        client: httpx.Client, database: Database) -> None:
+    endpoint_with_history(database, ManualClock())
+    drift = next(one for one in client.get("/v1alpha1/traffic").json()["items"] if one["endpoint"] == "chat")["drift"]
+    shown = text_of(client.get("/console/endpoints/chat"))
+    assert "The traffic has drifted since" in shown
+    assert drift["message"] in shown
+    assert "hint: train a drafter on recent traffic" in shown
+
+
+def test_the_document_of_a_job_is_shown_without_its_defaults_and_with_every_one(
+        client: httpx.Client, database: Database) -> None:
+    spec = {"name": "nightly", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
+            "train": {"epochs": 3}}
+    job = client.post("/v1alpha1/jobs", json=spec).json()["id"]
+    different, resolved = (json.loads(unescape(one)) for one in re.findall(
+        r"<pre tabindex=\"0\">(\{.*?)</pre>", client.get(f"/console/jobs/{job}").text, re.DOTALL))
+    assert different == spec | {"target": {"model": "quickstart", "dtype": "float32"}}, "the type is resolved"
+    assert resolved == client.get(f"/v1alpha1/jobs/{job}").json()["spec"]
+    assert resolved["train"].items() > different["train"].items()
+
+
+@pytest.mark.parametrize(("path", "status", "words"), [
+    ("/console/jobs/job-none", 404, "job-none"), ("/console/nowhere", 404, "no such route"),
+    ("/console/curves", 422, "job")])
+def test_a_refusal_is_a_page_with_its_hint_to_a_browser_and_a_problem_to_a_program(
+        client: httpx.Client, path: str, status: int, words: str) -> None:
+    problem, page = client.get(path), client.get(path, headers={"accept": "text/html,*/*"})
+    assert (problem.status_code, page.status_code) == (status, status)
+    assert problem.headers["content-type"] == "application/problem+json"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    shown = " ".join(unescape(re.sub(r"<[^>]+>", " ", page.text)).split())
+    assert words in shown
+    assert problem.json()["hint"] in shown
+    assert "Home" in shown
+
+
+def test_every_page_with_an_action_has_the_lines_that_do_the_same(client: httpx.Client, database: Database) -> None:
+    job = Jobs(database).submit(job_spec(name="nightly")).id
+    Endpoints(database).create("assistant", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
+    Endpoints(database).activate("assistant", 1, "http://127.0.0.1:9/v1")
+    for path, lines in (("/console/new", ("eyrie plan --file job.json", "/v1alpha1/plans", "eyrie train --file job.json",
+                                          "-d @job.json http://127.0.0.1:8642/v1alpha1/jobs")),
+                        (f"/console/jobs/{job}/again", ("-d @job.json http://127.0.0.1:8642/v1alpha1/jobs",)),
+                        (f"/console/jobs/{job}", (f"eyrie cancel {job}", f"/v1alpha1/jobs/{job}/cancel")),
+                        ("/console/endpoints/assistant", ("eyrie rollback assistant", "/assistant/rollback")),
+                        ("/console/endpoints/assistant/compare", ("curl -N", "/v1alpha1/endpoints/assistant/compare"))):
+        shown = text_of(client.get(path))
+        assert [line for line in lines if line not in shown] == [], path
 
 
 def test_curves_of_jobs_with_one_name_are_told_apart_and_lists_without_a_job_or_with_too_many_are_refused(

@@ -44,10 +44,13 @@ def test_a_job_is_followed_from_submission_to_promotion_without_a_reload(
     page = open_page()
     job = submitted(plane, name="nightly")
     page.goto(address(plane))
+    streams = list[str]()
+    page.on("request", lambda one: streams.append(one.url) if one.resource_type == "eventsource" else None)
     page.get_by_role("link", name="nightly").first.click()
     page.evaluate("window.stays = true")
     has_phase(page, "Succeeded")
     assert page.evaluate("window.stays"), "the page was loaded again"
+    assert streams == [address(plane, f"/console/jobs/{job}/live")], "a page that is followed costs one stream"
     status = plane.http.get(f"/v1alpha1/jobs/{job}").json()["status"]
     shown = page.locator(".pipeline li h3").all_inner_texts()
     assert [one.split()[0] for one in shown] == list(dict.fromkeys(stage["stage"] for stage in status["stages"]))
@@ -158,8 +161,12 @@ def test_a_viewer_reads_and_has_no_buttons(guarded: tuple[str, Database], open_p
     page.get_by_role("button", name="Sign in").click()
     page.get_by_role("link", name="ours").first.click()
     page.locator("h1", has_text="ours").wait_for()
+    page.get_by_text("No permission to change this job").wait_for()
     assert page.get_by_role("button").count() == 0
     assert job.id in page.url
+    page.goto(f"{url}/console/new")
+    page.get_by_text("No permission to start a job").wait_for()
+    assert page.get_by_role("button", name="Start").count() == 0
 
 
 def test_a_new_job_is_checked_while_it_is_written_and_started(
@@ -237,7 +244,8 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
     pages = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
              "failed-job": address(plane, f"/console/jobs/{broken}"), "new-job": address(plane, "/console/new"),
              "admin": address(plane, "/console/admin"), "audit": address(plane, "/console/admin/audit"),
-             "project": address(plane, "/console/admin/projects/default"), "sign-in": guarded[0]}
+             "project": address(plane, "/console/admin/projects/default"), "sign-in": guarded[0],
+             "api": address(plane, "/docs"), "refused": address(plane, "/console/jobs/job-none")}
     for width, height in SIZES:
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         for name, url in pages.items():
@@ -246,7 +254,8 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
             page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=True)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than {width}"
             assert_accessible(page, f"{name} at {width}, {scheme}")
-    assert [one for one in faults if "401" not in one] == [], "the sign-in page is a 401, which Chromium logs"
+    refusals = [one for one in faults if "401" not in one and "404" not in one]
+    assert refusals == [], "Chromium logs the sign-in page, a 401, and the page of a job that is not there"
 
 
 def test_administration_shows_what_the_api_says_of_storage(plane: Plane, open_page: OpenPage) -> None:

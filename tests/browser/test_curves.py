@@ -146,6 +146,58 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     assert [one for one in faults if "401" not in one] == []
 
 
+def test_a_line_that_is_pointed_at_says_its_value_and_dragging_zooms_in_and_a_double_click_out(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    job = trained(Jobs(database), "sweep", {"a": 400, "b": 400})
+    page = signed_in(open_page(), url, TOKEN, f"/console/curves?job={job}")
+    charts(page).nth(6).wait_for()
+    shown = "plots.get('Learning rate').plot"
+    page.evaluate(f"{shown}.root.scrollIntoView()")
+    over = page.evaluate(f"(() => {{ const {{ x, y }} = {shown}.over.getBoundingClientRect(); return [x, y]; }})()")
+
+    def at(step: int, value: float) -> tuple[float, float]:
+        return (over[0] + page.evaluate(f"{shown}.valToPos({step}, 'x')"),
+                over[1] + page.evaluate(f"{shown}.valToPos({value}, 'y')"))
+
+    rate = 1e-4 * (1 - 200 / 2000)
+    page.mouse.move(*at(190, rate))
+    page.mouse.move(*at(200, rate))
+    said = page.locator("figure", has_text="Learning rate").locator(".nearest")
+    said.filter(has_text="learning_rate: 9e-5 at step 200").wait_for()  # and not where the line was first reached
+    whole = drawn(page, "Learning rate")["x"]
+    page.mouse.move(*at(100, rate))
+    page.mouse.down()
+    page.mouse.move(*at(300, rate), steps=5)
+    page.mouse.up()
+    assert drawn(page, "Learning rate")["x"] == pytest.approx([100, 300], abs=3)
+    page.mouse.dblclick(*at(200, rate))
+    assert drawn(page, "Learning rate")["x"] == whole
+
+
+def test_what_is_loading_refused_or_without_an_answer_is_said_and_goes_away_when_values_arrive(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    job = trained(Jobs(database), "alone", {"base": 300})
+    page, path = signed_in(open_page(), url, TOKEN), f"/console/curves?job={job}"
+    held = list[Any]()
+    page.route("**/metrics?*", lambda route: held.append(route), times=1)
+    page.goto(url + path)
+    page.get_by_text("Loading the metrics.").wait_for()
+    held[0].continue_()
+    charts(page).nth(6).wait_for()
+    failed = page.locator("#curves-failed")
+    assert not failed.is_visible()
+    page.context.set_offline(True)
+    failed.filter(has_text="No answer since").wait_for()
+    assert "trying again" in failed.inner_text()
+    assert charts(page).count() == 7, "what is drawn stays"
+    page.context.set_offline(False)
+    failed.wait_for(state="hidden")
+    page.context.clear_cookies()
+    failed.filter(has_text="alone: ").filter(has_text="; hint: ").wait_for()
+
+
 def test_rungs_of_a_sweep_are_marked_as_they_are_decided_and_said_in_words(
         guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded

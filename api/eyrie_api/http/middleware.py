@@ -30,6 +30,7 @@ from urllib.parse import parse_qs, unquote_to_bytes
 from anyio import to_thread
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
 from starlette.requests import cookie_parser
 from starlette.responses import Response
 from starlette.routing import Match
@@ -173,15 +174,20 @@ class AccessMiddleware:
             await self._app(request, self._counted(request, receive, ended),
                             self._while_authorised(request, access, send_with_id, ended))
         except EyrieError as error:  # raised before a route began its response
-            ask = isinstance(error, Unauthorized) and pages.is_asked_for(request["method"], Headers(scope=request),
-                                                                        request["path"])
-            answer = self._sign_in_page(request) if ask else refuse(error, request["path"])
-            await answer(request, receive, send_with_id)
+            await self._refusal(request, error)(request, receive, send_with_id)
         except DATABASE_ERRORS as error:  # of the queries above: the app answers its own
             if is_invalid_statement(error):
                 raise
             unavailable = database_unavailable(error, request["method"], request["path"])
-            await refuse(unavailable, request["path"])(request, receive, send_with_id)
+            await self._refusal(request, unavailable)(request, receive, send_with_id)
+
+    def _refusal(self, request: Request, error: EyrieError) -> Response:
+        """The problem, or what a browser shows of it: that a page asks to sign in."""
+        asks = isinstance(error, Unauthorized) and pages.is_asked_for(request["method"], Headers(scope=request),
+                                                                     request["path"])
+        if asks:
+            return self._sign_in_page(request)
+        return pages.for_a_browser(HttpRequest(request), refuse(error, request["path"]))
 
     async def _caller(self, request: Request) -> Principal:
         """The authenticated caller. Raises Unauthorized, or Forbidden for a request of a web page."""

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:eyrie:problem:"
 _SHOWN = 200
+_Handler = Callable[[Request, Exception], Awaitable[Response]]
 DATABASE_ERRORS = (OperationalError, InterfaceError, TimeoutError)
 """What SQLAlchemy raises while the database cannot be reached."""
 
@@ -76,15 +77,20 @@ def _headers_of(error: EyrieError) -> dict[str, str] | None:
     return None
 
 
-def install(app: FastAPI) -> None:
-    """Install handlers that turn every error of `app` into a problem."""
-    app.add_exception_handler(EyrieError, _on_eyrie_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    for kind in DATABASE_ERRORS:
-        app.add_exception_handler(kind, _on_database_error)
-    app.add_exception_handler(DataError, _on_unstorable)
-    app.add_exception_handler(Exception, _on_bug)
+def install(app: FastAPI, page_of: Callable[[Request, Response], Response]) -> None:
+    """Install handlers that turn every error of `app` into a problem, and that into a page where `page_of` does so."""
+    handlers = {EyrieError: _on_eyrie_error, RequestValidationError: _on_validation_error,
+                HTTPException: _on_http_exception, DataError: _on_unstorable, Exception: _on_bug,
+                **dict.fromkeys(DATABASE_ERRORS, _on_database_error)}
+    for kind, answer in handlers.items():
+        app.add_exception_handler(kind, _as_page(answer, page_of))
+
+
+def _as_page(answer: _Handler, page_of: Callable[[Request, Response], Response]) -> _Handler:
+    async def handler(request: Request, error: Exception) -> Response:
+        return page_of(request, await answer(request, error))
+
+    return handler
 
 
 async def _on_eyrie_error(request: Request, error: Exception) -> Response:

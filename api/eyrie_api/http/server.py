@@ -93,7 +93,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     # A flat list of routes for the Allow header: newer versions of FastAPI keep an included router as one entry.
     app.state.routes = [route for router in (app.router, *routers) for route in router.routes
                         if isinstance(route, Route)]
-    problems.install(app)
+    problems.install(app, pages.for_a_browser)
     app.state.authenticator = Authenticator(settings, database)
     app.add_middleware(AccessMiddleware, settings=settings, authenticator=app.state.authenticator, audit=control.audit)
     app.add_middleware(RequestTimer, observe=app.state.telemetry.observe)

@@ -67,9 +67,15 @@ def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job
                    f"{given_up.message}; hint: its history and the engine's log say more. Remove the cause and promote "
                    f"again (eyrie endpoints promote {name} --job JOB), or train another drafter")
     if drift is not None and not _has_newer(jobs, name, drift.since):
-        hint = ("start the job that the history offers (eyrie endpoints history has the line), or train on recent "
-                "traffic" if drift.has_job else "train a drafter on recent traffic")
-        yield Item(f"Endpoint {name}: the traffic has drifted", link, f"{drift.message}; hint: {hint}")
+        yield Item(f"Endpoint {name}: the traffic has drifted", link, f"{drift.message}; hint: {drift_hint(drift)}")
+
+
+def drift_hint(drift: LiveDrift) -> str:
+    """What to do about it."""
+    if drift.has_job:
+        return ("start the job that the history offers (eyrie endpoints history has the line), or train on recent "
+                "traffic")
+    return "train a drafter on recent traffic"
 
 
 def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Iterable[Item]:

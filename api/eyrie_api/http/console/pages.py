@@ -39,7 +39,7 @@ from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.http.console.attention import Item, attention
+from eyrie_api.http.console.attention import Item, attention, drift_hint
 from eyrie_api.http.console.job_details import by_stage
 from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.control import Control, Here
@@ -50,7 +50,7 @@ from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import History
 from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
-from eyrie_api.v1alpha1.status import Job, Leaderboard, StageStatus
+from eyrie_api.v1alpha1.status import Job, Leaderboard, Problem, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -158,16 +158,22 @@ def job_values(control: Control, job_id: str, server: str, selected: Leaderboard
 @router.get("/console/new", response_class=HTMLResponse)
 def new_job(control: Here, request: Request) -> Response:
     """A document to begin with, as a form and as JSON, and what the server says of it while it is written."""
-    return render_page("new_job.html", control, request, source=None, form=job_form(),
-                 document=json.dumps(_FIRST_JOB, indent=2))
+    return _job_form(control, request, None, _FIRST_JOB)
 
 
 @router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
 def again(job_id: str, control: Here, request: Request) -> Response:
     """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
     spec = control.jobs.get(job_id).spec
-    return render_page("new_job.html", control, request, source=spec.name or job_id, form=job_form(),
-                 document=json.dumps(spec.model_dump(mode="json", exclude_defaults=True), indent=2))
+    return _job_form(control, request, spec.name or job_id, spec.model_dump(mode="json", exclude_defaults=True))
+
+
+def _job_form(control: Control, request: Request, source: str | None, document: Mapping[str, Any]) -> Response:
+    principal = control.scope.principal
+    # In which project is known with the request that starts the job: here, whether there is one.
+    may_start = principal is None or principal.model_copy(update={"scopes": None}).readable("jobs:write") != frozenset()
+    return render_page("new_job.html", control, request, source=source, form=job_form(), may_start=may_start,
+                       server=server_of(request), document=json.dumps(document, indent=2))
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
@@ -180,7 +186,7 @@ def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
     found = control.endpoints.get(name)
     latest = filter(None, (control.histories.latest(name, kind) for kind in KINDS))
-    return {"endpoint": found, "traffic": traffic_of((found,), latest)[0], "server": server,
+    return {"endpoint": found, "traffic": traffic_of((found,), latest)[0], "server": server, "drift_hint": drift_hint,
             "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
             "figures": list_figures(name, control), "history": _recent(control.histories.read(name, limit=_HISTORY))}
 
@@ -284,6 +290,19 @@ def is_asked_for(method: str, headers: Mapping[str, str], path: str) -> bool:
     """Whether a request is a browser's for a page."""
     is_page = path == "/" or path.startswith("/console/")
     return method == "GET" and is_page and "text/html" in headers.get("accept", "")
+
+
+def for_a_browser(request: Request, answer: Response) -> Response:
+    """The answer, a problem, as a page where a browser asked for one, with its status and headers."""
+    if not is_asked_for(request.method, request.headers, request.url.path):
+        return answer
+    problem = Problem.model_validate_json(bytes(answer.body))
+    page = HTMLResponse(rendered("refused.html", {
+        "who": None, "change": "", "administers": False, "problem": problem,
+        "is_signed_in": COOKIE in request.cookies}), status_code=answer.status_code, headers=_HEADERS)
+    kept = {name: value for name, value in answer.headers.items() if name in ("retry-after", "allow")}
+    page.headers.update(kept)
+    return page
 
 
 def sign_in_page(issuer: str | None, to: str = "/", problem: str = "") -> HTMLResponse:

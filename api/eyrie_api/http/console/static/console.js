@@ -113,17 +113,28 @@ function redraw() {
   }
 }
 
+async function readJson(path) {
+  const answer = await fetch(path, { headers: { accept: "application/json" } }), body = await answer.json();
+  if (!answer.ok) throw new Error(`${body.detail}; hint: ${body.hint}`);
+  return body;
+}
+
+// What is there in place of figures. Figures that are drawn stay: the live part says that the server does not answer.
+function sayFigures(place, text, isFailure) {
+  if (figures.length) return;
+  place.replaceChildren(...(text ? [Object.assign(document.createElement("p"),
+    { className: isFailure ? "failure" : "empty", textContent: text })] : []));
+}
+
 let listed = "";
 async function showFigures() {
   const place = document.getElementById("figures");
   if (place === null) return;
+  if (listed === "") sayFigures(place, "Loading the figures.", false);
   try {
-    const answer = await fetch(place.dataset.figures, { headers: { accept: "application/json" } });
-    const text = answer.ok ? await answer.text() : listed;
+    const { items } = await readJson(place.dataset.figures), text = JSON.stringify(items);
     if (text !== listed) {
-      const names = JSON.parse(text).items.map((one) => one.name);
-      const read = async (name) => (await fetch(`${place.dataset.figures}/${name}`)).json();
-      const found = await Promise.all(names.map(read));
+      const found = await Promise.all(items.map(({ name }) => readJson(`${place.dataset.figures}/${name}`)));
       if (found.length) {
         await loaded();
         figures = found.map((one) => [one, frame(one)]);
@@ -136,7 +147,12 @@ async function showFigures() {
       }
       listed = text;
     }
-  } catch { /* the live part says that the server does not answer */ }
+    sayFigures(place, place.dataset.empty, false);
+  } catch (error) {
+    listed = "";
+    sayFigures(place, error instanceof TypeError ? "The server does not answer; load the page again for its figures."
+      : `The figures cannot be shown: ${error.message}`, true);
+  }
 }
 
 DARK.addEventListener("change", redraw);

@@ -242,6 +242,12 @@ function drawing(series, isLog, weight) {
 function newPlot(figure, series, made, isLog, said) {
   const style = getComputedStyle(document.body), ink = style.color, rule = style.getPropertyValue("--rule").trim();
   const line = { stroke: rule, width: 1 }, texts = (_, splits) => splits.map(short);
+  let pointed = null;  // the number of the series that the pointer is near
+  const say = (plot) => {
+    const place = pointed ? plot.cursor.idxs[pointed] : null;
+    said.textContent = place == null ? said.dataset.key :
+      `${plot.series[pointed].label}: ${short(plot.data[pointed][place])} at step ${plot.data[0][place]}`;
+  };
   return new uPlot({
     width: Math.max(240, figure.clientWidth - 26), height: 220,
     scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
@@ -251,10 +257,9 @@ function newPlot(figure, series, made, isLog, said) {
     focus: { alpha: 0.25 },
     cursor: { focus: { prox: 24 }, dataIdx: (plot, number, place) =>
       number === 0 ? place : made.options[number - 1].class === "raw" ? null : nearest(plot.data[number], place) },
-    hooks: { draw: [drawRungs], setSeries: [(plot, number) => {
-      const place = number ? plot.cursor.idxs[number] : null;
-      said.textContent = place == null ? said.dataset.key :
-        `${plot.series[number].label}: ${short(plot.data[number][place])} at step ${plot.data[0][place]}`;
+    hooks: { draw: [drawRungs], setCursor: [say], setSeries: [(plot, number, options) => {
+      if (options.focus) pointed = number;
+      say(plot);
     }] },
     series: [{ label: "step" }, ...made.options],
   }, made.data, figure);
@@ -320,9 +325,18 @@ function draw() {
 }
 
 const jobs = curves === null ? [] : JSON.parse(curves.dataset.jobs);
-let answers = [], restUntil = 0, queued = false, asked = Promise.resolve();
+let answers = [], restUntil = 0, queued = false, asked = Promise.resolve(), unanswered = null;
+
+// What could not be read, and since when: curves that are drawn stay.
+function sayFailed(text) {
+  const failed = document.getElementById("curves-failed");
+  failed.textContent = text;
+  failed.hidden = text === "";
+  if (text && runs.length === 0) document.getElementById("curves-empty").hidden = true;
+}
+
 async function refresh() {
-  const began = Date.now();
+  const began = Date.now(), refused = [];
   try {
     answers = await Promise.all(jobs.map(async (job, number) => {
       if (answers[number] !== undefined && job.ended) return answers[number];
@@ -333,18 +347,26 @@ async function refresh() {
         if (found.ok) job.ended = (await found.json()).status.finished_at !== null;
       }
       const answer = await fetch(`${path}/metrics?stage=train&max_points=${MAX_POINTS}`, { headers });
-      return answer.ok ? { job, items: (await answer.json()).items } : answers[number] ?? { job, items: [] };
+      const body = await answer.json();
+      if (answer.ok) return { job, items: body.items };
+      refused.push(`${job.name}: ${body.detail}; hint: ${body.hint}`);
+      return answers[number] ?? { job, items: [] };
     }));
   } catch {
-    return;  // the live part says that the server does not answer
+    unanswered ??= new Date();
+    const isTriedAgain = curves.dataset.follow !== undefined || document.querySelector("[data-stream]") !== null;
+    sayFailed(`No answer since ${unanswered.toLocaleTimeString()}; ${isTriedAgain ? "trying again" : "load the page again"}`);
+    return;
   } finally {
     restUntil = Date.now() + 4 * (Date.now() - began);  // a large sweep must not keep the server busy
   }
+  unanswered = null;
   runs = runsOf(answers);
   for (const part of curves.querySelectorAll("[data-with-runs]")) part.hidden = runs.length === 0;
   listRuns();
   listRungs();
   draw();
+  sayFailed(refused.join(". "));
 }
 
 // One refresh at a time. One more is queued, so that none after the last change is missed.
@@ -357,10 +379,11 @@ function refreshSoon() {
 
 async function followJobs() {
   if (!document.hidden) await refresh();
-  if (jobs.some((job) => !job.ended)) setTimeout(followJobs, Math.max(REFRESH_MS, restUntil - Date.now()));
+  if (unanswered !== null || jobs.some((job) => !job.ended)) setTimeout(followJobs, Math.max(REFRESH_MS, restUntil - Date.now()));
 }
 
 if (curves !== null) {
+  document.getElementById("curves-empty").textContent = "Loading the metrics.";
   log.addEventListener("change", draw);
   smoothing.addEventListener("input", () => {
     document.getElementById("curves-weight").textContent = Number(smoothing.value).toFixed(2);
