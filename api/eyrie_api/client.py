@@ -263,10 +263,10 @@ class Client:
             yield from response.iter_lines()
 
     def metrics(self, job_id: str, *, stage: str | None = None, key: str | None = None,
-                name: str | None = None) -> tuple[MetricSeries, ...]:
-        """Logged metric series."""
+                name: str | None = None, max_points: int | None = None) -> tuple[MetricSeries, ...]:
+        """Logged metric series; with `max_points` at most so many points of each, peaks among them."""
         path = f"{_API}/jobs/{quote(job_id, safe='')}/metrics"
-        return self._get(path, MetricList, stage=stage, key=key, name=name).items
+        return self._get(path, MetricList, stage=stage, key=key, name=name, max_points=max_points).items
 
     def artifacts(self, job_id: str, stage: str | None = None) -> tuple[StageFile, ...]:
         """Files of the finished stages."""

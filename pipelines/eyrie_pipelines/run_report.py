@@ -31,7 +31,8 @@ def html(job: JobFile, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport,
     decision = decide_job(job.spec, benchmarks, tuned, proof, incumbent=None)
     figures = {one.name: one for one in figures_of(JobReport(
         job_id=job.id, name=job.spec.name, target=job.spec.target.model, phase="Running", seconds={},
-        benchmark=tuple(benchmarks), tune=tuned, prove=proof))}
+        benchmark=tuple(benchmarks), tune=tuned, prove=proof,
+        devices_per_server=job.spec.engine.tp_size))}
     sections = [Section("Promotion", [
         "The control plane decides when the run has ended. It also compares with the benchmark of the drafter that "
         "serves then, which this page does not know."], table=_checks(decision))]

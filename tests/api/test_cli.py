@@ -304,6 +304,24 @@ def test_plots_are_of_a_job_or_of_an_endpoint_and_never_of_both(eyrie: Eyrie, tm
         assert eyrie("plots", *arguments).exit_code == 65
 
 
+def test_plots_of_a_job_that_trains_are_its_curves(eyrie: Eyrie, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
+    job_id = eyrie.submit()
+    assert eyrie.json("plots", job_id, "--out", str(tmp_path))["files"] == []
+    eyrie.plane.jobs.record_metrics(job_id, "train", "base", [
+        Metric(name, step, 4.0 / step, datetime.now(UTC)) for step in range(1, 2001) for name in ("loss", "grad_norm")])
+    files = [Path(one) for one in eyrie.json("plots", job_id, "--out", str(tmp_path))["files"]]
+    assert [one.name for one in files] == ["training-loss.svg", "training-gradient-norm.svg"]
+    assert all(one.read_text().startswith("<svg") for one in files)
+
+
+def test_the_console_of_a_job_is_opened_by_its_name(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit()
+    assert eyrie.json("open")["url"] == f"{eyrie.plane.url}/"
+    assert eyrie.json("open", job_id[:-2])["url"] == f"{eyrie.plane.url}/console/jobs/{job_id}"
+    assert eyrie("open", "job-none").exit_code == 66
+
+
 def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
 

@@ -1,4 +1,5 @@
-"""Every line of the documentation's shell blocks is run, in order, or is listed here with what runs it instead.
+"""Every line of the documentation's shell blocks is run, in order, or is listed here with what runs it instead; so is
+every Python program.
 
 Commands and control plane are the real ones; the stages of jobs are rehearsed (tests.pipelines.rehearsal), because what
 they compute is tested elsewhere. A page's placeholders are replaced by what a reader would put there (`_STAND_FOR`).
@@ -17,6 +18,7 @@ import pytest
 
 from eyrie_api.processes import free_port
 from tests.campaigns.chaos import rehearsed
+from tests.campaigns.live_servers import Plane
 from tests.house.sources import ROOT
 
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("*.md")])
@@ -51,6 +53,11 @@ def lines_of(page: Path) -> Iterator[str]:
         for line in block.replace("\\\n", " ").splitlines():
             if text := re.sub(r"\s+#.*", "", line).strip():
                 yield text
+
+
+def programs_of(page: Path) -> list[str]:
+    """The page's blocks of Python."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def reason_of(line: str) -> str | None:
@@ -120,3 +127,24 @@ def test_the_commands_of_the_pages_do_what_they_say(pages: list[Path], tmp_path:
         finally:
             subprocess.run(["eyrie", "down"], cwd=tmp_path, env=variables, capture_output=True, check=False,
                            timeout=120)
+
+
+@pytest.mark.slow
+def test_the_python_programs_of_the_pages_do_what_they_say(tmp_path: Path) -> None:
+    programs = [one for page in PAGES for one in programs_of(page)]
+    assert programs
+    with rehearsed(tmp_path):
+        (tmp_path / "home").mkdir()
+        plane = Plane(tmp_path / "home")
+        assert plane.start() is None, plane.log.read_text()[-2000:]
+        try:
+            for program in programs:
+                text = program.replace("127.0.0.1:8642", f"127.0.0.1:{plane.port}")
+                # A rehearsed drafter cannot be served.
+                text = text.replace("JobSpec(target=", 'JobSpec(serve={"enabled": False}, target=')
+                done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False,
+                                      timeout=250)
+                assert done.returncode == 0, done.stderr
+                assert "promote=" in done.stdout
+        finally:
+            plane.close()

@@ -63,6 +63,13 @@ def test_every_example_is_a_job_and_is_listed() -> None:
         JobSpec.model_validate(document["spec"]["job"] if "kind" in document else document)
 
 
+def test_every_alert_of_the_chart_has_what_to_do() -> None:
+    rules = (ROOT / "helm/eyrie/templates/monitoring/rules.yaml").read_text()
+    page = (ROOT / "docs/operations.md").read_text()
+    listed = re.findall(r"^\| `(Eyrie\w+)` \|[^|]+\| [^|]+ \|$", page, re.MULTILINE)
+    assert listed == re.findall(r"- alert: (\w+)", rules)
+
+
 @pytest.mark.parametrize("model", [ClusterProfile, ServingSpec, ModelCacheSpec, Placement, VolumeWork, S3Work])
 def test_the_fields_of_a_clusters_profile_are_listed(model: type[BaseModel]) -> None:
     page = cluster_page()

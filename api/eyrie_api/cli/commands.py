@@ -326,12 +326,12 @@ def plots_(
         if given not in known:
             raise InvalidInput(f"{flag} {given!r} is not known", f"give {' or '.join(known)}")
     with connect(server) as client:
-        figures = client.endpoint_figures(endpoint) if endpoint is not None else client.figures(
-            find_job(client, job or "").id)
+        figures = client.endpoint_figures(endpoint) if endpoint is not None else plots.figures_of_job(
+            client, find_job(client, job or "").id)
     files = plots.write_figures(figures, out, cast(plots.Format, kind), cast(Any, theme)) if figures else []
     Screen(as_json=as_json).show({"files": [str(one) for one in files]}, "\n".join(map(str, files)) or (
-        "no figures yet: those of a job appear when the benchmark, tune and prove stages finish, those of an endpoint "
-        "with its first window of acceptance"))
+        "no figures yet: those of a job appear while it trains and when the benchmark, tune and prove stages finish, "
+        "those of an endpoint with its first window of acceptance"))
 
 
 @app.command("open")

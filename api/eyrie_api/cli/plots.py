@@ -1,4 +1,4 @@
-"""`eyrie plots`: the figures of a job as SVG or PNG files.
+"""`eyrie plots`: the figures of a job, its training curves among them, as SVG or PNG files.
 
 The figures come from the REST API, as the console's do, so the command runs wherever the server can be reached. They
 are drawn by `vl-convert-python` (extra `plots`, 33 MB), which needs no browser and no display.
@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from eyrie_api.client import Client
 from eyrie_api.errors import Permanent
+from eyrie_api.figures.training_figures import training_figures
 from eyrie_api.v1alpha1.figures import Figure
 
 Format = Literal["svg", "png"]
 
 _BACKGROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 _SCALE = 2.0  # PNG: pixels per unit, for dense displays and print
+_MOST_POINTS = 1000  # of a series, as the page draws it
 _VL_VERSION = "5.21"  # the newest of major version 5 that vl-convert 1.9 brings
 
 
@@ -23,6 +26,12 @@ class NoPlotLibrary(Permanent):
     """The library that draws figures is not installed."""
 
     reason = "NoPlotLibrary"
+
+
+def figures_of_job(client: Client, job_id: str) -> tuple[Figure, ...]:
+    """What its page shows: the training's curves and everything measured."""
+    curves = training_figures(client.metrics(job_id, stage="train", max_points=_MOST_POINTS))
+    return (*curves, *client.figures(job_id))
 
 
 def write_figures(figures: Sequence[Figure], out: Path, kind: Format, theme: Literal["light", "dark"]) -> list[Path]:

@@ -36,4 +36,5 @@ def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[L
         prove=next((report for report in reports if isinstance(report, ProveReport)), None),
         hardware=None if job.spec.prove.hardware is None else hardware_of(
             job.spec.prove.hardware, [report for report in reports if isinstance(report, HardwareMeasurement)]),
-        leaderboard=leaderboard, decision=job.status.decision, endpoint=job.status.endpoint)
+        leaderboard=leaderboard, decision=job.status.decision, endpoint=job.status.endpoint,
+        devices_per_server=job.spec.engine.tp_size)

@@ -43,7 +43,7 @@ def figures_of(report: JobReport) -> tuple[Figure, ...]:
         if report.tune.map is not None:
             found.append(operating_map(report.tune.map, report.tune.trials))
     if report.prove and report.prove.load and any(one.mode == "closed" for one in report.prove.load.levels):
-        found.append(pareto(report.prove.load))
+        found.append(pareto(report.prove.load, report.devices_per_server))
     if report.hardware and report.hardware.rows:
         found.append(hardware(report.hardware))
     return tuple(found)
@@ -221,8 +221,9 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
                    rows, {"width": 520, "height": 320, "layer": layers, "resolve": OWN_LEGENDS})
 
 
-def pareto(report: LoadReport) -> Figure:
-    """Throughput against interactivity: one line per variant, one point per number of users. It has closed levels."""
+def pareto(report: LoadReport, num_devices: int) -> Figure:
+    """Throughput of a device against interactivity: one line per variant, one point per number of users. It has closed
+    levels; `num_devices` are of each server."""
     levels = sorted((one for one in report.levels if one.mode == "closed"),
                     key=lambda one: (one.variant != "off", one.variant, one.level))
     intervals = {(one.variant, one.level): one for one in report.comparisons if one.mode == "closed"}
@@ -231,6 +232,7 @@ def pareto(report: LoadReport) -> Figure:
         against = intervals.get((one.variant, one.level))
         rows.append({"variant": one.variant, "users": int(one.level),
                      "tokens_per_s_per_user": rounded(one.total.tokens_per_s_per_user),
+                     "tokens_per_s_per_device": rounded(one.total.tokens_per_s / num_devices),
                      "tokens_per_s": rounded(one.total.tokens_per_s),
                      "throughput_ratio": rounded(against.throughput_ratio) if against else None,
                      **_interval(against.throughput_interval if against else None),
@@ -240,10 +242,11 @@ def pareto(report: LoadReport) -> Figure:
     if gains:
         title += f": the candidate's throughput is {median(gains):.2f}x (median over loads)"
     return figure("pareto", title,
-                   "Of one server: up is more tokens for all users together, right is a faster answer for each, and "
-                   "the figure at a point is the number of users.",
+                   f"Of one server on {num_devices} {'device' if num_devices == 1 else 'devices'}: up is more tokens for "
+                   "each GPU (or for the CPU), right is a faster answer for each user, and the figure at a point is the "
+                   "number of users.",
                    rows, _throughput_and_interactivity(
-                       rows, number("tokens_per_s", "tokens per second, all users (throughput)")))
+                       rows, number("tokens_per_s_per_device", "tokens per second of a device (throughput)")))
 
 
 def hardware(report: HardwareReport) -> Figure:

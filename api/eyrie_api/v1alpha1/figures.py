@@ -8,7 +8,10 @@ from pydantic import JsonValue
 from eyrie_api.v1alpha1.model import Frozen
 
 FigureName = Literal["leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware",
-                     "acceptance", "acceptance-by-position", "canary"]
+                     "acceptance", "acceptance-by-position", "canary", "training-loss", "training-acceptance",
+                     "training-accuracy", "training-speedup", "training-learning-rate", "training-gradient-norm",
+                     "training-speed"]
+"""The last seven are made of metrics by whoever reads them (`figures.training_figures`)."""
 
 
 class FigureSummary(Frozen):

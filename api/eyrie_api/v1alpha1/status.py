@@ -287,6 +287,8 @@ class JobReport(Frozen):
     leaderboard: tuple[LeaderboardEntry, ...] = ()
     decision: PromotionDecision | None = None
     endpoint: str | None = None
+    devices_per_server: int = later(1, 5)
+    """GPUs of one server of `prove` (`engine.tp_size`); 1 where it computes on the CPU."""
 
 
 class PromoteRequest(Frozen):

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.decisions.job_report import report_of
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.v1alpha1.figures import Figure
+from eyrie_api.v1alpha1.status import Job, JobStatus
 from eyrie_api.v1alpha1.tuning import OFF
 from tests.api.figures.job_values import NAMES, job_report
-from tests.api.samples import benchmark_report
+from tests.api.samples import NOW, benchmark_report, job_spec
 
 
 def rows_of(figure: Figure) -> list[dict[str, Any]]:
@@ -89,6 +91,24 @@ def test_pareto_has_a_point_per_variant_and_number_of_users() -> None:
     rows = rows_of(figure_of(job_report(), "pareto"))
     assert [(row["variant"], row["users"]) for row in rows] == [
         (variant, users) for variant in ("off", "candidate") for users in (1, 4, 16, 64)]
+
+
+def test_pareto_is_of_each_gpu_of_a_server() -> None:
+    report = job_report()
+    assert report.prove is not None
+    assert report.prove.load is not None
+    of_four = figure_of(report.model_copy(update={"devices_per_server": 4}), "pareto")
+    for row in rows_of(of_four):
+        assert row["tokens_per_s_per_device"] == pytest.approx(row["tokens_per_s"] / 4, rel=1e-5)
+    layer = of_four.spec["layer"][0]  # type: ignore[index]
+    assert layer["encoding"]["y"]["field"] == "tokens_per_s_per_device"  # type: ignore[index,call-overload]
+    assert "on 4 devices" in of_four.caption
+
+
+def test_the_report_of_a_job_has_the_gpus_of_its_servers() -> None:
+    spec = job_spec(engine={"kind": "sglang", "tp_size": 4})
+    job = Job(id="job-1", created_at=NOW, updated_at=NOW, spec=spec, status=JobStatus())
+    assert report_of(job, (), ()).devices_per_server == 4
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
