@@ -175,12 +175,14 @@ def test_every_page_with_an_action_has_the_lines_that_do_the_same(client: httpx.
     job = Jobs(database).submit(job_spec(name="nightly")).id
     Endpoints(database).create("assistant", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
     Endpoints(database).activate("assistant", 1, "http://127.0.0.1:9/v1")
-    for path, lines in (("/console/new", ("eyrie plan --file job.json", "/v1alpha1/plans", "eyrie train --file job.json",
-                                          "-d @job.json http://127.0.0.1:8642/v1alpha1/jobs")),
-                        (f"/console/jobs/{job}/again", ("-d @job.json http://127.0.0.1:8642/v1alpha1/jobs",)),
-                        (f"/console/jobs/{job}", (f"eyrie cancel {job}", f"/v1alpha1/jobs/{job}/cancel")),
-                        ("/console/endpoints/assistant", ("eyrie rollback assistant", "/assistant/rollback")),
-                        ("/console/endpoints/assistant/compare", ("curl -N", "/v1alpha1/endpoints/assistant/compare"))):
+    server = "http://127.0.0.1:8642/v1alpha1"
+    for path, lines in (
+            ("/console/new", ("eyrie plan --file job.json", f"-d @job.json {server}/plans",
+                              "eyrie train --file job.json", f"-d @job.json {server}/jobs")),
+            (f"/console/jobs/{job}/again", (f"-d @job.json {server}/jobs",)),
+            (f"/console/jobs/{job}", (f"eyrie cancel {job}", f"{server}/jobs/{job}/cancel")),
+            ("/console/endpoints/assistant", ("eyrie rollback assistant", "/assistant/rollback")),
+            ("/console/endpoints/assistant/compare", ("curl -N", f"{server}/endpoints/assistant/compare"))):
         shown = text_of(client.get(path))
         assert [line for line in lines if line not in shown] == [], path
 

@@ -242,9 +242,9 @@ def pareto(report: LoadReport, num_devices: int) -> Figure:
     if gains:
         title += f": the candidate's throughput is {median(gains):.2f}x (median over loads)"
     return figure("pareto", title,
-                   f"Of one server on {num_devices} {'device' if num_devices == 1 else 'devices'}: up is more tokens for "
-                   "each GPU (or for the CPU), right is a faster answer for each user, and the figure at a point is the "
-                   "number of users.",
+                   f"Of one server on {num_devices} {'device' if num_devices == 1 else 'devices'}: up is more tokens "
+                   "for each GPU (or for the CPU), right is a faster answer for each user, and the figure at a point "
+                   "is the number of users.",
                    rows, _throughput_and_interactivity(
                        rows, number("tokens_per_s_per_device", "tokens per second of a device (throughput)")))
 

@@ -20,8 +20,8 @@ def compare(name: str, control: Here, request: Request) -> Response:
     """The form, or why there is none."""
     endpoint = control.endpoints.get(name)
     active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
-    return pages.render_page("compare.html", control, request, endpoint=endpoint, active=active, server=pages.server_of(request),
-                             engine=control.endpoints.serving(name).serve.engine.kind,
+    return pages.render_page("compare.html", control, request, endpoint=endpoint, active=active,
+                             server=pages.server_of(request), engine=control.endpoints.serving(name).serve.engine.kind,
                              recorded=recorded_prompts(name, control),
                              default_tokens=CompareRequest.model_fields["max_tokens"].default,
                              may_compare=pages.may(control, "endpoints:write", control.endpoints.project_of(name)))
