@@ -17,6 +17,7 @@ PATH = "/docs"
 
 _STYLE = """
 :root { color-scheme: light dark; --rule: #8885; --quiet: #8881; }
+html { background: Canvas; color: CanvasText; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem; }
 h2 { border-bottom: 1px solid var(--rule); margin-top: 2.5rem; }
 code, pre { font: 14px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; }
