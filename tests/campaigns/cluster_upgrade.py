@@ -108,7 +108,7 @@ class Upgrades:
 
     def replace(self) -> None:
         """Upgrade the release to the other version while a job runs."""
-        began, before = time.monotonic(), self.release.get_json("/version")["code_version"]
+        began, before = time.monotonic(), self._code_version()
         job_id = self._submit()
         self._await(lambda: self._begun(job_id), f"the capture of job {job_id} begins")
         with Chats(self.release, self.served) as chats:
@@ -118,7 +118,7 @@ class Upgrades:
             self.release.upgrade(tree, chart, VALUES)
             self._await(self._is_ready, "every pod of the new version is ready")
             upgraded_s = time.monotonic() - began
-            after = self.release.get_json("/version")["code_version"]
+            after = self._code_version()
             self._check_job(job_id)
         done = {"to": "new" if self.is_new else "old", "seconds": round(time.monotonic() - began, 1),
                 "until ready": round(upgraded_s, 1), "chats": dict(chats.seen), "code": [before, after]}
@@ -135,6 +135,19 @@ class Upgrades:
         for ended, was in self.ended.items():
             if (now := self._shown(ended)) != was:
                 self._find("a job that had ended is as it was", job=ended, before=was, after=now)
+
+    def _code_version(self) -> str:
+        """Of the API that answers."""
+        found = ""
+
+        def answered() -> bool:
+            nonlocal found
+            answer = self.release.rest("/version", base="")
+            found = str(answer.body["code_version"]) if answer.status == 200 else ""
+            return bool(found)
+
+        self._await(answered, "the API says its version")
+        return found
 
     def _find(self, rule: str, **facts: object) -> None:
         self.campaign.add_finding(rule, version="new" if self.is_new else "old", old=self.old.commit, **facts)

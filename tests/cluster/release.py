@@ -238,10 +238,10 @@ class Release:
         assert code == 0, out
         return Answer(**json.loads(out))
 
-    def rest(self, path: str, body: Any = None, *, method: str | None = None) -> Answer:
+    def rest(self, path: str, body: Any = None, *, method: str | None = None, base: str = "/v1alpha1") -> Answer:
         """A request to our API, as a client with its token."""
         token = self.secret(f"{NAME}-eyrie-api-token")["token"]
-        return self.ask(f"http://{NAME}-eyrie-api/v1alpha1{path}", body, method=method,
+        return self.ask(f"http://{NAME}-eyrie-api{base}{path}", body, method=method,
                         headers={"authorization": f"Bearer {token}", "accept": "application/json"})
 
     def get_json(self, path: str) -> Any:
