@@ -18,16 +18,16 @@ The whole is played once, `--seconds` bounds the waits. Without git's history it
 """
 
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from eyrie_pipelines.processes import wait_until
 from tests.campaigns.live_servers import scratch
 from tests.campaigns.report import Campaign, options
-from tests.campaigns.upgrade import CANNOT_RUN, NoHistory, OldVersion, check_out
+from tests.campaigns.upgrade import CANNOT_RUN, Chats, NoHistory, OldVersion, check_out
 from tests.cluster.observations import Served, serving
 from tests.cluster.programs import Programs, programs
 from tests.cluster.release import CHART, Release, installed
@@ -55,37 +55,16 @@ def body_of(number: int) -> dict[str, Any]:
         "promotion": {"mode": "never"}, "serve": {"enabled": False}}
 
 
-class Chats:
-    """A client inside the cluster that sends the same greedy chat again and again, and counts what it gets."""
-
-    def __init__(self, release: Release, served: Served) -> None:
-        self._release, self._served = release, served
-        self.seen, self.texts = Counter[str](), Counter[str]()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, daemon=True)
-
-    def __enter__(self) -> "Chats":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._over.set()
-        self._thread.join(120)
-
-    def _repeat(self) -> None:
-        while not self._over.wait(0.5):
-            status, text = ask(self._release, self._served)
-            self.seen[str(status) if status else "refused or cut off"] += 1
-            if status == 200:
-                self.texts[text] += 1
-
-
-def ask(release: Release, served: Served) -> tuple[int, str]:
-    """One chat: its status (0: nobody answered), and the text."""
+def ask(release: Release, served: Served) -> tuple[str, str]:
+    """One chat from inside the cluster, as `Chats` takes it."""
     answer = release.ask(f"{served.url}/chat/completions", {
         "model": served.model, "temperature": 0, "max_tokens": 16,
         "messages": [{"role": "user", "content": _QUESTION}]})
-    return answer.status, str(answer.body["choices"][0]["message"]["content"]) if answer.status == 200 else answer.text
+    if answer.status == 200:
+        return "answered", str(answer.body["choices"][0]["message"]["content"])
+    if answer.status in (0, 502, 503):
+        return "disconnected" if answer.status == 0 else str(answer.status), ""
+    return "wrong", f"{answer.status}: {answer.text[:300]}"
 
 
 class Upgrades:
@@ -111,7 +90,7 @@ class Upgrades:
         began, before = time.monotonic(), self._code_version()
         job_id = self._submit()
         self._await(lambda: self._begun(job_id), f"the capture of job {job_id} begins")
-        with Chats(self.release, self.served) as chats:
+        with Chats(partial(ask, self.release, self.served)) as chats:
             self.is_new = not self.is_new
             tree, chart = (self.ours, CHART) if self.is_new else (self.ours.of(self.old.tree),
                                                                   self.old.tree / "helm" / "eyrie")
@@ -126,9 +105,9 @@ class Upgrades:
         print(f"upgrade: {done}", file=sys.stderr, flush=True)
         if before == after:
             self._find("the API is the other version's", **done)
-        wrong = set(chats.seen) - {"200", "503", "refused or cut off"}
-        if wrong or set(chats.texts) - {self.text} or not chats.texts:
-            self._find("the endpoint answers as before", **done, texts=dict(chats.texts), wanted=self.text)
+        if chats.wrong or set(chats.texts) != {self.text}:
+            self._find("the endpoint answers as before, or says that it is to be repeated", **done,
+                       wrong=chats.wrong[:3], texts=dict(chats.texts), wanted=self.text)
         shown = self.release.get_json(f"/endpoints/{ENDPOINT}")
         if shown["active_revision"] != 1 or len(shown["revisions"]) != 1:
             self._find("the endpoint has the revision it had", shown=shown)
@@ -152,7 +131,7 @@ class Upgrades:
     def _find(self, rule: str, **facts: object) -> None:
         self.campaign.add_finding(rule, version="new" if self.is_new else "old", old=self.old.commit, **facts)
 
-    def _await(self, condition: Any, what: str) -> None:
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
         if not wait_until(condition, max(120.0, self.campaign.seconds - self.campaign.elapsed_s)):
             self._find(what, diagnosis=self.release.diagnosis()[-4000:])
             raise SystemExit(self.campaign.finish({"upgrades": self.steps}))

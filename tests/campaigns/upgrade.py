@@ -28,8 +28,10 @@ import tarfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,25 +106,29 @@ def _git(*arguments: str) -> str:
 
 
 class Chats:
-    """A client that sends the same greedy chat again and again, a connection each, and counts what it gets."""
+    """A client that sends the same greedy chat again and again, a connection each, and counts what it gets.
 
-    def __init__(self, url: str) -> None:
-        self.url, self.seen, self.texts = url, Counter[str](), Counter[str]()
+    `ask` sends one, and returns what came of it: `answered` and the text, what may be repeated (`refused`,
+    `disconnected`, `502`, `503`), or `wrong` and why. What it raises ends the chats, and is raised at the end.
+    """
+
+    def __init__(self, ask: Callable[[], tuple[str, str]]) -> None:
+        self._ask, self.seen, self.texts = ask, Counter[str](), Counter[str]()
         self.wrong: list[str] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, daemon=True)
+        self._over, self._executor = threading.Event(), ThreadPoolExecutor(1)
 
     def __enter__(self) -> "Chats":
-        self._thread.start()
+        self._client = self._executor.submit(self._repeat)
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._over.set()
-        self._thread.join(60)
+        self._executor.shutdown()
+        self._client.result()
 
     def _repeat(self) -> None:
         while not self._over.wait(0.1):
-            kind, said = ask(self.url)
+            kind, said = self._ask()
             self.seen[kind] += 1
             if kind == "answered":
                 self.texts[said] += 1
@@ -131,7 +137,7 @@ class Chats:
 
 
 def ask(url: str) -> tuple[str, str]:
-    """One chat: `answered` and the text, what may be repeated (`refused`, `disconnected`, `503`), or `wrong`."""
+    """One chat, as `Chats` takes it."""
     try:
         answer = httpx.post(f"{url}/v1/chat/completions", json=_CHAT, timeout=60.0, trust_env=False)
     except httpx.ConnectError:
@@ -186,7 +192,7 @@ class Replacement:
             self._find("a job reaches its training", job=job_id)
             return False
         revision, revisions = self._endpoint()
-        with Chats(self.url) as chats:
+        with Chats(partial(ask, self.url)) as chats:
             if by == "SIGTERM":
                 self.rehearsal.plan()
                 code = self.plane.terminate()

@@ -41,7 +41,7 @@ _SHARE = 100
 while a page is rendered: with more than a hundredth of the time, their 99th percentile would show it."""
 
 _APART_S, _LATEST_S = 0.004, 0.4
-"""Between two readers of a page that has changed, and the most that one waits: a hundred answers in one turn of the
+"""Between two readers of a page that has changed, and before which all have it: a hundred answers in one turn of the
 event loop would delay every request by all of them."""
 
 _MAX_BATCH = 500
@@ -109,7 +109,7 @@ class LivePages:
         """Messages of an event stream: the page as it is, then whenever it has changed."""
         yield b"retry: %d\n\n" % _RETRY_MS
         page = self._pages.setdefault(key, _OpenPage(render))
-        behind_s = min(page.readers * _APART_S, _LATEST_S)
+        behind_s = page.readers * _APART_S % _LATEST_S
         page.readers += 1
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())

@@ -8,6 +8,7 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.decisions.hardware_choice import hardware_of
+from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.stages import HardwareStage, ProveStage
@@ -31,8 +32,8 @@ def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def measured(tmp_path: Path, proof: Path, profile: PlacedProfile) -> HardwareMeasurement:
-    """Run the stage of one profile."""
+def run(tmp_path: Path, proof: Path, profile: PlacedProfile) -> int:
+    """Run the stage of one profile; returns its exit code."""
     first = PROFILES.profiles[0].name
     spec = HardwareStage(
         job_id="j", candidate="c", profile=profile, baseline=first, proof_dir=str(proof), load=LOAD,
@@ -42,7 +43,13 @@ def measured(tmp_path: Path, proof: Path, profile: PlacedProfile) -> HardwareMea
     directory.mkdir()
     (directory / "spec.json").write_text(spec.model_dump_json())
     arguments = ["--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json")]
-    assert run_program(HardwareStage, compare, arguments) == 0
+    return run_program(HardwareStage, compare, arguments)
+
+
+def measured(tmp_path: Path, proof: Path, profile: PlacedProfile) -> HardwareMeasurement:
+    """What the stage of one profile reports."""
+    assert run(tmp_path, proof, profile) == 0
+    directory = tmp_path / profile.name
     manifest = read_manifest(directory)
     verify_files(manifest, directory)
     report = manifest.report
@@ -84,8 +91,7 @@ def test_prompts_of_the_proof_that_differ_from_their_manifest_are_refused_before
     read = spec.model_copy(update={"held_out_file": str(answers / "index.json")})
     (proof / "spec.json").write_text(read.model_dump_json())
     (answers / "index.json").write_text("other prompts")
-    with pytest.raises(AssertionError):
-        measured(tmp_path, proof, PROFILES.profiles[0])
+    assert run(tmp_path, proof, PROFILES.profiles[0]) == ArtifactCorrupt.exit_code
     assert "ArtifactCorrupt" in (tmp_path / PROFILES.profiles[0].name / "failure.json").read_text()
     assert "index.json" in capsys.readouterr().err
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from eyrie_api.database.projects import UsedUp
 from eyrie_api.decisions.promotion import summarize_decision
+from eyrie_api.http.routes.jobs import WAITING
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
 from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
@@ -27,7 +28,6 @@ from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
 _NO_NODE = "WaitingForNodes"
 """Of a stage, or of an endpoint's condition Serving: the scheduler finds no node for a pod."""
 
-WAITING_ROUTE = "/v1alpha1/waiting"
 NOTHING_WAITS = WaitingList(items=(), total=0)
 
 
@@ -126,12 +126,12 @@ def _waiting(waiting: WaitingList) -> Iterable[Item]:
     yield from map(_waiting_object, waiting.items)
     more = waiting.total - len(waiting.items)
     if more > 0:
-        yield Item(f"{more} more DrafterJob{'s wait' if more > 1 else ' waits'}", WAITING_ROUTE,
-                   f"those above have waited longest; all of them: GET {WAITING_ROUTE}")
+        yield Item(f"{more} more DrafterJob{'s wait' if more > 1 else ' waits'}", WAITING,
+                   f"those above have waited longest; all of them: GET {WAITING}")
 
 
 def _waiting_object(one: WaitingObject) -> Item:
-    return Item(f"DrafterJob {one.namespace}/{one.name} waits: {one.reason}", WAITING_ROUTE,
+    return Item(f"DrafterJob {one.namespace}/{one.name} waits: {one.reason}", WAITING,
                 f"in project {one.project}, since {one.since:%Y-%m-%d %H:%M} UTC: {one.message}; hint: {one.hint}")
 
 
