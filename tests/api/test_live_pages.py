@@ -167,3 +167,8 @@ def test_a_page_takes_at_most_a_hundredth_of_the_processor_however_often_it_chan
     assert is_due(True, age_s=5.0, stale_s=30.0, took_s=0.05)
     assert not is_due(False, age_s=5.0, stale_s=5.0, took_s=0.1), "stale, and rendering takes too long"
     assert is_due(False, age_s=10.0, stale_s=5.0, took_s=0.1)
+
+
+def test_one_long_rendering_keeps_no_reader_waiting() -> None:
+    assert not is_due(True, age_s=9.0, stale_s=30.0, took_s=5.0)
+    assert is_due(True, age_s=10.0, stale_s=30.0, took_s=5.0)

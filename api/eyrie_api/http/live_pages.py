@@ -40,6 +40,10 @@ _SHARE = 100
 """A page is rendered again after so many times what the last rendering took. Requests wait for the interpreter's lock
 while a page is rendered: with more than a hundredth of the time, their 99th percentile would show it."""
 
+_LONGEST_S = 10.0
+"""After so long a page is rendered again whatever it took: a rendering that a busy machine or a collection of garbage made
+long says little of the next, and its readers wait."""
+
 _APART_S, _LATEST_S = 0.004, 0.4
 """Between two readers of a page that has changed, and before which all have it: a hundred answers in one turn of the
 event loop would delay every request by all of them."""
@@ -147,7 +151,9 @@ class LivePages:
                     if is_due(version != page.version, age, stale_s, page.took_s):
                         took_s, message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
                         self._deliver(key, page, message)
-                        page.version, page.took_s, page.rendered_at = version, took_s, time.monotonic()
+                        is_first = page.rendered_at == float("-inf")  # it compiles templates: no measure of the next
+                        page.took_s = 0.0 if is_first else took_s
+                        page.version, page.rendered_at = version, time.monotonic()
             except SQLAlchemyError as error:
                 log.warning("the database is unavailable (%s): pages wait", type(error).__name__)
             await asyncio.sleep(_POLL_S)
@@ -182,7 +188,7 @@ class LivePages:
 
 def is_due(has_changed: bool, age_s: float, stale_s: float, took_s: float) -> bool:
     """Whether a page is rendered again: it has changed or is stale, and its share of the processor allows it. Pure."""
-    return (has_changed or age_s >= stale_s) and age_s >= _SHARE * took_s
+    return (has_changed or age_s >= stale_s) and age_s >= min(_SHARE * took_s, _LONGEST_S)
 
 
 def _message(render: Render) -> tuple[float, tuple[bytes, bool]]:
