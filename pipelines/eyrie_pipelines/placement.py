@@ -46,9 +46,9 @@ from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.drafter import TaskKind, define
-from eyrie_pipelines.runner import PROFILE_LABEL, STAGE_LABEL
+from eyrie_pipelines.runner import PROFILE_LABEL, RUN_LABEL, STAGE_LABEL
 from eyrie_pipelines.torchrun import DIVIDED_STAGES, PROCESSES_VARIABLE
-from eyrie_pipelines.trainjob import TRAINJOB_VARIABLE, TrainJobRequest
+from eyrie_pipelines.trainjob import RUN_VARIABLE, TRAINJOB_VARIABLE, TrainJobRequest
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
@@ -126,6 +126,7 @@ def _compiled(profile_text: str, requested_text: str, together: bool, hardware_t
             return placed_stage(task, given).set_env_variable(PROCESSES_VARIABLE, str(max(1, given.num_gpus)))
         request = TrainJobRequest(nodes=requested.train_nodes, placement=given, home=profile.home,
                                   sync_s=profile.sync_s, python=profile.python, model_cache=profile.model_cache)
+        kubernetes.use_field_path_as_env(task, RUN_VARIABLE, f"metadata.labels['{RUN_LABEL}']")
         return place(task, small(given), profile).set_env_variable(TRAINJOB_VARIABLE, request.model_dump_json())
 
     def placed_stage(task: Any, given: Placement) -> Any:

@@ -10,6 +10,7 @@ the job directory and references, and returns references (`steps`).
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,8 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str, request: tra
         client = trainjob.TrainJobClient.in_cluster()
         arguments = ["--job-dir", job_dir, "--spec-digest", spec_digest, "--candidate", spec.candidate]
         name = trainjob.name_of(spec.job_id, spec.candidate, digest_model(spec))
-        result = client.run(trainjob.render(request, name, client.namespace, arguments))
+        result = client.run(trainjob.render(request, name, client.namespace, arguments,
+                                            os.environ.get(trainjob.RUN_VARIABLE, "")))
         work.begin()
         first = read_failure(Path(job_dir))
         if first is not None:

@@ -33,12 +33,16 @@ from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
+from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
 from eyrie_pipelines.torchrun import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
 TRAINJOB_VARIABLE = "EYRIE_TRAINJOB"
 """A TrainJobRequest as JSON: set on the train task that creates a TrainJob, not on its nodes."""
+
+RUN_VARIABLE = "EYRIE_RUN"
+"""The id of the task's Kubeflow run, which its TrainJob's pods get as a label: set like EYRIE_TRAINJOB."""
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 MANAGER = "eyrie.dev/pipelines"
@@ -100,8 +104,12 @@ def name_of(job_id: str, candidate: str, spec_digest: str) -> str:
     return f"eyrie-{words}-{digest}"
 
 
-def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[str]) -> dict[str, Any]:
-    """The TrainJob. Pure."""
+def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[str],
+           run_id: str = "") -> dict[str, Any]:
+    """The TrainJob. Pure.
+
+    run_id   of the Kubeflow run; empty in a run that an earlier version started
+    """
     placed = request.placement
     processes = max(1, placed.num_gpus)
     values = pod_variables(placed, request.home, request.sync_s) | {PROCESSES_VARIABLE: str(processes)}
@@ -113,6 +121,8 @@ def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[
     amounts = {side: dict(getattr(placed, side)) for side in ("requests", "limits")}
     if placed.num_gpus:
         amounts["limits"][placed.gpu_resource] = str(placed.num_gpus)
+    # The labels by which the operator finds pods that no node has room for.
+    labels = {"metadata": {"labels": {RUN_LABEL: run_id, STAGE_LABEL: "train"}}} if run_id else {}
     return {
         "apiVersion": API_VERSION, "kind": "TrainJob",
         "metadata": {"name": name, "namespace": namespace,
@@ -125,7 +135,7 @@ def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[
                 "env": variables, "numNodes": request.nodes, "numProcPerNode": processes,
                 "resourcesPerNode": {side: given for side, given in amounts.items() if given}},
             "runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
-                {"name": _NODE, "template": {"spec": {"template": {"spec": _pod(request)}}}}]}}}}],
+                {"name": _NODE, "template": {"spec": {"template": {**labels, "spec": _pod(request)}}}}]}}}}],
         },
     }
 

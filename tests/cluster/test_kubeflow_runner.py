@@ -13,8 +13,11 @@ from urllib.request import urlopen
 import pytest
 
 from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.records import WaitingPod
 from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines.kubeflow import KubeflowRunner
+from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
 from tests.cluster.patience import eventually
 from tests.cluster.programs import programs
 from tests.cluster.test_kubeflow_double import Double, doubling
@@ -29,6 +32,7 @@ class Stage:
     """A runner, what it drives, and where."""
 
     runner: KubeflowRunner
+    profile: ClusterProfile
     double: Double
     rehearsal: Rehearsal
     home: Path
@@ -58,7 +62,7 @@ def stage(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Stage]:
                 "kubeflow": {"url": f"http://127.0.0.1:{double.port}"}, "home": str(home), "python": own.python,
                 "stages": {"image": own.image, "work": {"kind": "volume", "claim": "work", "mount_path": str(home)},
                            "host_paths": [{"path": str(REHEARSAL), "mount_path": str(REHEARSAL)}]}})
-            yield Stage(KubeflowRunner(profile, home, None), double, Rehearsal(home / "rehearsal"), home,
+            yield Stage(KubeflowRunner(profile, home, None), profile, double, Rehearsal(home / "rehearsal"), home,
                         tmp_path / "objects")
     finally:
         cluster.delete("v1", "PersistentVolume", "", volume)
@@ -89,6 +93,36 @@ def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: St
     assert artifacts["proof"]["metadata"]["data"] == str(stage.home / "jobs" / "dj-1" / "stages" / "prove")
     page = stage.objects / artifacts["report"]["uri"].removeprefix("minio://")
     assert "By the figures of this run" in page.read_text()
+
+
+def test_a_pod_that_no_node_takes_is_seen_as_waiting_and_runs_when_a_node_does(cluster: Cluster, stage: Stage) -> None:
+    pool = {"eyrie.dev/test-pool": stage.double.namespace}
+    placed = stage.profile.stages.model_copy(update={"node_selector": pool})
+    profile = stage.profile.model_copy(update={"stages": placed})
+    runner = KubeflowRunner(profile, stage.home, None)
+    stage.rehearsal.plan(regenerate=["hang"])
+    runner.start("dj-1", spec_of(), 1, None)
+
+    def waiting() -> list[WaitingPod]:
+        pods = cluster.list_all("v1", "Pod", stage.double.namespace, labelled=f"{RUN_LABEL},{STAGE_LABEL}",
+                                fields="status.phase=Pending")
+        return list(waiting_pods(pods))
+
+    (wait,) = eventually(waiting, "the scheduler has refused the pod", DEADLINE_S)
+    (run,) = stage.double.runs.run_service_list_runs().runs
+    assert (wait.run_id, wait.stage, wait.reason) == (run.run_id, "regenerate", "WaitingForNodes")
+    assert "nodes are available" in wait.message, wait
+    assert f"eyrie.dev/test-pool={stage.double.namespace}" in wait.message, wait
+    assert runner.observe("dj-1").state == "running", "nothing fails by it"
+    node = cluster.list_all("v1", "Node")[0]["metadata"]["name"]
+    try:
+        cluster.merge("v1", "Node", "", node, {"metadata": {"labels": pool}})
+        eventually(stage.rehearsal.starts, "the stage runs on the labelled node", DEADLINE_S)
+        assert not waiting()
+    finally:
+        cluster.merge("v1", "Node", "", node, {"metadata": {"labels": dict.fromkeys(pool)}})
+        runner.stop("dj-1")
+    eventually(lambda: runner.observe("dj-1").state != "running", "the run ends", DEADLINE_S)
 
 
 def test_a_stages_failure_is_reported_while_the_run_lives_and_ends_it(stage: Stage) -> None:

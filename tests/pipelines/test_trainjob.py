@@ -11,6 +11,7 @@ from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import Placement, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines import work_area
 from eyrie_pipelines.run_failure import read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
@@ -86,6 +87,20 @@ def test_the_task_that_creates_a_trainjob_is_small_and_gets_the_request_in_its_e
     assert "service_account" in platform(pipeline, "train")["podMetadata"]["annotations"]["eyrie.dev/pod"]
     assert container(pipeline, "benchmark")["resources"]["accelerator"]["resourceCount"] == "2"
     assert TRAINJOB_VARIABLE not in variables(compiled(), "train")
+
+
+def test_the_pods_of_a_trainjob_have_the_labels_by_which_the_operator_finds_pods_without_a_node() -> None:
+    pipeline = compiled(wanted=JobPlacement(train_nodes=4, train_launcher="trainjob"))
+    assert platform(pipeline, "train")["fieldPathAsEnv"] == [
+        {"name": "EYRIE_RUN", "fieldPath": "metadata.labels['pipeline/runid']"}]
+    made = render(request(), "eyrie-j", "team", ARGUMENTS, "run-7")
+    (node,) = made["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    labels = node["template"]["spec"]["template"]["metadata"]["labels"]
+    condition = {"type": "PodScheduled", "status": "False", "message": "no",
+                 "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    pod = {"metadata": {"name": "p", "labels": labels}, "status": {"phase": "Pending", "conditions": [condition]}}
+    (wait,) = waiting_pods([pod])
+    assert (wait.run_id, wait.stage, wait.key) == ("run-7", "train", "")
 
 
 def test_the_name_is_a_dns_label_and_differs_by_job_candidate_and_spec() -> None:

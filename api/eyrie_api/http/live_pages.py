@@ -41,8 +41,8 @@ _SHARE = 100
 while a page is rendered: with more than a hundredth of the time, their 99th percentile would show it."""
 
 _LONGEST_S = 10.0
-"""After so long a page is rendered again whatever it took: a rendering that a busy machine or a collection of garbage made
-long says little of the next, and its readers wait."""
+"""After so long a page is rendered again whatever it took: a rendering that a busy machine made long says little of the
+next, and its readers wait."""
 
 _APART_S, _LATEST_S = 0.004, 0.4
 """Between two readers of a page that has changed, and before which all have it: a hundred answers in one turn of the
