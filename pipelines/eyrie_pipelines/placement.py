@@ -47,8 +47,8 @@ from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.drafter import TaskKind, define
 from eyrie_pipelines.runner import PROFILE_LABEL, RUN_LABEL, STAGE_LABEL
-from eyrie_pipelines.torchrun import DIVIDED_STAGES, PROCESSES_VARIABLE
-from eyrie_pipelines.trainjob import RUN_VARIABLE, TRAINJOB_VARIABLE, TrainJobRequest
+from eyrie_pipelines.torchrun import DIVIDED_STAGES, PROCESSES_VARIABLE, TRAINJOB_VARIABLE
+from eyrie_pipelines.trainjob import RUN_VARIABLE, TrainJobRequest
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 

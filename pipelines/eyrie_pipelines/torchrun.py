@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from eyrie_api.v1alpha1.stages import StageName
 
+TRAINJOB_VARIABLE = "EYRIE_TRAINJOB"
+"""A TrainJobRequest as JSON (`trainjob`): set on the train task that creates a TrainJob, not on its nodes."""
+
 PROCESSES_VARIABLE = "EYRIE_PROCESSES"
 """Processes of this pod's stage: one for each of its GPUs, at least one. Not set on one machine."""
 

@@ -34,12 +34,9 @@ from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE
+from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, TRAINJOB_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
-
-TRAINJOB_VARIABLE = "EYRIE_TRAINJOB"
-"""A TrainJobRequest as JSON: set on the train task that creates a TrainJob, not on its nodes."""
 
 RUN_VARIABLE = "EYRIE_RUN"
 """The id of the task's Kubeflow run, which its TrainJob's pods get as a label: set like EYRIE_TRAINJOB."""
@@ -91,10 +88,9 @@ class TrainJobResult(Frozen):
     message: str = ""
 
 
-def request_from_environment() -> TrainJobRequest | None:
-    """The request in EYRIE_TRAINJOB; None where the task trains in its own pod."""
-    text = os.environ.get(TRAINJOB_VARIABLE)
-    return TrainJobRequest.model_validate_json(text) if text else None
+def request_from_environment() -> TrainJobRequest:
+    """The request in EYRIE_TRAINJOB."""
+    return TrainJobRequest.model_validate_json(os.environ[TRAINJOB_VARIABLE])
 
 
 def name_of(job_id: str, candidate: str, spec_digest: str) -> str:

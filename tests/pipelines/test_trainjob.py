@@ -15,9 +15,8 @@ from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines import work_area
 from eyrie_pipelines.run_failure import read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, num_processes, under_torchrun
+from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, TRAINJOB_VARIABLE, num_processes, under_torchrun
 from eyrie_pipelines.trainjob import (
-    TRAINJOB_VARIABLE,
     TrainJobClient,
     TrainJobRequest,
     TrainJobResult,
