@@ -281,7 +281,12 @@ class Chaos:
             return not self.open
 
         if not wait_until(self.serves, END_S):
-            self.campaign.add_finding("an endpoint whose processes were killed serves again")
+            row = self.ask("GET", f"/v1alpha1/endpoints/{LIVE}").json()
+            self.campaign.add_finding("an endpoint whose processes were killed serves again",
+                                      conditions=row["conditions"], files={
+                one.relative_to(self.live).as_posix(): one.read_text(errors="replace")[-1500:]
+                for pattern in ("*.json", "engines/*/*.json", "*.log", "engines/*/*.log")
+                for one in sorted(self.live.glob(pattern))})
         if not wait_until(ended, END_S):
             self.campaign.add_finding("each accepted job ends", jobs=[
                 self.ask("GET", f"/v1alpha1/jobs/{job_id}").json()["status"] for job_id in self.open])

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from eyrie_pipelines.processes import wait_until
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.workers.engines.conftest import chat_body
@@ -278,6 +279,27 @@ def test_a_missing_target_ends_the_process_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="hint:"):
         started.wait_ready(120)
     assert started.stop() == 66
+
+
+def test_an_engine_that_cannot_say_that_it_is_ready_ends_and_one_that_cannot_write_its_log_serves(
+        target: Path, tmp_path: Path) -> None:
+    def argv(ready: Path) -> list[str]:
+        return EngineCommand(target=target, model="tiny", threads=1).argv(ready)
+
+    ended = subprocess.run(argv(Path("/proc/nothing/ready.json")), capture_output=True, text=True, check=False,
+                           timeout=120)
+    assert ended.returncode == 70, ended.stderr
+    assert "FileNotFoundError" in ended.stderr
+    ready = tmp_path / "ready.json"
+    with open("/dev/full", "wb") as full:
+        process = subprocess.Popen(argv(ready), stdout=full, stderr=full)
+    try:
+        assert wait_until(ready.exists, 120.0)
+        url = json.loads(ready.read_text())["url"]
+        assert httpx.post(f"{url}{CHAT}", json=chat_body(), timeout=120).status_code == 200
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_sigterm_lets_a_running_response_finish(target: Path, tmp_path: Path) -> None:

@@ -126,8 +126,8 @@ class EngineThread:
             self._fail(EngineCrashed(f"loading failed: {type(error).__name__}: {error}", "see the log's traceback"))
             raise
         self.state = "ready"
-        self.on_state_change()
         try:
+            self.on_state_change()
             while self.state == "ready":
                 self._iterate(self.loaded)
         except Exception as error:

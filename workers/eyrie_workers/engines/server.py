@@ -15,6 +15,7 @@ OpenAI-shaped 503, streams with the same as an event. A client that disconnects 
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import json
 import math
@@ -144,7 +145,8 @@ def serve(options: ServerOptions, listening: socket.socket) -> int:
     def on_state_change() -> None:
         # Runs in the engine thread. uvicorn polls `should_exit`, so setting it there is safe.
         if engine.state == "ready":
-            print(f"ready: {options.model} at {url}/v1", flush=True)
+            with contextlib.suppress(OSError):  # its log may be on a full disk
+                print(f"ready: {options.model} at {url}/v1", flush=True)
             if options.ready_file is not None:
                 ready = {"url": url, "pid": os.getpid(), "model": options.model}
                 write_atomically(options.ready_file, json.dumps(ready) + "\n")
