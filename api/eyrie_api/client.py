@@ -154,6 +154,10 @@ class Client:
         """One job."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}", Job)
 
+    def submitted(self, job_id: str) -> dict[str, Any]:
+        """The document that a job was submitted with, without defaults. Raises NotFound for a job without one."""
+        return dict(self._request("GET", f"{_API}/jobs/{quote(job_id, safe='')}/submitted").json())
+
     def jobs(self, *, phase: str | None = None, name: str | None = None, target: str | None = None,
              labels: dict[str, str] | None = None, limit: int = 50, cursor: str | None = None) -> JobList:
         """One page of jobs, newest first."""

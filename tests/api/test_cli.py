@@ -14,6 +14,7 @@ import uvicorn
 from typer.testing import CliRunner, Result
 
 from eyrie_api.cli.commands import app
+from eyrie_api.client import Client
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -137,6 +138,10 @@ def test_train_submits_a_job_with_absolute_paths(eyrie: Eyrie, monkeypatch: pyte
     assert job["spec"]["target"]["model"] == str(eyrie.target)
     assert job["spec"]["data"]["sources"][0]["path"] == str(eyrie.chats)
     assert job["spec"]["train"]["epochs"] == 1
+    with Client(eyrie.plane.url) as client:
+        assert client.submitted(job["id"]) == {
+            "target": {"model": str(eyrie.target)}, "data": {"sources": [{"path": str(eyrie.chats)}]},
+            "train": {"epochs": 1}}, "the document that the command has made of its options"
     words = eyrie("train", "--target", str(eyrie.target), "--data", "chats.jsonl", "--no-watch")
     assert words.exit_code == 0
     assert "eyrie watch" in words.stdout

@@ -9,18 +9,22 @@ import json
 import re
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import JobRow
 from eyrie_api.http.console import pages
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
@@ -30,10 +34,11 @@ from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting, Trial
 from tests.api.figures.endpoint_values import endpoint_with_history
-from tests.api.samples import ManualClock, job_spec
+from tests.api.samples import ManualClock, job_body, job_spec
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report, load_report
 
 HOSTILE = '"><script>alert(1)</script>'
+NIGHTLY: dict[str, Any] = job_body(name="nightly", train={"epochs": 3})
 
 
 @pytest.fixture
@@ -144,16 +149,33 @@ def test_the_page_of_an_endpoint_says_that_its_traffic_has_drifted_and_what_to_d
     assert "hint: train a drafter on recent traffic" in shown
 
 
-def test_the_document_of_a_job_is_shown_without_its_defaults_and_with_every_one(
-        client: httpx.Client, database: Database) -> None:
-    spec = {"name": "nightly", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
-            "train": {"epochs": 3}}
+def documents(client: httpx.Client, job: str) -> dict[str, Any]:
+    """The documents that the page of a job shows, by what it calls them."""
+    return {name: json.loads(unescape(text)) for name, text in re.findall(
+        r"<summary>([^<]*)</summary><pre tabindex=\"0\">(\{.*?)</pre>", client.get(f"/console/jobs/{job}").text,
+        re.DOTALL)}
+
+
+def test_the_document_of_a_job_is_shown_as_submitted_and_as_resolved(client: httpx.Client) -> None:
+    spec = NIGHTLY | {"train": {"epochs": 3, "seed": JobSpec.model_validate(NIGHTLY).train.seed}}
     job = client.post("/v1alpha1/jobs", json=spec).json()["id"]
-    different, resolved = (json.loads(unescape(one)) for one in re.findall(
-        r"<pre tabindex=\"0\">(\{.*?)</pre>", client.get(f"/console/jobs/{job}").text, re.DOTALL))
-    assert different == spec | {"target": {"model": "quickstart", "dtype": "float32"}}, "the type is resolved"
-    assert resolved == client.get(f"/v1alpha1/jobs/{job}").json()["spec"]
-    assert resolved["train"].items() > different["train"].items()
+    shown = documents(client, job)
+    assert shown == {"As submitted": spec, "As resolved": client.get(f"/v1alpha1/jobs/{job}").json()["spec"]}, (
+        "a default that was sent is part of what was submitted")
+    assert shown["As resolved"]["train"].items() > spec["train"].items()
+    assert "as a DrafterJob" not in client.get(f"/console/jobs/{job}").text
+
+
+def test_of_a_job_of_an_earlier_version_the_page_shows_what_differs_from_the_defaults(
+        client: httpx.Client, database: Database) -> None:
+    job = client.post("/v1alpha1/jobs", json=NIGHTLY).json()["id"]
+    with database.writing() as session:
+        session.execute(update(JobRow).values(submitted=None))
+    shown = documents(client, job)
+    assert list(shown) == ["What differs from the defaults", "As resolved"]
+    assert shown["What differs from the defaults"] == NIGHTLY | {
+        "target": {"model": "quickstart", "dtype": "float32"}}, "the type is resolved"
+    assert "an earlier version accepted this job" in client.get(f"/console/jobs/{job}").text
 
 
 @pytest.mark.parametrize(("path", "status", "words"), [

@@ -20,7 +20,7 @@ from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxR
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from tests.api.samples import NOW, job_spec
+from tests.api.samples import NOW, job_body, job_spec
 
 
 def test_the_migrated_tables_equal_the_metadata(database: Database) -> None:
@@ -68,6 +68,18 @@ def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: D
     with database.reading() as session:
         result = session.execute(text("SELECT reason FROM revisions ORDER BY number")).scalars().all()
     assert result == [row["reason"] for row in rows]
+
+
+def test_jobs_of_tables_without_the_submitted_document_stay_and_have_none(database: Database) -> None:
+    jobs = Jobs(database)
+    job = jobs.submit(job_spec(name="kept"))
+    downgrade(database, "v0010")
+    assert "submitted" not in {column["name"] for column in inspect(database.engine).get_columns("jobs")}
+    upgrade(database)
+    assert jobs.get(job.id) == job
+    assert jobs.submitted(job.id) is None
+    again = jobs.submit(job_spec(name="new"))
+    assert jobs.submitted(again.id) == job_body(name="new")
 
 
 def test_endpoints_of_older_tables_count_the_replicas_they_name(database: Database) -> None:

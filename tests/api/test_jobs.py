@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from sqlalchemy import event
 
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -14,9 +15,9 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
+from eyrie_api.v1alpha1.status import Job, JobStatus, Progress, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
-from tests.api.samples import NOW, ManualClock, ended, job_spec
+from tests.api.samples import NOW, ManualClock, ended, job_body, job_spec
 
 
 def test_a_submitted_job_is_pending_accepted_and_its_first_chore_is_promised(jobs: Jobs, database: Database) -> None:
@@ -107,6 +108,28 @@ def test_retry_goes_on_from_the_failed_stage_and_keeps_the_finished_ones(jobs: J
     assert (train.state, train.reason, train.message, train.progress) == ("Pending", None, None, None)
     assert len(Outbox(database).pending()) == before + 1
     assert jobs.unfinished(10.0) == (job.id,)
+
+
+def test_the_document_as_it_was_sent_is_kept_by_all_ways_and_by_a_retry(jobs: Jobs) -> None:
+    spec = job_spec(train={"epochs": 3})
+    resolved = spec.model_copy(update={"target": spec.target.model_copy(update={"dtype": "float32"})})
+    once = jobs.submit_once(resolved, None, "default", submitted=spec)
+    assert isinstance(once, Job)
+    for job in (once, jobs.submit(resolved, submitted=spec), jobs.submit(spec)):
+        assert jobs.submitted(job.id) == job_body(train={"epochs": 3})
+    jobs.save_status(once.id, ended("Failed"))
+    jobs.retry(once.id)
+    assert jobs.submitted(once.id) == job_body(train={"epochs": 3})
+    with pytest.raises(NotFound):
+        jobs.submitted("job-none")
+
+
+def test_a_list_of_jobs_does_not_read_the_documents_that_were_sent(jobs: Jobs, database: Database) -> None:
+    jobs.submit(job_spec())
+    statements: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    assert len(jobs.list().items) == 1
+    assert not any("submitted" in one for one in statements)
 
 
 def test_retry_is_refused_while_running_and_after_success(jobs: Jobs) -> None:

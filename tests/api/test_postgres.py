@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import delete, make_url, update
+from sqlalchemy import delete, event, make_url, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -21,7 +21,7 @@ from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
 from eyrie_api.database.jobs import JobFilter, Jobs, Metric
 from eyrie_api.database.migrations import downgrade, schema_state, upgrade
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.quotas import QuotaReached
+from eyrie_api.database.quotas import Demand, QuotaReached
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.database.tables import Base, IdempotencyRow, ProjectRow
 from eyrie_api.decisions.leaderboard import Measured
@@ -31,7 +31,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
-from tests.api.samples import NOW, benchmark_report, ended, job_spec
+from tests.api.samples import NOW, benchmark_report, ended, job_body, job_spec
 from tests.servers.postgres import program
 
 URL = os.environ.get("EYRIE_TEST_POSTGRES_URL")
@@ -109,6 +109,19 @@ def test_of_many_requests_with_one_key_at_once_one_is_done_and_the_others_get_it
                                                                                    f"job/{done[0].id}"]
     assert [[one.reason for one in jobs.events(job.id)] for job in done] == [["Accepted"], ["Accepted"]]
     assert [one.argument for one in Outbox(postgres).pending()] == [one.id for one in done]
+
+
+def test_the_usual_submission_has_few_enough_parameters_that_its_parsed_form_is_kept(postgres: Database) -> None:
+    jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0), scope=Scope(LOCAL, request_id="r"))
+    jobs.submit_once(job_spec(), None, "default")  # takes the endpoint's name
+    seen: list[tuple[str, int]] = []
+    event.listen(postgres.engine, "before_cursor_execute", lambda *given: seen.append((given[2], len(given[3]))))
+    sent = job_spec(labels={"team": "search", "tier": "1"})
+    job = jobs.submit_once(sent, Once("k", "r", "d"), "default", Demand(num_gpus=1), sent)
+    assert isinstance(job, Job)
+    [(_, parameters)] = seen
+    assert parameters <= 50
+    assert jobs.submitted(job.id) == job_body(labels={"team": "search", "tier": "1"})
 
 
 def test_a_quota_and_a_name_of_another_project_hold_for_the_short_way_too(postgres: Database) -> None:

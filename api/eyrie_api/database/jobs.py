@@ -156,21 +156,22 @@ class Jobs:
     # Requests.
 
     def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None,
-               demand: Demand = DEFAULT_DEMAND) -> Job:
+               demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
         With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
         the scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
-        Raises Conflict when the name belongs to another project, QuotaReached and PriorityClassRefused.
+        `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
+        name belongs to another project, QuotaReached and PriorityClassRefused.
         """
         with self.database.writing() as session:
-            job = self._accept(session, spec, project, None, demand)
+            job = self._accept(session, spec, project, None, demand, submitted or spec)
             if claim is not None and self._idempotency is not None:
                 self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
         return job
 
-    def submit_once(self, spec: JobSpec, once: Once | None, project: str,
-                    demand: Demand = DEFAULT_DEMAND) -> Job | Replay:
+    def submit_once(self, spec: JobSpec, once: Once | None, project: str, demand: Demand = DEFAULT_DEMAND,
+                    submitted: JobSpec | None = None) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
         This request is the one most often sent concurrently, so the usual case is tried first, in one statement: the
@@ -180,12 +181,12 @@ class Jobs:
         """
         for attempt in range(2):
             try:
-                job, rows = self._draft(spec, project, once, demand)
+                job, rows = self._draft(spec, project, once, demand, submitted or spec)
                 given = {"endpoint": spec.serve.endpoint, "project": project}
                 if self.database.insert_at_once(_FAST_PATH, given, rows):
                     return job
                 with self.database.writing() as session:
-                    return self._accept(session, spec, project, once, demand)
+                    return self._accept(session, spec, project, once, demand, submitted or spec)
             except IntegrityError:
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
@@ -194,18 +195,20 @@ class Jobs:
                     raise
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None, demand: Demand) -> Job:
+    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None, demand: Demand,
+                submitted: JobSpec) -> Job:
         asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
         project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
         if asked is not None:
             check_job(session, asked, spec, demand)
-        job, rows = self._draft(spec, project, once, demand)
+        job, rows = self._draft(spec, project, once, demand, submitted)
         insert_all(session, rows)
         return job
 
-    def _draft(self, spec: JobSpec, project: str, once: Once | None, demand: Demand) -> tuple[Job, Rows]:
+    def _draft(self, spec: JobSpec, project: str, once: Once | None, demand: Demand, submitted: JobSpec
+               ) -> tuple[Job, Rows]:
         """A new job and all its rows. Columns that are NULL or have their default are omitted, because psycopg caches
         the parsed form of a statement only up to 50 parameters."""
         now, job_id = self._clock(), new_job_id()
@@ -217,7 +220,8 @@ class Jobs:
             "id": job_id, "name": spec.name, "target": spec.target.model, "spec": JsonText(spec.model_dump_json()),
             "status": JsonText(status.model_dump_json()), "phase": status.phase, "ended": False, "generation": 1,
             "attempt": 1, "cancel_requested": False, "delete_requested": False, "project": project, "created_at": now,
-            "updated_at": now} | ({} if demand == DEFAULT_DEMAND else asdict(demand)))]
+            "updated_at": now, "submitted": JsonText(submitted.model_dump_json(exclude_unset=True)),
+        } | ({} if demand == DEFAULT_DEMAND else asdict(demand)))]
         if once is not None and self._idempotency is not None:
             rows.insert(0, (IdempotencyRow, self._idempotency.row(once, 202, JsonText(job.model_dump_json()))))
         rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
@@ -232,6 +236,15 @@ class Jobs:
         """One job. Raises NotFound."""
         with self.database.reading() as session:
             return self._render(session, self._find(session, job_id))
+
+    def submitted(self, job_id: str) -> dict[str, JsonValue] | None:
+        """The document of a job as it was sent, without defaults. None for a job of a version that did not keep it.
+
+        A field that was added to the contract later (`v1alpha1.model.later`) is left out where it was sent with its
+        default. Raises NotFound.
+        """
+        with self.database.reading() as session:
+            return self._find(session, job_id).submitted
 
     def project_of(self, job_id: str) -> str:
         """The project of a job. Raises NotFound."""

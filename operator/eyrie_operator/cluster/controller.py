@@ -521,7 +521,8 @@ class Controller:
             spec = with_drafters_of_jobs(spec, Jobs(self._database, scope=_viewer_of(project)).get, self._settings.home)
             accepted = preflight.check(spec, self._settings).spec
             self._job_of[action.key] = self._jobs.submit(
-                accepted, claimed, project, demand_of(accepted, self._profile)).id
+                accepted, claimed, project, demand_of(accepted, self._profile),
+                None if resource.spec is None else resource.spec.job).id
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)

@@ -15,7 +15,7 @@ from eyrie_api.database.projects import Projects
 from eyrie_api.database.waiting import WaitingObjects
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.model import API_VERSION
-from eyrie_api.v1alpha1.resources import FINALIZER
+from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
@@ -337,7 +337,9 @@ def test_a_job_without_room_is_tried_again_after_fifteen_seconds_and_not_at_once
     assert waits.controller.process_next()
     waits.work_off()
     assert waits.rows.all() == ()
-    assert len(Jobs(waits.harness.database).live()) == 1
+    (job_id,) = (jobs := Jobs(waits.harness.database)).live()
+    assert jobs.submitted(job_id) == job_body(), "as the object has it, without the labels that name the object"
+    assert jobs.get(job_id).spec.labels[NAME_LABEL] == "night"
 
 
 def test_a_row_left_by_an_operator_killed_after_the_submission_is_removed_by_the_next(waits: WaitingJob) -> None:

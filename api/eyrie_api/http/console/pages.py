@@ -127,7 +127,8 @@ class LeaderboardQuery(BaseModel):
 def job(job_id: str, control: Here, request: Request, selected: Annotated[LeaderboardQuery, Query()]) -> Response:
     """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document."""
     values = job_values(control, job_id, server_of(request), selected)
-    return may_submit(render_page("job.html", control, request, **values, **_artifacts(job_id, control)))
+    return may_submit(render_page("job.html", control, request, submitted=control.jobs.submitted(job_id), **values,
+                                  **_artifacts(job_id, control)))
 
 
 def _artifacts(job_id: str, control: Control) -> dict[str, Any]:

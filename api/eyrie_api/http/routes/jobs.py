@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from anyio import to_thread
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.routing import APIRoute
+from pydantic import JsonValue
 from starlette.responses import JSONResponse
 
 from eyrie_api.artifacts import digest_model
@@ -15,7 +16,7 @@ from eyrie_api.database import endpoint_names
 from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.waiting import MAX_LISTED
-from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.http.control import Control, Here, scoped
 from eyrie_api.submission import preflight
 from eyrie_api.submission.demand import demand_of
@@ -71,7 +72,7 @@ class Direct(APIRoute):
 def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Response:
     """Accept a job. 202 with its Location; it runs on its own from here."""
     project = control.scope.home("jobs:write")
-    spec = endpoint_names.with_project_endpoint(spec, project)
+    submitted, spec = spec, endpoint_names.with_project_endpoint(spec, project)
     control.check_spec_policy(spec)
     once: Once | None = None
     if key is not None:
@@ -85,7 +86,8 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
             raise
         done: Job | Replay = replay  # accepted earlier: replayed even if the job would be refused now
     else:
-        done = control.jobs.submit_once(checked.spec, once, project, demand_of(checked.spec, control.profile))
+        demand = demand_of(checked.spec, control.profile)
+        done = control.jobs.submit_once(checked.spec, once, project, demand, submitted)
     if isinstance(done, Replay):
         return _accepted(done.response["id"], json.dumps(done.response), replayed=True)
     control.wake()
@@ -133,6 +135,17 @@ def list_waiting(control: Here, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)
 def get_job(job_id: str, control: Here) -> Job:
     """One job with its stages and conditions."""
     return control.jobs.get(job_id)
+
+
+@router.get(JOBS + "/{job_id}/submitted")
+def get_submitted(job_id: str, control: Here) -> dict[str, JsonValue]:
+    """The document that the job was submitted with, before defaults were filled in and paths and types resolved; `spec`
+    of the job has those. 404 for a job accepted by a version that did not keep it."""
+    found = control.jobs.submitted(job_id)
+    if found is None:
+        raise NotFound(f"the document that job {job_id} was submitted with was not kept",
+                       f"GET {JOBS}/{job_id} has its spec with every default")
+    return found
 
 
 @router.post(JOBS + "/{job_id}/cancel", status_code=202, name="job.cancel")
