@@ -17,8 +17,10 @@ from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
 from tests.api.samples import finish_stage, job_spec
+from tests.api.test_stage_tables import ANSWERS, STATES
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, picture
 from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
+from tests.workers.plots.synthetic import train_report
 
 OpenPage = Callable[..., Any]
 Server = tuple[str, Database]
@@ -105,17 +107,21 @@ def test_a_log_that_is_empty_or_missing_says_so_with_a_hint(
     assert [one for one in faults if "404" not in one] == [], "Chromium logs the answer that there is no log"
 
 
-def test_files_are_listed_as_stages_finish_and_can_be_downloaded(
+def test_files_and_reports_are_shown_as_stages_finish_and_files_can_be_downloaded(
         guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
     job, stages = job_in(guarded, tmp_path)
     set_stages(guarded, job, "Running", stage("tune", "Running"))
     page = signed_in(guarded, open_page, f"/console/jobs/{job}")
     page.get_by_text("No files yet").wait_for()
+    page.get_by_text("No reports yet").wait_for()
     page.evaluate("window.stays = true")
     finish_stage(stages / "tune", "tune", tune_report(), {"a/tree.json": bytes(2048), "b.txt": b"text"}, job)
+    (stages / "train" / "base").mkdir(parents=True)
+    finish_stage(stages / "train" / "base", "train", train_report(), {}, job)
     set_stages(guarded, job, "Running", stage("tune"))
     page.get_by_text("tune: 2 files, 2.0 KiB").wait_for()
     assert page.locator("#files tbody tr").all_inner_texts() == ["tune\t\ta/tree.json\t2.0 KiB", "tune\t\tb.txt\t4 B"]
+    assert page.get_by_role("region", name="Train: candidates").locator("tbody tr").count() == 1
     assert page.evaluate("window.stays"), "the page was loaded again"
     with page.expect_download() as download:
         page.get_by_role("link", name="a/tree.json").click()
@@ -236,6 +242,9 @@ def test_the_page_is_accessible_and_fits_with_everything_open(
     measure(guarded, job)
     finish_stage(stages / "tune", "tune", tune_report(),
                  {f"shard-{number:05}.states": bytes(1000 * number) for number in range(12)}, job)
+    for name, key, report in (("regenerate", "", ANSWERS), ("capture", "", STATES), ("train", "a", train_report())):
+        (stages / name / key).mkdir(parents=True)
+        finish_stage(stages / name / key, name, report, {}, job)
     write_log(stages / "capture", "".join(f"row {row}: a line that is rather longer than a telephone is wide {row}\n"
                                           for row in range(600)))
     set_stages(guarded, job, "Failed", stage("regenerate"), stage("capture"), stage("train", key="a"),

@@ -42,9 +42,10 @@ from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.attention import Item, attention, drift_hint
 from eyrie_api.http.console.job_details import by_stage
 from eyrie_api.http.console.job_form import job_form, with_code
+from eyrie_api.http.console.stage_tables import stage_tables
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.routes.endpoints import list_figures
-from eyrie_api.http.routes.outcomes import list_artifacts
+from eyrie_api.http.routes.outcomes import files_of
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.engine import EngineKind
@@ -128,15 +129,17 @@ def job(job_id: str, control: Here, request: Request, selected: Annotated[Leader
     """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document."""
     values = job_values(control, job_id, server_of(request), selected)
     return may_submit(render_page("job.html", control, request, submitted=control.jobs.submitted(job_id), **values,
-                                  **_artifacts(job_id, control)))
+                                  **_artifacts(values["job"], control)))
 
 
-def _artifacts(job_id: str, control: Control) -> dict[str, Any]:
-    """By stage, or why they cannot be listed: the rest of the page does not need them."""
+def _artifacts(job: Job, control: Control) -> dict[str, Any]:
+    """Files and reports by stage, or why they cannot be read: the rest of the page does not need them."""
     try:
-        return {"files": by_stage(list_artifacts(job_id, control).items), "unlisted": None}
+        found = control.files.manifests(job.id)
     except EyrieError as error:
-        return {"files": (), "unlisted": error}
+        return {"files": (), "tables": (), "unlisted": error}
+    return {"files": by_stage(files_of(job.id, found).items), "tables": stage_tables(report_of(job, found, ())),
+            "unlisted": None}
 
 
 def job_values(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Only files listed in the manifest of a finished stage can be downloaded, by exac
 path of a request is opened. A link to a file outside of the stage's directory is refused (`JobFiles.path`).
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -32,11 +33,15 @@ router = APIRouter(tags=["outcomes"])
 def list_artifacts(job_id: str, control: Here, stage: StageName | None = None) -> StageFileList:
     """Files of the finished stages, with digests and where to download them."""
     control.jobs.get(job_id)
-    found = control.files.manifests(job_id)
+    return files_of(job_id, [one for one in control.files.manifests(job_id) if stage in (None, one.stage)])
+
+
+def files_of(job_id: str, manifests: Iterable[StageManifest]) -> StageFileList:
+    """The files that manifests of a job list. Pure."""
     return StageFileList(items=tuple(
         StageFile(stage=one.stage, key=one.key, path=entry.path, size_bytes=entry.size_bytes, sha256=entry.sha256,
                   url=_url(job_id, one, entry.path))
-        for one in found if stage in (None, one.stage) for entry in one.manifest.files))
+        for one in manifests for entry in one.manifest.files))
 
 
 def _url(job_id: str, one: StageManifest, path: str) -> str:

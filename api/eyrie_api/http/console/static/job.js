@@ -140,13 +140,14 @@ function selectRows(form) {
   follow(`${location.pathname}/live${query}`);
 }
 
-// Files are not part of the stream, which is rendered at every change: they are read again when a stage has finished.
-async function readPart(path, id) {
+// Files and reports are not part of the stream, which is rendered at every change: they are read again when a stage has
+// finished.
+async function readParts(path, ...ids) {
   const answer = await fetch(path, { headers: { accept: "text/html" } });
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const part = page.getElementById(id);
-  if (part === null) throw new Error(`the answer has no ${id}`);
-  return part;
+  const parts = ids.map((id) => page.getElementById(id));
+  if (parts.includes(null)) throw new Error(`the answer has not all of ${ids}`);
+  return parts;
 }
 
 function finished(root) {
@@ -159,7 +160,7 @@ async function readFiles(count) {
   const before = seen;
   seen = count;
   try {
-    replace(await readPart(location.pathname, "files"));
+    for (const part of await readParts(location.pathname, "reports", "files")) replace(part);
   } catch {
     seen = before;  // with the next part that arrives
   }
@@ -169,7 +170,7 @@ async function readPlan(details) {
   const place = details.querySelector("div");
   place.replaceChildren(Object.assign(document.createElement("p"), { className: "empty", textContent: "Planning." }));
   try {
-    place.replaceChildren(await readPart(details.dataset.plan, "plan-table"));
+    place.replaceChildren(...await readParts(details.dataset.plan, "plan-table"));
   } catch {
     place.replaceChildren(Object.assign(document.createElement("p"), {
       className: "failure", textContent: "The server does not answer. Close this and open it again." }));
