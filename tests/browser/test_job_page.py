@@ -211,18 +211,22 @@ def test_a_leaderboard_by_suite_and_temperature_has_their_ranks_and_its_address_
         return [(one[1], one[5]) for one in cells]
 
     assert rows() == [("a-step-1", "2.00x"), ("b-step-1", "1.90x")]
+    figure = page.locator("figure[data-name=leaderboard] figcaption")
+    figure.filter(has_text="a-step-1 leads with 2.00x").wait_for()
     assert section.locator("select").count() == 2, "what occurs once is no choice"
     suite, temperature = section.get_by_label("Suite"), section.get_by_label("Temperature")
     assert suite.locator("option").all_inner_texts() == ["all", "chat", "math"]
     suite.select_option("math")
     section.locator("tbody tr", has_text="2.65x").wait_for()
     assert rows() == [("b-step-1", "2.65x"), ("a-step-1", "2.10x")]
+    figure.filter(has_text="b-step-1 leads with 2.65x").wait_for()
     temperature.select_option(label="1")
     section.locator("tbody tr", has_text="1.90x").wait_for()
     assert rows() == [("a-step-1", "2.00x"), ("b-step-1", "1.90x")]
     assert page.url.endswith(f"/console/jobs/{job}?suite=math&temperature=1.0")
     page.reload()
     assert rows() == [("a-step-1", "2.00x"), ("b-step-1", "1.90x")]
+    page.get_by_text("of the selection (suite math, temperature 1)").wait_for()
     assert suite.input_value() == "math"
     asked = page.request.get(f"{guarded[0]}/v1alpha1/leaderboard?job_id={job}&suite=math&temperature=1").json()
     assert [(one["checkpoint"], f"{one['speedup']:.2f}x") for one in asked["items"]] == rows()

@@ -27,12 +27,15 @@ _TAU = "acceptance length tau (tokens per target pass)"
 _SPEEDUP = "speed-up over no drafter"
 
 
-def figures_of(report: JobReport) -> tuple[Figure, ...]:
-    """Every figure there is data for."""
+def figures_of(report: JobReport, selected: str = "") -> tuple[Figure, ...]:
+    """Every figure there is data for.
+
+    selected   what the leaderboard of the report is restricted to, for its caption: suite math, temperature 1
+    """
     measured = [one for one in report.benchmark if one.cells]
     found = []
     if report.leaderboard:
-        found.append(leaderboard(report.leaderboard))
+        found.append(leaderboard(report.leaderboard, selected))
     if measured:
         found.append(throughput(measured))
     if measured or (report.tune and report.tune.cells):
@@ -49,9 +52,9 @@ def figures_of(report: JobReport) -> tuple[Figure, ...]:
     return tuple(found)
 
 
-def figure_of(report: JobReport, name: str) -> Figure:
+def figure_of(report: JobReport, name: str, selected: str = "") -> Figure:
     """One figure by name. Raises NotFound when the job has no data for it."""
-    found: dict[str, Figure] = {one.name: one for one in figures_of(report)}
+    found: dict[str, Figure] = {one.name: one for one in figures_of(report, selected)}
     if name not in found:
         available = f"it has {', '.join(found)}" if found else "it has none yet"
         raise NotFound(f"job {report.job_id} has no figure {name!r}",
@@ -59,7 +62,7 @@ def figure_of(report: JobReport, name: str) -> Figure:
     return found[name]
 
 
-def leaderboard(entries: Sequence[LeaderboardEntry]) -> Figure:
+def leaderboard(entries: Sequence[LeaderboardEntry], selected: str = "") -> Figure:
     """Mean speed-up of every entry with its interval, in the order of the leaderboard. There are entries."""
     rows = [{"rank": one.rank, "checkpoint": f"{one.checkpoint} (tuned)" if one.tuned else one.checkpoint,
              "family": one.family, "shape": one.tree.label() if one.tree else "no drafter", "tau": rounded(one.tau),
@@ -73,12 +76,12 @@ def leaderboard(entries: Sequence[LeaderboardEntry]) -> Figure:
     points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1},
                    "encoding": {"x": number("speedup", _SPEEDUP), "y": y, "color": colour, "shape": colour,
                                 "tooltip": tips(rows)}}
-    first = entries[0]
+    first, of = entries[0], f" of the selection ({selected})" if selected else ""
     span = first.speedup_interval
     between = "" if span is None else f" ({span.low:.2f} to {span.high:.2f})"
     return figure("leaderboard", f"{rows[0]['checkpoint']} leads with {first.speedup:.2f}x{between}",
-                  "Mean speed-up over all suites and temperatures, one request at a time, with its 95 % interval, best "
-                  "first and lossless ones before the others; no drafter is the line at 1.", rows,
+                  f"Mean speed-up over all suites and temperatures{of}, one request at a time, with its 95 % interval, "
+                  "best first and lossless ones before the others; no drafter is the line at 1.", rows,
                   {"width": 520, "height": {"step": 30}, "layer": [_off_line("x"), ranges, points],
                    "resolve": OWN_LEGENDS})
 

@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.live_pages import LivePages, PageKey, Rendered
+from eyrie_api.http.routes.outcomes import LeaderboardQuery
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -26,7 +27,7 @@ def home(control: Here, request: Request) -> Response:
 
 @router.get("/console/jobs/{job_id}/live")
 def job(job_id: str, control: Here, request: Request,
-        selected: Annotated[pages.LeaderboardQuery, Query()]) -> Response:
+        selected: Annotated[LeaderboardQuery, Query()]) -> Response:
     """A job's page, as it changes; it ends with the job."""
     control.jobs.get(job_id)
     render = partial(_job, control, job_id, pages.server_of(request), selected)
@@ -44,7 +45,7 @@ def _home(control: Control) -> Rendered:
     return Rendered(pages.rendered("home_live.html", pages.home_values(control)))
 
 
-def _job(control: Control, job_id: str, server: str, selected: pages.LeaderboardQuery) -> Rendered:
+def _job(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> Rendered:
     values = pages.job_values(control, job_id, server, selected)
     html = "".join(pages.rendered(part, values) for part in ("job_live.html", "job_actions.html"))
     return Rendered(html, ended=values["job"].status.phase in pages.ENDED)

@@ -18,12 +18,11 @@ import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, Query, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
@@ -35,7 +34,6 @@ from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.hardware_choice import sentence
 from eyrie_api.decisions.job_report import report_of
-from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
@@ -45,13 +43,12 @@ from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.console.stage_tables import stage_tables
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.routes.endpoints import list_figures
-from eyrie_api.http.routes.outcomes import files_of
+from eyrie_api.http.routes.outcomes import LeaderboardQuery, files_of
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
-from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import History
 from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
-from eyrie_api.v1alpha1.status import Job, Leaderboard, Problem, StageStatus
+from eyrie_api.v1alpha1.status import Job, Problem, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -101,27 +98,6 @@ def home_values(control: Control) -> dict[str, Any]:
     return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
             "more": listed.next_cursor is not None, "attention": [*_disk(control.settings.home), *needed],
             "now": datetime.now(UTC)}
-
-
-class LeaderboardQuery(BaseModel):
-    """What the address of a job's page selects of its leaderboard: a form's fields, empty where nothing is chosen."""
-
-    model_config = ConfigDict(frozen=True)
-
-    family: str = Field("", max_length=32)
-    suite: str = Field("", max_length=63)
-    temperature: Annotated[float | None, BeforeValidator(lambda given: None if given == "" else given)] = None
-    engine: Literal["", EngineKind] = ""
-
-    def board(self, control: Control, job_id: str) -> Leaderboard:
-        """The job's leaderboard by the selection."""
-        return control.results.board(ResultFilter(job_id=job_id, family=self.family or None),
-                                     Selection(self.suite or None, self.temperature, self.engine or None))
-
-    def address(self, path: str) -> str:
-        """The path with the selection."""
-        chosen = {name: value for name, value in self.model_dump().items() if value not in ("", None)}
-        return f"{path}?{urlencode(chosen)}" if chosen else path
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)

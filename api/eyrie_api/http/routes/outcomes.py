@@ -6,10 +6,11 @@ path of a request is opened. A link to a file outside of the stage's directory i
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
-from urllib.parse import quote
+from typing import Annotated, Literal
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from eyrie_api.artifacts.stage_manifests import StageManifest
@@ -78,18 +79,56 @@ def report(job_id: str, control: Here) -> JobReport:
     return report_of(job, control.files.manifests(job_id), entries)
 
 
+class LeaderboardQuery(BaseModel):
+    """What of a job's leaderboard is selected, by the address of its page and of its figures: a form's fields, empty
+    where nothing is chosen."""
+
+    model_config = ConfigDict(frozen=True)
+
+    family: str = Field("", max_length=32)
+    suite: str = Field("", max_length=63)
+    temperature: Annotated[Annotated[float, Field(ge=0.0, le=4.0)] | None,
+                           BeforeValidator(lambda given: None if given == "" else given)] = None
+    engine: Literal["", EngineKind] = ""
+
+    def board(self, control: Control, job_id: str) -> Leaderboard:
+        """The job's leaderboard by the selection."""
+        return control.results.board(ResultFilter(job_id=job_id, family=self.family or None),
+                                     Selection(self.suite or None, self.temperature, self.engine or None))
+
+    @property
+    def chosen(self) -> dict[str, str | float]:
+        """What is selected, by field."""
+        return {name: value for name, value in self.model_dump().items() if value not in ("", None)}
+
+    def address(self, path: str) -> str:
+        """The path with the selection."""
+        return f"{path}?{urlencode(self.chosen)}" if self.chosen else path
+
+    def words(self) -> str:
+        """The selection as text: suite math, temperature 1."""
+        return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                         for name, value in self.chosen.items())
+
+
 @router.get(JOBS + "/{job_id}/figures")
-def list_figures(job_id: str, control: Here) -> FigureList:
-    """The figures that a job has data for so far."""
+def list_figures(job_id: str, control: Here, selected: Annotated[LeaderboardQuery, Query()]) -> FigureList:
+    """The figures that a job has data for so far. With a family, suite, temperature or engine, that of the leaderboard
+    is of those measurements alone, and left out where there are none."""
     return FigureList(items=tuple(
         FigureSummary(name=one.name, title=one.title, caption=one.caption, rows=one.rows)
-        for one in figures_of(report(job_id, control))))
+        for one in figures_of(_selected(job_id, control, selected), selected.words())))
 
 
 @router.get(JOBS + "/{job_id}/figures/{figure}")
-def read_figure(job_id: str, figure: str, control: Here) -> Figure:
-    """One figure as a Vega-Lite specification with its values."""
-    return figure_of(report(job_id, control), figure)
+def read_figure(job_id: str, figure: str, control: Here, selected: Annotated[LeaderboardQuery, Query()]) -> Figure:
+    """One figure as a Vega-Lite specification with its values; that of the leaderboard by the selection."""
+    return figure_of(_selected(job_id, control, selected), figure, selected.words())
+
+
+def _selected(job_id: str, control: Control, selected: LeaderboardQuery) -> JobReport:
+    """The report with the selected entries of the leaderboard."""
+    return report(job_id, control).model_copy(update={"leaderboard": selected.board(control, job_id).items})
 
 
 @router.get("/v1alpha1/leaderboard")

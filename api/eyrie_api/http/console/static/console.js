@@ -126,15 +126,17 @@ function sayFigures(place, text, isFailure) {
     { className: isFailure ? "failure" : "empty", textContent: text })] : []));
 }
 
+// The address has the selection of the leaderboard, which its figure follows.
 let listed = "";
 async function showFigures() {
-  const place = document.getElementById("figures");
+  const place = document.getElementById("figures"), query = location.search;
   if (place === null) return;
   if (listed === "") sayFigures(place, "Loading the figures.", false);
   try {
-    const { items } = await readJson(place.dataset.figures), text = JSON.stringify(items);
+    const { items } = await readJson(place.dataset.figures + query), text = query + JSON.stringify(items);
     if (text !== listed) {
-      const found = await Promise.all(items.map(({ name }) => readJson(`${place.dataset.figures}/${name}`)));
+      const found = await Promise.all(items.map(({ name }) => readJson(`${place.dataset.figures}/${name}${query}`)));
+      if (query !== location.search) return;  // another selection was made meanwhile, whose figures are on their way
       if (found.length) {
         await loaded();
         figures = found.map((one) => [one, frame(one)]);

@@ -138,6 +138,7 @@ function selectRows(form) {
   form.closest(LEADERBOARD).setAttribute("aria-busy", "true");
   stop();
   follow(`${location.pathname}/live${query}`);
+  showFigures();
 }
 
 // Files and reports are not part of the stream, which is rendered at every change: they are read again when a stage has
