@@ -52,7 +52,7 @@ from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
 from eyrie_api.v1alpha1.resources import WaitingList
 from eyrie_api.v1alpha1.stages import StageName
@@ -157,6 +157,10 @@ class Client:
     def submitted(self, job_id: str) -> dict[str, Any]:
         """The document that a job was submitted with, without defaults. Raises NotFound for a job without one."""
         return dict(self._request("GET", f"{_API}/jobs/{quote(job_id, safe='')}/submitted").json())
+
+    def planned(self, job_id: str) -> PlannedStages:
+        """What a job was planned to take when it was accepted. Raises NotFound for a job without a plan."""
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/plan", PlannedStages)
 
     def jobs(self, *, phase: str | None = None, name: str | None = None, target: str | None = None,
              labels: dict[str, str] | None = None, limit: int = 50, cursor: str | None = None) -> JobList:

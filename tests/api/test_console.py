@@ -170,7 +170,7 @@ def test_of_a_job_of_an_earlier_version_the_page_shows_what_differs_from_the_def
         client: httpx.Client, database: Database) -> None:
     job = client.post("/v1alpha1/jobs", json=NIGHTLY).json()["id"]
     with database.writing() as session:
-        session.execute(update(JobRow).values(submitted=None))
+        session.execute(update(JobRow).values(submission=None))
     shown = documents(client, job)
     assert list(shown) == ["What differs from the defaults", "As resolved"]
     assert shown["What differs from the defaults"] == NIGHTLY | {

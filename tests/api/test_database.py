@@ -18,6 +18,7 @@ from eyrie_api.database.migrations import downgrade, upgrade
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, job_body, job_spec
@@ -70,14 +71,16 @@ def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: D
     assert result == [row["reason"] for row in rows]
 
 
-def test_jobs_of_tables_without_the_submitted_document_stay_and_have_none(database: Database) -> None:
+def test_jobs_of_tables_without_what_was_submitted_stay_and_have_none(database: Database) -> None:
     jobs = Jobs(database)
-    job = jobs.submit(job_spec(name="kept"))
+    planned = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=1, hours=1.5),))
+    job = jobs.submit(job_spec(name="kept"), planned=planned)
+    assert jobs.planned((job.id, "job-none")) == {job.id: planned}
     downgrade(database, "v0010")
-    assert "submitted" not in {column["name"] for column in inspect(database.engine).get_columns("jobs")}
+    assert "submission" not in {column["name"] for column in inspect(database.engine).get_columns("jobs")}
     upgrade(database)
     assert jobs.get(job.id) == job
-    assert jobs.submitted(job.id) is None
+    assert (jobs.submitted(job.id), jobs.planned((job.id,))) == (None, {})
     again = jobs.submit(job_spec(name="new"))
     assert jobs.submitted(again.id) == job_body(name="new")
 

@@ -1,5 +1,6 @@
 """Pages beside that of a job: its files, its plan against what it took, its document against another job's."""
 
+import re
 from datetime import UTC, datetime, timedelta
 from html import unescape
 
@@ -7,18 +8,27 @@ import httpx
 import pytest
 
 from eyrie_api.access.scope import Scope
+from eyrie_api.clock import utc_now
 from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.http.console.job_details import Difference, by_stage, differences, planned_and_actual
+from eyrie_api.http.console.job_details import (
+    Difference,
+    TimeLeft,
+    by_stage,
+    differences,
+    planned_and_actual,
+    time_left,
+)
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject
-from eyrie_api.v1alpha1.plan import Plan, StagePlan
-from eyrie_api.v1alpha1.status import StageFile, StageStatus
-from tests.api.samples import job_spec
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages, StagePlan
+from eyrie_api.v1alpha1.status import JobStatus, Progress, StageFile, StageStatus
+from tests.api.samples import job_body, job_spec
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = '"><script>alert(1)</script>'
@@ -87,6 +97,63 @@ def test_a_stage_that_has_not_started_or_was_not_planned_has_a_row_too() -> None
                               (StageStatus(stage="prove"),), (), T0)
     assert [(row.stage, row.planned_seconds, row.seconds) for row in rows] == [
         ("capture", 3600.0, None), ("prove", None, None)]
+
+
+HOURS = PlannedStages(stages=tuple(
+    StagePlan(stage=stage, key=key, tokens=1, bytes_on_disk=1, hours=hours,
+              hours_range=Interval(low=hours / 2, high=2 * hours))
+    for stage, key, hours in (("capture", "", 1.0), ("train", "", 2.0), ("hardware", "a", 0.5),
+                              ("hardware", "b", 0.5))))
+
+
+def test_the_time_left_is_what_was_planned_less_what_was_taken_with_its_range() -> None:
+    stages = (StageStatus(stage="capture", state="Succeeded"), _part("a", 0, 600), _part("b", 600, None, "Running"))
+    left = time_left(HOURS, stages, T0 + timedelta(seconds=1800))
+    assert left == TimeLeft(3600 * (2.0 + 1.0) - 1800, 3600 * (1.0 + 0.5) - 1800, 3600 * (4.0 + 2.0) - 1800)
+
+
+def test_a_running_stage_takes_at_least_as_long_as_it_expects() -> None:
+    running = _part("a", 0, None, "Running").model_copy(update={
+        "progress": Progress(done=1, total=9, unit="steps", eta_s=9000.0)})
+    left = time_left(HOURS, (StageStatus(stage="capture", state="Succeeded"), running), T0 + timedelta(hours=5))
+    assert left == TimeLeft(9000 + 3600, 9000 + 1800, 9000 + 7200), "it takes longer than was planned"
+
+
+def test_without_a_range_of_every_stage_the_time_left_has_none() -> None:
+    mixed = PlannedStages(stages=(*HOURS.stages, StagePlan(stage="tune", tokens=1, bytes_on_disk=1, hours=1.0)))
+    assert time_left(mixed, (), T0) == TimeLeft(5 * 3600.0, None, None)
+
+
+def test_without_a_plan_and_below_what_a_plan_knows_no_time_left_is_told() -> None:
+    assert time_left(None, (), T0) is None
+    short = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=1, hours=0.166),))
+    assert time_left(short, (), T0) is None
+    assert time_left(PlannedStages(stages=(short.stages[0].model_copy(update={"hours": 0.167}),)), (), T0) is not None
+
+
+def test_the_plan_that_a_job_was_accepted_with_is_answered_and_its_time_left_is_on_both_pages(
+        client: httpx.Client, database: Database) -> None:
+    jobs = Jobs(database)
+    job, without = jobs.submit(job_spec(), planned=HOURS).id, jobs.submit(job_spec()).id
+    assert PlannedStages.model_validate(client.get(f"/v1alpha1/jobs/{job}/plan").json()) == HOURS
+    assert client.get(f"/v1alpha1/jobs/{without}/plan").status_code == 404
+    assert "whole job" not in client.get("/").text, "none of them runs"
+    for one in (job, without):
+        jobs.save_status(one, JobStatus(phase="Running", started_at=utc_now()))
+        jobs.set_stage(one, StageStatus(stage="capture", state="Running", started_at=utc_now()))
+    said = re.findall(r"whole job: about (\S+) left \((\S+) to (\S+)\)", client.get("/").text)
+    assert said in ([("4h00m", "2h00m", "8h00m")], [("3h59m", "1h59m", "7h59m")]), "of the one with a plan"
+    page = client.get(f"/console/jobs/{job}").text
+    assert "so far, about" in page
+    assert "by the plan it was accepted with" in page
+    assert "so far, about" not in client.get(f"/console/jobs/{without}").text
+
+
+def test_a_submitted_job_is_kept_with_its_plan(client: httpx.Client) -> None:
+    job = client.post("/v1alpha1/jobs", json=job_body()).json()["id"]
+    stages = client.get(f"/v1alpha1/jobs/{job}/plan").json()["stages"]
+    planned = client.post("/v1alpha1/plans", json=job_body(reuse="never")).json()["stages"]
+    assert [(one["stage"], one["hours"]) for one in stages] == [(one["stage"], one["hours"]) for one in planned]
 
 
 def test_the_plan_of_a_job_whose_target_is_gone_is_a_reason_with_a_hint(

@@ -129,7 +129,7 @@ def test_a_list_of_jobs_does_not_read_the_documents_that_were_sent(jobs: Jobs, d
     statements: list[str] = []
     event.listen(database.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
     assert len(jobs.list().items) == 1
-    assert not any("submitted" in one for one in statements)
+    assert not any("submission" in one for one in statements)
 
 
 def test_retry_is_refused_while_running_and_after_success(jobs: Jobs) -> None:

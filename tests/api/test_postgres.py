@@ -28,6 +28,7 @@ from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.plan import PlannedStages
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -117,7 +118,8 @@ def test_the_usual_submission_has_few_enough_parameters_that_its_parsed_form_is_
     seen: list[tuple[str, int]] = []
     event.listen(postgres.engine, "before_cursor_execute", lambda *given: seen.append((given[2], len(given[3]))))
     sent = job_spec(labels={"team": "search", "tier": "1"})
-    job = jobs.submit_once(sent, Once("k", "r", "d"), "default", Demand(num_gpus=1), sent)
+    job = jobs.submit_once(sent, Once("k", "r", "d"), "default", Demand(num_gpus=1), sent,
+                           PlannedStages(stages=()))
     assert isinstance(job, Job)
     [(_, parameters)] = seen
     assert parameters <= 50

@@ -70,7 +70,7 @@ def test_a_job_without_its_submitted_document_is_answered_with_where_its_spec_is
         server: Running, database: Database) -> None:
     job = post(server, JOBS, QUICKSTART).json()["id"]
     with database.writing() as session:
-        session.execute(update(JobRow).values(submitted=None))
+        session.execute(update(JobRow).values(submission=None))
     answer = problem(httpx.get(f"{server.url}{JOBS}/{job}/submitted"), 404, "NotFound")
     assert answer.hint == f"GET {JOBS}/{job} has its spec with every default"
     problem(httpx.get(f"{server.url}{JOBS}/job-none/submitted"), 404, "NotFound")

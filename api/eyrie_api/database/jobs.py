@@ -17,7 +17,7 @@ Requests and all reads are filtered by the scope of the repository (`access.scop
 control plane itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal
@@ -64,6 +64,7 @@ from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action, WebhookEvent
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.plan import PlannedStages
 from eyrie_api.v1alpha1.records import WaitingPod
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
@@ -145,6 +146,19 @@ class NewEvent:
     key: str = ""
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What a job came with, which is kept beside its spec."""
+
+    submitted: JobSpec
+    planned: PlannedStages | None
+
+    def as_json(self) -> JsonText:
+        """As it is stored."""
+        planned = "null" if self.planned is None else self.planned.model_dump_json(exclude_defaults=True)
+        return JsonText(f'{{"document":{self.submitted.model_dump_json(exclude_unset=True)},"planned":{planned}}}')
+
+
 class Jobs:
     """Job rows of one database, as `scope` sees them. `clock` stamps every change."""
 
@@ -156,7 +170,8 @@ class Jobs:
     # Requests.
 
     def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None,
-               demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None) -> Job:
+               demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None,
+               planned: PlannedStages | None = None) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
         With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
@@ -164,14 +179,15 @@ class Jobs:
         `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
         name belongs to another project, QuotaReached and PriorityClassRefused.
         """
+        given = _Given(submitted or spec, planned)
         with self.database.writing() as session:
-            job = self._accept(session, spec, project, None, demand, submitted or spec)
+            job = self._accept(session, spec, project, None, demand, given)
             if claim is not None and self._idempotency is not None:
                 self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
         return job
 
     def submit_once(self, spec: JobSpec, once: Once | None, project: str, demand: Demand = DEFAULT_DEMAND,
-                    submitted: JobSpec | None = None) -> Job | Replay:
+                    submitted: JobSpec | None = None, planned: PlannedStages | None = None) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
         This request is the one most often sent concurrently, so the usual case is tried first, in one statement: the
@@ -179,14 +195,15 @@ class Jobs:
         the same key, the unique constraint on the key rejects the second one's transaction (IntegrityError); it then
         returns the response that the first has stored.
         """
+        given = _Given(submitted or spec, planned)
         for attempt in range(2):
             try:
-                job, rows = self._draft(spec, project, once, demand, submitted or spec)
-                given = {"endpoint": spec.serve.endpoint, "project": project}
-                if self.database.insert_at_once(_FAST_PATH, given, rows):
+                job, rows = self._draft(spec, project, once, demand, given)
+                bound = {"endpoint": spec.serve.endpoint, "project": project}
+                if self.database.insert_at_once(_FAST_PATH, bound, rows):
                     return job
                 with self.database.writing() as session:
-                    return self._accept(session, spec, project, once, demand, submitted or spec)
+                    return self._accept(session, spec, project, once, demand, given)
             except IntegrityError:
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
@@ -196,18 +213,18 @@ class Jobs:
         raise AssertionError("unreachable: the loop returns or raises")
 
     def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None, demand: Demand,
-                submitted: JobSpec) -> Job:
+                given: "_Given") -> Job:
         asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
         project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
         if asked is not None:
             check_job(session, asked, spec, demand)
-        job, rows = self._draft(spec, project, once, demand, submitted)
+        job, rows = self._draft(spec, project, once, demand, given)
         insert_all(session, rows)
         return job
 
-    def _draft(self, spec: JobSpec, project: str, once: Once | None, demand: Demand, submitted: JobSpec
+    def _draft(self, spec: JobSpec, project: str, once: Once | None, demand: Demand, given: "_Given"
                ) -> tuple[Job, Rows]:
         """A new job and all its rows. Columns that are NULL or have their default are omitted, because psycopg caches
         the parsed form of a statement only up to 50 parameters."""
@@ -220,8 +237,7 @@ class Jobs:
             "id": job_id, "name": spec.name, "target": spec.target.model, "spec": JsonText(spec.model_dump_json()),
             "status": JsonText(status.model_dump_json()), "phase": status.phase, "ended": False, "generation": 1,
             "attempt": 1, "cancel_requested": False, "delete_requested": False, "project": project, "created_at": now,
-            "updated_at": now, "submitted": JsonText(submitted.model_dump_json(exclude_unset=True)),
-        } | ({} if demand == DEFAULT_DEMAND else asdict(demand)))]
+            "updated_at": now, "submission": given.as_json()} | ({} if demand == DEFAULT_DEMAND else asdict(demand)))]
         if once is not None and self._idempotency is not None:
             rows.insert(0, (IdempotencyRow, self._idempotency.row(once, 202, JsonText(job.model_dump_json()))))
         rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
@@ -244,7 +260,18 @@ class Jobs:
         default. Raises NotFound.
         """
         with self.database.reading() as session:
-            return self._find(session, job_id).submitted
+            kept = self._find(session, job_id).submission
+            return None if kept is None else kept["document"]
+
+    def planned(self, job_ids: Collection[str]) -> dict[str, PlannedStages]:
+        """What these jobs were planned to take, by id; without those that have no plan or are not visible."""
+        if not job_ids:
+            return {}
+        query = select(JobRow.id, JobRow.submission).where(
+            JobRow.id.in_(job_ids), JobRow.submission.is_not(None), self._scope.sees(JobRow.project, "jobs:read"))
+        with self.database.reading() as session:
+            return {job_id: PlannedStages.model_validate(kept["planned"])
+                    for job_id, kept in session.execute(query) if kept is not None and kept["planned"] is not None}
 
     def project_of(self, job_id: str) -> str:
         """The project of a job. Raises NotFound."""

@@ -66,7 +66,7 @@ from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work
-from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages
 from eyrie_api.v1alpha1.reports import CaptureReport, RegenerateReport
 from eyrie_api.v1alpha1.requests import PlacementRequest
 from eyrie_api.v1alpha1.status import Job
@@ -92,6 +92,11 @@ class CheckedJob:
 
     spec: JobSpec
     plan: Plan | None
+
+    @property
+    def planned(self) -> PlannedStages | None:
+        """Of the plan what is kept with the job."""
+        return None if self.plan is None else PlannedStages(stages=self.plan.stages)
 
 
 def check(spec: JobSpec, settings: Settings) -> CheckedJob:

@@ -73,6 +73,12 @@ class StagePlan(Frozen):
         return self.hours * self.num_gpus
 
 
+class PlannedStages(Frozen):
+    """What a job was planned to take when it was accepted."""
+
+    stages: tuple[StagePlan, ...]
+
+
 class Present(Frozen):
     """What earlier jobs of the project have of this job (`reuse: auto`)."""
 

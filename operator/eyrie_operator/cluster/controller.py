@@ -519,10 +519,10 @@ class Controller:
             # too: who may create objects there is not an administrator of the installation.
             spec_policy.check(spec, self._settings, self._belongs_to(project))
             spec = with_drafters_of_jobs(spec, Jobs(self._database, scope=_viewer_of(project)).get, self._settings.home)
-            accepted = preflight.check(spec, self._settings).spec
+            checked = preflight.check(spec, self._settings)
             self._job_of[action.key] = self._jobs.submit(
-                accepted, claimed, project, demand_of(accepted, self._profile),
-                None if resource.spec is None else resource.spec.job).id
+                checked.spec, claimed, project, demand_of(checked.spec, self._profile),
+                None if resource.spec is None else resource.spec.job, checked.planned).id
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)

@@ -14,6 +14,7 @@ from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.http.control import Control
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.plan import PlannedStages
 from eyrie_api.v1alpha1.resources import WaitingObject
 from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving
@@ -93,7 +94,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     assert report.status_code == 201, report.text
 
     spec = job_spec(name=f"{project}-job", serve={"endpoint": f"{project}-endpoint"})
-    job_id = control.jobs.submit(spec, project=project).id
+    job_id = control.jobs.submit(spec, project=project, planned=PlannedStages(stages=())).id
     key = f"{project}-c1-step-1"
     control.jobs.set_stage(job_id, StageStatus(stage="benchmark", key=key, state="Succeeded", started_at=NOW))
     control.jobs.record_event(job_id, "Told", f"a word of {project}")

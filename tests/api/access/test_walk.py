@@ -78,6 +78,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/v1alpha1/waiting"): ("many", None),
     ("GET", JOBS + "/{job_id}"): ("one", None),
     ("GET", JOBS + "/{job_id}/submitted"): ("one", None),
+    ("GET", JOBS + "/{job_id}/plan"): ("one", None),
     ("POST", JOBS + "/{job_id}/cancel"): ("one", None),
     ("POST", JOBS + "/{job_id}/retry"): ("one", None),
     ("DELETE", JOBS + "/{job_id}"): ("one", None),

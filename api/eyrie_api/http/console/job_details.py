@@ -10,7 +10,7 @@ from datetime import datetime
 from pydantic import JsonValue
 
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan, StagePlan
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages, StagePlan
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import StageFile, StageStatus
 
@@ -79,6 +79,51 @@ def planned_and_actual(plan: Plan, stages: Sequence[StageStatus], files: Sequenc
             stage, planned.get(stage), _covered_s(spans) if spans else None,
             any(one.state == "Running" for one in boxes), sizes.get(stage) if is_over else None))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class TimeLeft:
+    """Of a running job, in seconds."""
+
+    seconds: float
+    low: float | None
+    high: float | None
+    """The ends of its range; None where the plan has no range, as on CPUs."""
+
+
+LEAST_LEFT_S = 600.0
+"""A plan does not count the start of programs and the loading of models: less is not told."""
+
+
+def time_left(planned: PlannedStages | None, stages: Sequence[StageStatus], now: datetime) -> TimeLeft | None:
+    """About what a running job will still take: for every stage what was planned less what it has taken, and of a
+    running one at least what it expects of the phase that it is in. None without a plan, and for less than
+    `LEAST_LEFT_S`."""
+    if planned is None:
+        return None
+    together: dict[str, StagePlan] = {}
+    for one in planned.stages:
+        together[one.stage] = _added(together[one.stage], one) if one.stage in together else one
+    left = [_left_of(part, [one for one in stages if one.stage == name], now) for name, part in together.items()]
+    lows, highs = [one.low for one in left if one.low is not None], [one.high for one in left if one.high is not None]
+    ranged = len(lows) == len(left)
+    found = TimeLeft(sum(one.seconds for one in left), sum(lows) if ranged else None, sum(highs) if ranged else None)
+    return found if found.seconds >= LEAST_LEFT_S else None
+
+
+def _left_of(part: StagePlan, boxes: Sequence[StageStatus], now: datetime) -> TimeLeft:
+    if boxes and all(one.state in ("Succeeded", "Skipped") for one in boxes):
+        return TimeLeft(0.0, 0.0, 0.0)
+    taken = _covered_s([(one.started_at, one.finished_at or now) for one in boxes if one.started_at is not None])
+    expected = max((one.progress.eta_s or 0.0 for one in boxes if one.state == "Running" and one.progress is not None),
+                   default=0.0)
+
+    def rest(hours: float) -> float:
+        return max(expected, hours * 3600 - taken)
+
+    ends = part.hours_range
+    return TimeLeft(rest(part.hours), None if ends is None else rest(ends.low),
+                    None if ends is None else rest(ends.high))
 
 
 def _added(first: StagePlan, second: StagePlan) -> StagePlan:

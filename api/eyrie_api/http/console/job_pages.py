@@ -1,7 +1,8 @@
 """Pages beside that of a job: its plan against what it took, and its document against that of another job.
 
-The plan of a job is not stored. It is made when the page is asked for, as `POST /v1alpha1/plans` makes it: that reads
-the target's files and samples the data, which is too slow for a page that is rendered at every change of a job.
+The plan is made when the page is asked for, as `POST /v1alpha1/plans` makes it: that reads the target's files and
+samples the data, which is too slow for a page that is rendered at every change of a job. Of the plan that the job was
+accepted with the stages' hours are stored, for the time left.
 """
 
 from typing import Annotated

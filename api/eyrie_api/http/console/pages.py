@@ -15,7 +15,7 @@ Strict Content-Security-Policy: script, style and data from this server alone, n
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.attention import Item, attention, drift_hint
-from eyrie_api.http.console.job_details import by_stage
+from eyrie_api.http.console.job_details import TimeLeft, by_stage, time_left
 from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.console.stage_tables import stage_tables
 from eyrie_api.http.control import Control, Here
@@ -97,7 +97,15 @@ def home_values(control: Control) -> dict[str, Any]:
                        control.waiting.list(limit=_WAITING))
     return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
             "more": listed.next_cursor is not None, "attention": [*_disk(control.settings.home), *needed],
-            "now": datetime.now(UTC)}
+            "left": _time_left(control, listed.items), "now": datetime.now(UTC)}
+
+
+def _time_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
+    """Of those that run and were planned to take so long that the plan tells it, by id."""
+    running, now = [one for one in jobs if one.status.phase == "Running"], datetime.now(UTC)
+    planned = control.jobs.planned([one.id for one in running])
+    found = {one.id: time_left(planned.get(one.id), one.status.stages, now) for one in running}
+    return {job_id: left for job_id, left in found.items() if left is not None}
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
@@ -127,7 +135,7 @@ def job_values(control: Control, job_id: str, server: str, selected: Leaderboard
     measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
     project = control.jobs.project_of(job_id)
     return {"job": found, "pipeline": pipeline(found), "board": selected.board(control, job_id), "selected": selected,
-            "leaderboard": entries, "measured": measured,
+            "leaderboard": entries, "measured": measured, "left": _time_left(control, (found,)).get(job_id),
             "choices": [] if measured is None or measured.hardware is None else [
                 sentence(choice, measured.hardware) for choice in measured.hardware.choices],
             "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,

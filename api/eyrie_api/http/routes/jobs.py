@@ -21,7 +21,7 @@ from eyrie_api.http.control import Control, Here, scoped
 from eyrie_api.submission import preflight
 from eyrie_api.submission.demand import demand_of
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages
 from eyrie_api.v1alpha1.resources import WaitingList
 from eyrie_api.v1alpha1.status import Job, JobList, Phase
 
@@ -87,7 +87,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
         done: Job | Replay = replay  # accepted earlier: replayed even if the job would be refused now
     else:
         demand = demand_of(checked.spec, control.profile)
-        done = control.jobs.submit_once(checked.spec, once, project, demand, submitted)
+        done = control.jobs.submit_once(checked.spec, once, project, demand, submitted, checked.planned)
     if isinstance(done, Replay):
         return _accepted(done.response["id"], json.dumps(done.response), replayed=True)
     control.wake()
@@ -145,6 +145,17 @@ def get_submitted(job_id: str, control: Here) -> dict[str, JsonValue]:
     if found is None:
         raise NotFound(f"the document that job {job_id} was submitted with was not kept",
                        f"GET {JOBS}/{job_id} has its spec with every default")
+    return found
+
+
+@router.get(JOBS + "/{job_id}/plan")
+def get_plan(job_id: str, control: Here) -> PlannedStages:
+    """What each stage was planned to take when the job was accepted. 404 where the target's sizes were unknown then, or
+    a version accepted the job that did not keep it; `POST /v1alpha1/plans` plans a document now."""
+    control.jobs.get(job_id)
+    found = control.jobs.planned((job_id,)).get(job_id)
+    if found is None:
+        raise NotFound(f"no plan of job {job_id} was kept", "POST its spec to /v1alpha1/plans to plan it now")
     return found
 
 
