@@ -148,7 +148,7 @@ class NewEvent:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a job came with, which is kept beside its spec."""
+    """What a job came with, which is kept with its spec."""
 
     submitted: JobSpec
     planned: PlannedStages | None
