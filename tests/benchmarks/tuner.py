@@ -45,7 +45,6 @@ from eyrie_workers.figure_style import (
 )
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
-from eyrie_workers.measurement.benchmark.plots import describe_environment
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites, uses_of
 from eyrie_workers.measurement.tuner.grid import possible_settings
 from eyrie_workers.measurement.tuner.profile import TuningProfile
@@ -323,6 +322,13 @@ def predicted_against_measured(outcomes: Sequence[tuple[Setting, int, float, flo
     return figure
 
 
+def _environment_of(report: TuneReport) -> str:
+    """In one line."""
+    e = report.environment
+    threads = "1 thread" if e.threads == 1 else f"{e.threads} threads"
+    return f"{e.hardware}, {threads}, {e.dtype}, torch {e.torch}, concurrency 1, {e.date[:10]}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trial; returns the exit code."""
     try:
@@ -335,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_model(out, report)
     outcomes = [(row.setting, row.concurrency, row.predicted_speedup, row.speedup) for row in report.grid]
     with matplotlib.rc_context(SETTINGS):
-        for path in save(predicted_against_measured(outcomes, describe_environment(report.tuner)),
+        for path in save(predicted_against_measured(outcomes, _environment_of(report.tuner)),
                          out.with_suffix(""), "predictions"):
             print(path)
     trials, possible = (sum(getattr(one, name) for one in report.verdicts) for name in ("trials", "trials_possible"))

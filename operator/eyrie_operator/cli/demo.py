@@ -6,8 +6,6 @@ why. The endpoint keeps running; `stop` stops everything. """
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from rich.text import Text
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.artifacts.stage_manifests import read_manifests
 from eyrie_api.cli import chat
-from eyrie_api.cli.plots import write_figures
+from eyrie_api.cli.plots import figures_of_job, write_figures
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import times
 from eyrie_api.cli.watch import verdict, watch
@@ -113,7 +111,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         job = watch(client, created.id, screen)
         verdict(job)
         endpoint = wait_serving(client, job, job.spec.endpoint_serve.healthy_within_s + _SERVING_S)
-        plots = draw(home, job.id, client.figures(job.id))
+        plots = draw(home, figures_of_job(client, job.id))
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)
     reply = send_sample(endpoint) if endpoint is not None else None
@@ -192,19 +190,10 @@ def write_report(home: Path, job_id: str) -> dict[str, Any]:
     return report
 
 
-def draw(home: Path, job_id: str, figures: Sequence[Figure]) -> list[Path]:
-    """Write the API's figures, and the curves of the training in a child process, since this one does not import
-    matplotlib. Returns the PNG files. Raises DemoFailed, NoPlotLibrary."""
-    out = home / "plots"
-    for kind in ("svg", "png"):
-        write_figures(figures, out, kind, "light")
-    argv = [sys.executable, "-m", "eyrie_workers.stages.plots",
-            "--job-dir", str(home / "jobs" / job_id), "--out", str(out)]
-    completed = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if completed.returncode != 0:
-        raise DemoFailed(f"the plots could not be drawn: {' '.join(completed.stderr.strip().splitlines()[-1:])}",
-                         f"the report itself is in {home / 'report.json'}")
-    return sorted(out.glob("*.png"))
+def draw(home: Path, figures: Sequence[Figure]) -> list[Path]:
+    """Write the job's figures as SVG and PNG; returns the PNG files. Raises NoPlotLibrary."""
+    write_figures(figures, home / "plots", "svg", "light")
+    return write_figures(figures, home / "plots", "png", "light")
 
 
 def setup_seconds() -> float | None:

@@ -1,11 +1,9 @@
 """A finished job's directory with plausible invented figures: for testing plots."""
 
-from pathlib import Path
 
-from eyrie_api.artifacts import digest_bytes, write_model
+from eyrie_api.artifacts import digest_bytes
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.records import MetricRecord
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
     CellReport,
@@ -16,9 +14,7 @@ from eyrie_api.v1alpha1.reports import (
     TuneReport,
     VocabularyReport,
 )
-from eyrie_api.v1alpha1.stages import Manifest, StageName, StageReport
 from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial, TuneSpec
-from eyrie_workers.catalog import stage_dir
 from eyrie_workers.measurement.tuner.grid import possible_settings, possible_shapes
 from eyrie_workers.measurement.tuner.operating import compile_map
 
@@ -104,32 +100,3 @@ def train_report(steps: tuple[int, ...] = (100, 200, 300)) -> TrainReport:
             digest=DIGEST, epoch=step / 75, loss=1.0, accuracy=tuple(at(step, k) for k in range(7)),
             conditional_acceptance=tuple(at(step, k) + 0.02 for k in range(7)), theoretical_speedup=4.0)
             for step in steps))
-
-
-def write_stage(job_dir: Path, stage: StageName, key: str, report: StageReport) -> None:
-    directory = stage_dir(job_dir, stage, key)
-    directory.mkdir(parents=True)
-    write_model(directory / "manifest.json", Manifest(
-        stage=stage, job_id="j", spec_digest=DIGEST, code_version="0", started_at=WHEN, finished_at=WHEN, files=(),
-        report=report))
-
-
-def write_metrics(job_dir: Path, candidate: str, num_steps: int) -> None:
-    """A training run's events file as far as `num_steps`, with a torn last line."""
-    directory = stage_dir(job_dir, "train", candidate)
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [
-        MetricRecord(time=WHEN, name=f"{name}/{k}", step=step,  # type: ignore[arg-type]
-                     value=(0.9 - 0.012 * k) * (1 - 0.7 ** (step / 60))).model_dump_json()
-        for step in range(5, num_steps + 1, 5) for k in range(7) for name in ("accuracy", "acceptance")
-    ]
-    (directory / "events.jsonl").write_text("\n".join(lines) + '\n{"kind": "met')
-
-
-def finished_job(job_dir: Path) -> Path:
-    write_stage(job_dir, "train", "default", train_report())
-    write_metrics(job_dir, "default", 300)
-    for step, skill in ((100, 0.7), (200, 0.78), (300, 0.8)):
-        write_stage(job_dir, "benchmark", f"default-step-{step}", benchmark_report(f"default-step-{step}", skill))
-    write_stage(job_dir, "tune", "", tune_report())
-    return job_dir

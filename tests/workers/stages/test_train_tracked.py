@@ -18,11 +18,11 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from eyrie_api.processes import free_port
 from eyrie_workers.comparison.progress import stage_records
-from eyrie_workers.job_record import Series, read_series
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from tests.workers.stages.test_train import report_of, wait_for_steps, write_spec
 
 pytestmark = pytest.mark.slow
+Series = dict[str, list[tuple[int, float]]]
 _PASSWORD = "not-for-any-log"
 _OF_THE_CLOCK = ("tokens_per_s", "mfu", "data_wait_share")
 
@@ -60,9 +60,18 @@ def test_each_tracker_has_every_step_of_a_killed_and_resumed_training_once_in_on
     _is_in_mlflow(out, mlflow_address)
 
 
+def series_of(out: Path) -> Series:
+    """(step, value) by name; a step that was logged twice has its last value."""
+    points: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in stage_records(out / "events.jsonl"):
+        if record.kind == "metric":
+            points[record.name][record.step] = record.value
+    return {name: sorted(by_step.items()) for name, by_step in points.items()}
+
+
 def same(shown: Series, out: Path) -> None:
     """The tracker has each recorded step once, with its value."""
-    recorded = read_series(out / "events.jsonl")
+    recorded = series_of(out)
     assert shown.keys() == recorded.keys()
     for name, points in recorded.items():
         assert [step for step, _ in shown[name]] == [step for step, _ in points], name

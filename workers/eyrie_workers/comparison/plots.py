@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.report import CompareReport, Figures, VariantReport
+from eyrie_workers.comparison.tables import MIN_ROUNDS, well_founded
 from eyrie_workers.figure_style import (
     BASELINE_BLUE,
     BEST_GREEN,
@@ -26,7 +27,6 @@ from eyrie_workers.figure_style import (
     save,
     title,
 )
-from eyrie_workers.measurement.benchmark.plots import MIN_ROUNDS, well_founded
 
 _COLOURS = (WARM_ORANGE, BASELINE_BLUE, BEST_GREEN, "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = {"chain": "o", "tree": "^", "static tree": "s", "off": "_"}

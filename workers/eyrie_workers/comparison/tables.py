@@ -1,14 +1,23 @@
 """The tables of a comparison, and how it was measured, as text: what `report.md` and `report.html` share. Pure."""
 
+from collections.abc import Sequence
+
 from eyrie_api.quantities import duration, size
 from eyrie_workers.comparison.claims import VERSIONS, ratio
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.report import CompareReport, Figures
-from eyrie_workers.measurement.benchmark.plots import well_founded
 from eyrie_workers.report_page.page import Table
 
 _POSITIONS = 5  # of acceptance, in the table of rounds; report.json has all
 _SHAPES = "Shapes are num_steps/top_k/num_draft_tokens"
+MIN_ROUNDS = 8
+"""Rounds that reached a position of the draft before its acceptance is shown: below, one round moves it by a tenth."""
+
+
+def well_founded(acceptance: Sequence[float], histogram: Sequence[int]) -> tuple[float, ...]:
+    """Acceptance at the positions that at least `MIN_ROUNDS` rounds reached. histogram: of accepted lengths."""
+    reached = [sum(histogram[k:]) for k in range(len(acceptance))]
+    return tuple(p for p, rounds in zip(acceptance, reached, strict=True) if rounds >= MIN_ROUNDS)
 
 
 def facts(report: CompareReport) -> list[tuple[str, str]]:
