@@ -104,7 +104,7 @@ class DiskTooSmall(Permanent):
 class DiskFull(Transient):
     """A disk has no space left; what needs it waits."""
 
-    exit_code = 74  # EX_IOERR; not that of other transient errors, so that a program need not be able to write it down
+    exit_code = 71  # EX_OSERR; that of no other error, since a program may be unable to write it down
     reason = "DiskFull"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest
-from eyrie_api.errors import DiskFull
+from eyrie_api.errors import ArtifactCorrupt, DiskFull, EyrieError
 from eyrie_api.full_disk import ROOM, await_room, free_bytes, is_full, is_short
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
@@ -89,6 +89,16 @@ def test_what_was_free_was_not_enough_so_more_is_waited_for(disk: Path) -> None:
     ValueError("database or disk is full")])
 def test_libraries_tell_a_full_disk_in_their_own_ways(error: Exception) -> None:
     assert is_full(error)
+
+
+def test_the_exit_code_of_a_full_disk_is_that_of_no_other_error() -> None:
+    """Else a stage that meets damaged data would wait for space, and be run again."""
+    known, left = set[type[EyrieError]](), [EyrieError]
+    while left:
+        known.add(kind := left.pop())
+        left += kind.__subclasses__()
+    assert ArtifactCorrupt in known
+    assert {kind for kind in known if kind.exit_code == DiskFull.exit_code} == {DiskFull}
 
 
 def test_other_errors_are_not_a_full_disk() -> None:
