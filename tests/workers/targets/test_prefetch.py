@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import DiskTooSmall, InvalidInput, TargetNotFound, Transient
-from eyrie_api.v1alpha1.targets import QUICKSTART, TargetSpec
+from eyrie_api.v1alpha1.targets import QUICKSTART, TargetSpec, is_hub_id
 from eyrie_workers.targets import model_cache, prefetch
 from eyrie_workers.targets.loading import resolve, target_digest
 from eyrie_workers.targets.model_cache import cached_snapshot, record_path
 from eyrie_workers.targets.prefetch import fill
 from tests.servers.hub import COMMIT, ServedHub, served_hub
+from tests.tiny import tiny_target
 
 TARGET = TargetSpec(model="org/model")
 WEIGHTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -98,6 +99,23 @@ def test_a_target_is_downloaded_once_and_read_from_the_cache_without_the_hub(
     from eyrie_api.submission.target_facts import target_dir
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert target_dir(TARGET) == snapshot
+
+
+def test_targets_that_are_not_of_the_hub_are_read_where_they_are_and_a_url_is_none(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eyrie_api.submission.target_facts import target_dir
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("EYRIE_MODEL_CACHE", str(cache))
+    made = tiny_target(tmp_path / "volume" / "model")
+    assert resolve(TargetSpec(model=str(made))) == target_dir(TargetSpec(model=str(made))) == made
+    assert is_hub_id(str(made)) is is_hub_id(QUICKSTART) is False, "no prefetch task, no init container"
+    assert not cache.exists()
+    for model in ("s3://models/org/model", "https://models.example/model.tar.gz"):
+        assert not is_hub_id(model)
+        for find in (resolve, target_dir):
+            with pytest.raises(TargetNotFound, match=model) as refused:
+                find(TargetSpec(model=model))
+            assert "Hub id" in refused.value.hint
 
 
 def test_without_permission_to_download_the_task_ends_at_once(

@@ -13,6 +13,9 @@ Killed at any line it leaves whole files, which the next run does not download a
 being downloaded is begun again: huggingface_hub gives each download a file of its own, since locks do not work on every
 shared file system. Where they do not, two tasks download twice and neither damages what the other has written.
 
+Other targets need no cache: a directory is read where it is, `quickstart` is in the image, and there are no others
+(`loading.resolve`).
+
 Token and mirror are those of the environment: HF_TOKEN and HF_ENDPOINT.
 """
 
