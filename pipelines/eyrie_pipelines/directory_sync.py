@@ -11,14 +11,15 @@ to gigabytes, so of it only what was appended since the last sync is uploaded, i
 
     rows.jsonl.parts/000000000000000    bytes from that offset on
 
-`join_parts` makes the file of them in the next pod; the finished file is uploaded whole, and the parts are deleted.
+`join_parts` makes the file of them in the next pod; the finished file is uploaded whole, and the parts are deleted. A
+stage that leaves its answers in the store writes and reads them itself (`eyrie_workers.conversations.stored_rows`).
 """
 
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import EyrieError, Transient
-from eyrie_workers.catalog import ROWS_FILE, TRACKERS_DIR
+from eyrie_workers.catalog import LEDGER_PARTS, ROWS_FILE, TRACKERS_DIR, ledger_part
 
 SYNC_SHARE = 4
 """Pauses between two syncs are at least this multiple of the last sync's duration."""
@@ -34,7 +35,6 @@ SYNC_SHARE = 4
 _GROWING = (".jsonl", ".txt")
 """Files a stage appends to, and those of trackers: a snapshot copies them, since a hard link would keep growing."""
 
-LEDGER_PARTS = f"{ROWS_FILE}.parts"
 _PART_BYTES = 64 * 2**20
 
 _SNAPSHOT_DIR = ".sync"
@@ -50,7 +50,8 @@ class DirectorySync:
     def __init__(self, store: ArtifactStore, directory: Path, prefix: str, share: int = SYNC_SHARE, *,
                  not_ours: Sequence[str] = ()) -> None:
         """`share`: pauses are at least this multiple of the last sync's duration.
-        `not_ours`: patterns of names that others put into the store and remove there."""
+        `not_ours`: patterns of names that others put into the store and remove there. With the ledger's name among
+        them its parts are the stage's."""
         self._store, self._directory, self._prefix, self._share = store, directory, prefix, share
         self._not_ours = (f"{LEDGER_PARTS}/*", *not_ours)
         self._uploaded: dict[str, FileStamp] = {}
@@ -62,13 +63,16 @@ class DirectorySync:
         """Record files that are both in the store and in this directory as uploaded. Call right after a download."""
         sizes = {item.key.removeprefix(f"{self._prefix}/"): item.size_bytes
                  for item in self._store.list(self._prefix)}
-        stored = set(sizes)
-        ledger, parts = self._directory / ROWS_FILE, sum(sizes[name] for name in stored if _is_part(name))
+        if ROWS_FILE not in self._not_ours:
+            self._begin_ledger(sizes)
+        self._uploaded = {name: stamp for name, stamp in _stamps(self._directory).items() if name in sizes}
+
+    def _begin_ledger(self, sizes: Mapping[str, int]) -> None:
+        ledger, parts = self._directory / ROWS_FILE, sum(sizes[name] for name in sizes if _is_part(name))
         if parts and ledger.is_file() and ledger.stat().st_size == parts:
             self._ledger_inode, self._ledger_sent = ledger.stat().st_ino, parts
         elif parts:  # not what `join_parts` has made of them
             self._store.delete_all(f"{self._prefix}/{LEDGER_PARTS}")
-        self._uploaded = {name: stamp for name, stamp in _stamps(self._directory).items() if name in stored}
 
     @contextmanager
     def every(self, sync_s: float) -> Iterator[None]:
@@ -133,7 +137,7 @@ class DirectorySync:
                 whole = data[:data.rfind(b"\n") + 1]
                 if not whole:
                     return
-                self._store.write(f"{self._prefix}/{LEDGER_PARTS}/{self._ledger_sent:015d}", whole)
+                self._store.write(f"{self._prefix}/{ledger_part(self._ledger_sent)}", whole)
                 self._ledger_sent += len(whole)
                 file.seek(self._ledger_sent)
 

@@ -12,8 +12,9 @@ While a stage works, a thread uploads what has changed every EYRIE_SYNC_S second
 next pod downloads the unfinished directory, and the stage resumes as it does on one machine after kill -9.
 
 With `ranged` the shards of hidden states are never copied as files of a directory: capture uploads each and deletes it
-(`eyrie_workers.features.storage_backend`), training reads ranges of them. Both find the store's address in a hidden
-file of the directory.
+(`eyrie_workers.features.storage_backend`), training reads ranges of them; and so with the answers, which regenerate
+puts there (`eyrie_workers.conversations.stored_rows`) and capture reads. They find the store's address in a hidden file
+of the directory.
 """
 
 import os
@@ -38,27 +39,38 @@ from eyrie_api.v1alpha1.stages import (
     HardwareStage,
     ProveStage,
     RegenerateStage,
+    StageName,
     StageSpec,
     TrainStage,
     TuneStage,
 )
-from eyrie_pipelines.directory_sync import LEDGER_PARTS, SYNC_SHARE, DirectorySync, join_parts
+from eyrie_pipelines.directory_sync import SYNC_SHARE, DirectorySync, join_parts
 from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR
 from eyrie_pipelines.steps import JOB_FILE
 from eyrie_pipelines.torchrun import is_first_node
-from eyrie_workers.catalog import DAMAGED_SUFFIX, LOAD_RESULTS_FILE, SHARD_PATTERN, STATE_DIR, STORE_ADDRESS_FILE
-
-SYNC_VARIABLE = "EYRIE_SYNC_S"
-"""If set, the store of EYRIE_ARTIFACTS_* is the work area, and unfinished work is uploaded this often."""
+from eyrie_workers.catalog import (
+    DAMAGED_SUFFIX,
+    LEDGER_PARTS,
+    LOAD_RESULTS_FILE,
+    ROWS_FILE,
+    SELECTION_FILE,
+    SHARD_PATTERN,
+    STATE_DIR,
+    STORE_ADDRESS_FILE,
+    SYNC_VARIABLE,
+)
 
 STATES_VARIABLE = "EYRIE_STATES"
-"""`ranged`: hidden states stay in the store: capture puts every shard there when it is complete and keeps none, and
-training reads them there (`placement.work.states`)."""
+"""`ranged`: hidden states and answers stay in the store: capture and regenerate put every part there when it is
+complete and keep none, and later stages read them there (`placement.work.states`)."""
 
 CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
 """Where the store's credentials are mounted in a pod."""
 
-_LEFT_IN_STORE = (SHARD_PATTERN, f"shard-*{DAMAGED_SUFFIX}")
+_LEFT_IN_STORE: dict[StageName, tuple[str, ...]] = {
+    "regenerate": (ROWS_FILE, f"{LEDGER_PARTS}/*", SELECTION_FILE),
+    "capture": (SHARD_PATTERN, f"shard-*{DAMAGED_SUFFIX}")}
+"""With `ranged`: patterns of what a stage puts into the store itself, by stage."""
 
 _RECORDS = ("events.jsonl", "log.txt")
 
@@ -130,8 +142,8 @@ class WorkArea:
             yield not is_digest_of(read_manifest(directory).spec_digest, spec)
             return
         store = self._store
-        # Shards that are in the store already stay there, and so do the notes next to them.
-        left = _LEFT_IN_STORE if self._ranged and isinstance(spec, CaptureStage) else ()
+        # Shards and answers that are in the store already stay there, and so do the notes next to them.
+        left = _LEFT_IN_STORE.get(spec.stage, ()) if self._ranged else ()
         with_room(self._job_dir, lambda: download_dir(store, self._key(directory), directory, unfinished=True,
                                                       leave_out=left))
         with_room(self._job_dir, lambda: join_parts(directory))
@@ -172,6 +184,8 @@ class WorkArea:
         upload_dir(self._store, directory, self._key(directory))
         for name in (STATE_DIR, LEDGER_PARTS):
             self._store.delete_all(self._key(directory / name))
+        if self._ranged:
+            self._store.delete(self._key(directory / SELECTION_FILE))
 
     def _damage_markers(self, directory: Path) -> list[str]:
         """Keys of the markers next to damaged files of a stage's directory."""
@@ -220,7 +234,10 @@ class WorkArea:
             for directory in spec.reuse:
                 self._download_answers(Path(directory))
         elif isinstance(spec, CaptureStage):
-            download_dir(self._store, self._key(Path(spec.rows_dir)), Path(spec.rows_dir))
+            rows = Path(spec.rows_dir)
+            download_dir(self._store, self._key(rows), rows, leave_out=(ROWS_FILE,) if self._ranged else ())
+            if self._ranged:
+                self._write_address(rows)
             for head in spec.init_from:
                 self._download_drafter(Path(head.path))
             for directory in spec.reuse:  # read by ranges, whatever this job does with its own
@@ -262,8 +279,11 @@ class WorkArea:
     def _download_answers(self, directory: Path) -> None:
         """Download the answers of an earlier job, or as much as there is: the stage leaves out what is not whole."""
         with suppress(ArtifactMissing, ArtifactCorrupt):
-            for name in ("rows.meta.json", "rows.jsonl"):
-                self._download_file(directory / name)
+            self._download_file(directory / "rows.meta.json")
+            if self._ranged:
+                self._write_address(directory)
+            else:
+                self._download_file(directory / ROWS_FILE)
 
     def _download_file(self, path: Path) -> None:
         assert self._store is not None

@@ -81,6 +81,16 @@ def test_copied_states_are_read_once_by_each_training_that_is_a_pod_of_its_own()
     assert read[1] == 3 * read[0]
 
 
+def test_answers_that_stay_in_the_store_are_read_to_order_them_and_again_by_capture() -> None:
+    read = {}
+    for ranged in (True, False):
+        regenerate, capture = of_olmo(replace(STORE, ranged=ranged)).stages[:2]
+        assert regenerate.store is not None
+        assert capture.store is not None
+        read[ranged] = [one.read_bytes / regenerate.bytes_on_disk for one in (regenerate.store, capture.store)]
+    assert read == {True: [pytest.approx(2.0), pytest.approx(2.0)], False: [0.0, pytest.approx(1.0)]}
+
+
 def test_without_prices_requests_are_counted_and_money_is_not_and_without_a_store_nothing_is() -> None:
     unknown = of_olmo(replace(STORE, prices=None))
     assert unknown.stages[1].store is not None

@@ -31,8 +31,8 @@ from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.runner import ObservedRun
 from eyrie_pipelines.steps import JobFile
-from eyrie_pipelines.work_area import SYNC_VARIABLE
 from eyrie_pipelines.work_done import work_done
+from eyrie_workers.catalog import SYNC_VARIABLE
 
 _NO_KUBEFLOW = "http://127.0.0.1:1"
 _SYNC_S = 0.5

@@ -24,7 +24,7 @@ from eyrie_pipelines.trainjob import (
     render,
     result_of,
 )
-from eyrie_workers.catalog import command
+from eyrie_workers.catalog import SYNC_VARIABLE, command
 from tests.pipelines.conftest import Rehearsal, spec_of
 from tests.pipelines.test_placement import EVERYTHING, compiled, container, platform, variables
 
@@ -146,7 +146,7 @@ def test_only_the_first_of_several_nodes_uploads_to_the_store(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job_dir = tmp_path / "home" / "jobs" / "j"
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
-    monkeypatch.setenv(work_area.SYNC_VARIABLE, "1")
+    monkeypatch.setenv(SYNC_VARIABLE, "1")
     for rank in ("1", "0"):
         monkeypatch.setenv("PET_NODE_RANK", rank)
         (job_dir / "run").mkdir(parents=True, exist_ok=True)

@@ -37,17 +37,26 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import tasks, work_area
-from eyrie_pipelines.directory_sync import LEDGER_PARTS, DirectorySync, _take_snapshot, join_parts
+from eyrie_pipelines.directory_sync import DirectorySync, _take_snapshot, join_parts
 from eyrie_pipelines.processes import wait_until
 from eyrie_pipelines.run_failure import RunFailure, StageFailed
 from eyrie_pipelines.stage_process import INTERRUPTED_EXIT_CODE
 from eyrie_pipelines.steps import JobFile, regenerate_spec
-from eyrie_workers.catalog import CATALOG, ROWS_FILE, STATE_DIR, STORE_ADDRESS_FILE
+from eyrie_workers.catalog import (
+    CATALOG,
+    LEDGER_PARTS,
+    ROWS_FILE,
+    SELECTION_FILE,
+    STATE_DIR,
+    STORE_ADDRESS_FILE,
+    SYNC_VARIABLE,
+)
 from eyrie_workers.targets.model_cache import cached_snapshot
 from tests.pipelines.conftest import Rehearsal, fill, spec_of, sweeping_spec
 from tests.servers.hub import served_hub
 from tests.servers.s3 import S3Server
 from tests.tiny import chats_file, tiny_target
+from tests.workers.regeneration.openai_double import Service, Troubles, openai_double
 
 LIMIT_S = 120.0
 INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
@@ -94,7 +103,7 @@ class Pods:
 def environment(tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What `placement` gives a pod."""
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
-    monkeypatch.setenv(work_area.SYNC_VARIABLE, "0.05")
+    monkeypatch.setenv(SYNC_VARIABLE, "0.05")
     for name, stage in CATALOG.items():  # boxes run in this process: what `sitecustomize` does for others
         monkeypatch.setitem(CATALOG, name, dataclasses.replace(stage, module="rehearsal_stage",
                                                                together="rehearsal_stage"))
@@ -183,7 +192,7 @@ def test_answers_of_an_earlier_job_are_brought_to_regenerate_or_generated_where_
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stage itself."""
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
-    monkeypatch.setenv(work_area.SYNC_VARIABLE, "0.05")
+    monkeypatch.setenv(SYNC_VARIABLE, "0.05")
     store = LocalStore(tmp_path / "store")
     source = DataSource(path=str(chats_file(tmp_path / "chats.jsonl", 6)))
     spec = spec_of(target=TargetSpec(model=str(tiny_target(tmp_path / "target"))),
@@ -236,7 +245,7 @@ def test_states_larger_than_a_pods_disk_are_captured_through_it_and_a_killed_pod
         tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stages themselves."""
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
-    monkeypatch.setenv(work_area.SYNC_VARIABLE, "0.05")
+    monkeypatch.setenv(SYNC_VARIABLE, "0.05")
     words = "".join(f"{number} plus {2 * number}, " for number in range(26))
     chats = [{"messages": [{"role": "user", "content": f"{number}: {words}"}]} for number in range(160)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
@@ -274,6 +283,112 @@ def test_states_larger_than_a_pods_disk_are_captured_through_it_and_a_killed_pod
     assert artifact_in(store, "jobs/job-1/stages/capture") == wanted
     repaired = {path.name: path.stat().st_ino for path in (tmp_path / "store").rglob("shard-*.states")}
     assert {name for name in after if after[name] != repaired[name]} == {"shard-00002.states"}
+
+
+REGENERATE, CAPTURE = "jobs/job-1/stages/regenerate", "jobs/job-1/stages/capture"
+
+
+def answers_through(home: Path, store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                    num_rows: int, answer: str) -> tuple[Pods, JobSpec, Service]:
+    """A job whose answers go through `home` into the store; its pod is killed when half of them are answered."""
+    rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(num_rows)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source, target = DataSource(path=str(tmp_path / "chats.jsonl")), tiny_target(tmp_path / "target")
+    gate = threading.Event()
+    gate.set()
+    with openai_double(Troubles(message={"role": "assistant", "content": answer}, gate=gate)) as service:
+        spec = spec_of(target=TargetSpec(model=str(target)), data=DataSpec(sources=(source,), held_out_fraction=0.0),
+                       regenerate=RegenerateSpec(engine="openai", base_url=service.url, concurrency=4),
+                       capture=CaptureSpec(max_length=32, check_rows=0))
+        elsewhere = Pods(tmp_path / "home", store, spec)
+        elsewhere.run(tasks.regenerate)
+        wanted = {name: store.read(f"{REGENERATE}/{name}") for name in (ROWS_FILE, "quarantine.jsonl")}
+        files = read_manifest(elsewhere.job_dir / "stages/regenerate").files
+        assert wanted[ROWS_FILE].count(b"\n") == num_rows
+        store.delete_all(REGENERATE)
+
+        monkeypatch.setenv(work_area.STATES_VARIABLE, "ranged")
+        pods = Pods(home, store, spec)
+        service.attempts.clear()
+        service.at_gate, service.troubles.before_gate = 0, num_rows // 2
+        gate.clear()
+        pod = pods.start("regenerate")
+        parts = f"{REGENERATE}/{LEDGER_PARTS}"
+        quarter = len(wanted[ROWS_FILE]) / 4
+        assert wait_until(lambda: sum(one.size_bytes for one in store.list(parts)) > quarter, LIMIT_S)
+        os.killpg(pod.pid, signal.SIGKILL)
+        pod.wait()
+        gate.set()
+        stored = b"".join(store.read(one.key) for one in store.list(parts)).splitlines()
+        assert 0 < len(stored) < num_rows
+        assert pods.run(tasks.regenerate) == "stages/regenerate"
+        answered = {rows[json.loads(line)["line"] - 1]["messages"][0]["content"] for line in stored}  # type: ignore[index]
+        assert {service.attempts[asked] for asked in answered} == {1}, "what was in the store is not asked again"
+        assert len(service.attempts) == num_rows
+        manifest = read_manifest(pods.job_dir / "stages/regenerate")
+        assert manifest.files == files, "the manifest does not say where the pod kept the answers"
+        assert isinstance(manifest.report, RegenerateReport)
+        assert manifest.report.rows_resumed >= len(stored)
+        assert {name: store.read(f"{REGENERATE}/{name}") for name in wanted} == wanted
+        assert not {name for name in pods.here() if name.endswith((ROWS_FILE, SELECTION_FILE))}
+        left = {name.removeprefix("stages/regenerate/") for name in pods.stored() if "regenerate/" in name}
+        assert left == {"events.jsonl", "held_out.jsonl", "log.txt", "manifest.json", "quarantine.jsonl", ROWS_FILE,
+                        "rows.meta.json", "spec.json"}
+        return pods, spec, service
+
+
+def test_answers_stay_in_a_real_store_and_a_killed_pod_later_stages_and_later_jobs_read_them_there(
+        tmp_path: Path, rclone_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stages themselves."""
+    store = in_environment(rclone_s3, tmp_path, monkeypatch)
+    pods, spec, _service = answers_through(tmp_path / "home", store, tmp_path, monkeypatch, 60, "An answer. " * 40)
+    pods.run(tasks.capture, "stages/regenerate")
+    assert not {name for name in pods.here() if name.endswith(ROWS_FILE)}
+    index = store.read(f"{CAPTURE}/index.json")
+    # A later job: the endpoint is away by now, and every answer is that of the first job.
+    later = Pods(tmp_path / "home", store, spec, "job-2", ("job-1",))
+    later.run(tasks.regenerate)
+    report = read_manifest(later.job_dir / "stages/regenerate").report
+    assert isinstance(report, RegenerateReport)
+    assert report.rows_reused == 60
+    assert "jobs/job-1/stages/regenerate/rows.jsonl" not in {
+        path.relative_to(tmp_path / "home").as_posix() for path in (tmp_path / "home").rglob("*")}
+    # Pods with large disks read the same answers as a file.
+    store.delete_all(CAPTURE)
+    monkeypatch.delenv(work_area.STATES_VARIABLE)
+    pods.run(tasks.capture, "stages/regenerate")
+    assert f"stages/regenerate/{ROWS_FILE}" in pods.here()
+    assert store.read(f"{CAPTURE}/index.json") == index
+    # Answers that were damaged in the store are found before anything is computed.
+    rows = f"{REGENERATE}/{ROWS_FILE}"
+    store.write(rows, store.read(rows).replace(b"An answer", b"No answer", 1))
+    store.delete_all(CAPTURE)
+    monkeypatch.setenv(work_area.STATES_VARIABLE, "ranged")
+    with pytest.raises(StageFailed, match="checksum differs"):
+        pods.run(tasks.capture, "stages/regenerate")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # 80 MB of answers are tokenised twice
+@pytest.mark.parametrize("disk", [72], indirect=True)
+def test_answers_larger_than_a_pods_disk_pass_through_it_and_a_killed_pod_asks_for_none_of_its_answers_again(
+        tmp_path: Path, disk: Path, rclone_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stage itself."""
+    store = in_environment(rclone_s3, tmp_path, monkeypatch)
+    answers_through(disk / "home", store, tmp_path, monkeypatch, 400, "An answer of many words. " * 2400)
+    stored = store.stat(f"{REGENERATE}/{ROWS_FILE}")
+    assert stored is not None
+    assert stored.size_bytes > 72 * 2**20
+
+
+def in_environment(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
+    """A real store that pods find by their environment."""
+    store = bucket(server, tmp_path)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_URL", store.url)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", server.endpoint_url)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(tmp_path / "secret"))
+    monkeypatch.setenv(SYNC_VARIABLE, "0.05")
+    return store
 
 
 def artifact_in(store: ArtifactStore, prefix: str) -> dict[str, bytes]:
@@ -334,7 +449,7 @@ def test_a_pod_killed_at_work_loses_nothing_it_had_put_into_the_store(pods: Pods
 
 def test_a_pod_that_is_terminated_puts_what_it_has_into_the_store_first(
         pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(work_area.SYNC_VARIABLE, "3600")
+    monkeypatch.setenv(SYNC_VARIABLE, "3600")
     rehearsal.plan(regenerate=["hang", "ok"])
     pod = pods.start("regenerate")
     assert wait_until(lambda: rehearsal.starts() == ["regenerate"], LIMIT_S)

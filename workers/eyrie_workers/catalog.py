@@ -26,6 +26,16 @@ TRACKERS_DIR = "trackers"
 ROWS_FILE = "rows.jsonl"
 """The answers of regenerate, to which the stage appends a line at a time: gigabytes in a large job."""
 
+LEDGER_PARTS = f"{ROWS_FILE}.parts"
+"""Folder of an unfinished regenerate stage in an artifact store: its answers, in parts of whole lines."""
+
+SELECTION_FILE = "selection.jsonl"
+"""What an unfinished regenerate stage is going to answer: as large as the prompts of a job."""
+
+SYNC_VARIABLE = "EYRIE_SYNC_S"
+"""Environment variable of the pods of a job whose work area is an artifact store: how often unfinished work is
+uploaded, in seconds."""
+
 LOAD_RESULTS_FILE = "results.jsonl"
 """The requests without a drafter that the first profile's measurement leaves for those of the other profiles."""
 
@@ -36,8 +46,8 @@ MODEL_CACHE_VARIABLE = "EYRIE_MODEL_CACHE"
 """Environment variable of the pods of a cluster that has a model cache: its directory."""
 
 STORE_ADDRESS_FILE = ".store-address"
-"""File in the directory of a feature store whose shards are not on this machine: the address of the artifact store
-where capture puts them and training reads them. Hidden, since it concerns this machine alone."""
+"""File in the directory of a stage whose shards or answers are not on this machine: the address of the artifact store
+where the stage puts them and later ones read them. Hidden, since it concerns this machine alone."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,11 @@ CATALOG: dict[StageName, Stage] = {
 def stage_dir(job_dir: Path, stage: StageName, key: str = "") -> Path:
     """The directory of a stage."""
     return job_dir / "stages" / stage / key if key else job_dir / "stages" / stage
+
+
+def ledger_part(offset: int) -> str:
+    """Name of the part of the answers that begins at a byte, in the directory of regenerate."""
+    return f"{LEDGER_PARTS}/{offset:015d}"
 
 
 def command(stage: StageName, directory: Path, *, before: bool = False) -> list[str]:

@@ -80,8 +80,7 @@ class JsonlLedger(Generic[EntryT]):
         self._hint = hint
         self._extents: list[Extent] = []
         self._size = 0
-        path.touch()
-        self._truncate_torn_line()
+        self._prepare()
         if belongs_to is not None:
             self._check_header(json.dumps({"belongs_to": belongs_to}))
         self._scan(first_line=1 if belongs_to is None else 2)
@@ -97,30 +96,44 @@ class JsonlLedger(Generic[EntryT]):
     def append(self, entry: EntryT) -> None:
         """Write one entry. When this returns it survives the end of the process, and with `fsync` of the machine."""
         line = encode_line(entry)
-        with self.path.open("ab") as file:
-            file.write(line)
-            file.flush()
-            if self._fsync:
-                os.fsync(file.fileno())
+        self._write(line)
         self._add(entry, Extent(self._size, len(line)))
 
     def read(self, extent: Extent) -> EntryT:
         """One entry by its position."""
-        with self.path.open("rb") as file:
-            file.seek(extent.offset)
-            return decode_line(file.read(extent.length), self._entry_type)
+        return decode_line(self._line(extent), self._entry_type)
 
     def _add(self, entry: EntryT, extent: Extent) -> None:
         """Register one entry, just read or just written. A subclass overrides this to index entries."""
         self._extents.append(extent)
         self._size = extent.offset + extent.length
 
-    def _truncate_torn_line(self) -> None:
+    def _prepare(self) -> None:
+        """Create the file, or truncate a torn last line. A subclass that keeps its lines elsewhere overrides this and
+        the next three."""
+        self.path.touch()
         size = 0
         for line in self._lines(0):
             # Iterating a binary file splits at \n alone; str.splitlines() would also split at a U+2028 inside a string.
             size += len(line) if line.endswith(b"\n") else 0
         os.truncate(self.path, size)
+
+    def _write(self, line: bytes) -> None:
+        with self.path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            if self._fsync:
+                os.fsync(file.fileno())
+
+    def _line(self, extent: Extent) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(extent.offset)
+            return file.read(extent.length)
+
+    def _lines(self, offset: int) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            yield from file
 
     def _check_header(self, header: str) -> None:
         found = next(self._lines(0), None)
@@ -140,8 +153,3 @@ class JsonlLedger(Generic[EntryT]):
                 raise ArtifactCorrupt(f"{self.path}, line {number} is not an entry: {reason_of(error)}",
                                       self._hint) from error
             self._add(entry, Extent(self._size, len(line)))
-
-    def _lines(self, offset: int) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            yield from file

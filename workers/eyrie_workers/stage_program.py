@@ -48,7 +48,8 @@ from eyrie_api.full_disk import disk_full, is_full
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
-from eyrie_api.v1alpha1.stages import HardwareStage, Manifest, StageReport
+from eyrie_api.v1alpha1.stages import FileEntry, HardwareStage, Manifest, StageReport
+from eyrie_workers.catalog import ROWS_FILE, STORE_ADDRESS_FILE
 
 INTERRUPTED_EXIT_CODE = 143
 _PROGRESS_EVERY_S = 0.5
@@ -64,6 +65,8 @@ class Result:
 
     report: StageReport
     files: Iterable[Path]
+    in_store: tuple[FileEntry, ...] = ()
+    """Files of the artifact that the work has put into the artifact store and that are not here."""
 
 
 def _now() -> datetime:
@@ -170,7 +173,8 @@ class OpenStage(Generic[SpecT]):
     def finish(self, result: Result) -> None:
         """Write the manifest. Raises Interrupted where a stop was requested."""
         self.stage.pause_point()
-        files = list_files(self.stage.out_dir, result.files)
+        here = list_files(self.stage.out_dir, result.files)
+        files = tuple(sorted((*here, *result.in_store), key=lambda entry: entry.path))
         if self._before is not None and self._before.files == files:
             return
         spec = self.spec
@@ -283,11 +287,13 @@ def _end_on_full_disk(error: DiskFull) -> int:
 
 def verify_inputs(spec: Frozen) -> None:
     """Compare what a stage reads of earlier stages with their manifests. The feature store is not among it: its reader
-    verifies each block. Raises ArtifactMissing or ArtifactCorrupt."""
+    verifies each block; nor are answers in an artifact store, which `conversations.rows` compares. Raises
+    ArtifactMissing or ArtifactCorrupt."""
     for name in ("rows_dir", "drafter_dir", "rival_dir", "held_out_file"):
         path = getattr(spec, name, None)
         if path is not None:
-            verify_part(Path(path))
+            stored = (Path(path) / STORE_ADDRESS_FILE).is_file()
+            verify_part(Path(path), leave_out=(ROWS_FILE,) if stored else ())
     if isinstance(spec, HardwareStage):
         verify_inputs(spec.proof)
 

@@ -20,7 +20,7 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -181,8 +181,10 @@ def verify_files(manifest: Manifest, root: Path) -> None:
             raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "retry the job from that stage")
 
 
-def verify_part(path: Path) -> None:
+def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
     """Compare a file or directory below `.../stages/<stage>[/<key>]` with the manifest of that stage, which lists it.
+
+    leave_out   paths of the manifest that are not here: their reader compares them
 
     Paths that are not in a finished stage's directory (published drafters, data of the user) have no digest and pass.
     Raises ArtifactMissing or ArtifactCorrupt.
@@ -192,7 +194,8 @@ def verify_part(path: Path) -> None:
         if "stages" not in (root.parent.name, root.parent.parent.name) or not (root / MANIFEST).is_file():
             continue
         manifest = read_manifest(root)
-        listed = tuple(entry for entry in manifest.files if (root / entry.path).is_relative_to(path))
+        listed = tuple(entry for entry in manifest.files
+                       if (root / entry.path).is_relative_to(path) and entry.path not in leave_out)
         verify_files(manifest.model_copy(update={"files": listed}), root)
         return
 

@@ -1,8 +1,9 @@
 """Upload and download of whole stage directories: files first, several at once, the manifest last.
 
-Upload: files that the store has already, by size and digest, are skipped, so that an interrupted upload resumes. The
-files of a finished directory are compared with its manifest first, and `manifest.json` is written once: of two pods
-that ran the same stage with different results, the second is refused.
+Upload: files that the store has already, by size and digest, are skipped, so that an interrupted upload resumes; so are
+files that only the store has, where the stage itself has put them. The files of a finished directory are compared with
+its manifest first, and `manifest.json` is written once: of two pods that ran the same stage with different results, the
+second is refused.
 
 Download: files that exist already, by size and digest, are skipped; every file is compared with the manifest.
 A directory without a manifest is unfinished. With `unfinished=True` it is transferred too, so that training resumes
@@ -11,7 +12,7 @@ from the checkpoint of a node that was removed.
 Hidden files (temporary files, locks) are not transferred.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -36,14 +37,15 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
     """Upload a stage's directory below `prefix/`.
 
     unfinished   allow a directory without a manifest; files that changed since the last upload are replaced.
-    Raises ArtifactMissing without a manifest, ArtifactCorrupt when a file differs from it, AlreadyWritten when the
-    store has another manifest.
+    Raises ArtifactMissing without a manifest or a file that it lists, ArtifactCorrupt when a file differs from it,
+    AlreadyWritten when the store has another manifest.
     """
     finished = (directory / MANIFEST).is_file()
     if not finished and not unfinished:
         raise ArtifactMissing(f"no manifest in {directory}", "finish the stage first, or upload it as unfinished")
     listed = {entry.path: entry for entry in read_manifest(directory).files} if finished else {}
-    missing = sorted(path for path in listed if not (directory / path).is_file())
+    missing = sorted(path for path, entry in listed.items()
+                     if not (directory / path).is_file() and not _is_stored(store, prefix, entry))
     if missing:
         raise ArtifactMissing(f"{directory / missing[0]} is listed in its manifest but does not exist",
                               "run the stage again")
@@ -69,23 +71,30 @@ def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinish
                  leave_out: Sequence[str] = ()) -> TransferStats:
     """Download a stage's directory: the files its manifest lists, then the manifest.
 
-    unfinished   allow a stage without a manifest; then everything below `prefix/` is downloaded, except
-    leave_out    patterns of names
+    unfinished   allow a stage without a manifest; then everything below `prefix/` is downloaded
+    leave_out    patterns of names that are not downloaded
     Raises ArtifactMissing without a manifest or a listed file, ArtifactCorrupt when a file differs.
     """
+    def wanted(names: Iterable[str]) -> Iterator[str]:
+        return (name for name in names if not any(fnmatch(name, pattern) for pattern in leave_out))
+
     if store.stat(f"{prefix}/{MANIFEST}") is None:
         if not unfinished:
             raise ArtifactMissing(f"no {prefix}/{MANIFEST} in {store.url}", "run the stage that writes it")
         names = (found.key.removeprefix(f"{prefix}/") for found in store.list(prefix))
-        return _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None),
-                     (name for name in names if not any(fnmatch(name, pattern) for pattern in leave_out)))
+        return _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None), wanted(names))
     text = store.read(f"{prefix}/{MANIFEST}")
     temporary = directory / f".{MANIFEST}.fetched"
     write_atomically(temporary, text)
     listed = {entry.path: entry for entry in read_manifest(temporary).files}
-    moved = _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, listed[name]), listed)
+    moved = _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, listed[name]), wanted(listed))
     temporary.replace(directory / MANIFEST)
     return moved
+
+
+def _is_stored(store: ArtifactStore, prefix: str, entry: FileEntry) -> bool:
+    stored = store.stat(f"{prefix}/{entry.path}")
+    return stored is not None and (stored.size_bytes, stored.sha256) == (entry.size_bytes, entry.sha256)
 
 
 def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry: FileEntry | None) -> int | None:

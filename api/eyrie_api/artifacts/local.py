@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -23,6 +23,7 @@ from eyrie_api.artifacts.store import (
     checked_key,
     directory_prefix,
     ignore,
+    other_bytes,
 )
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 
@@ -95,6 +96,19 @@ class LocalStore:
             os.replace(aside, path)
         sent(size)
         return StoredObject(key, size, digest)
+
+    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
+        """See `ArtifactStore`."""
+        with self._aside(key) as (file, aside, path):
+            sha, written = hashlib.sha256(), 0
+            for chunk in chunks:
+                sha.update(chunk)
+                written += file.write(chunk)
+            _finish(file, b"")
+            if (written, f"sha256:{sha.hexdigest()}") != (size_bytes, sha256):
+                raise other_bytes(key)
+            os.replace(aside, path)
+        return StoredObject(key, size_bytes, sha256)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         """See `ArtifactStore`. Without `sha256` the bytes cannot be verified."""

@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from botocore.exceptions import ClientError
 from eyrie_api.artifacts import digest_bytes, digest_file
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.s3_client import ALREADY_EXISTS, Bucket, RangeNotSatisfiable, code_of, run_all
-from eyrie_api.artifacts.s3_parts import abort, changed, md5_base64, upload_in_parts
+from eyrie_api.artifacts.s3_parts import abort, changed, in_parts, md5_base64, upload_in_parts, upload_stream
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
@@ -38,6 +38,7 @@ from eyrie_api.artifacts.store import (
     checked_key,
     directory_prefix,
     ignore,
+    other_bytes,
 )
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
 
@@ -145,6 +146,16 @@ class S3Store:
         written = self.write(key, data)
         sent(size)
         return written
+
+    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
+        """See `ArtifactStore`."""
+        if size_bytes > self._bucket.options.part_size_bytes:
+            upload_stream(self._bucket, self._place(key)["Key"], chunks, size_bytes, sha256, {DIGEST: sha256})
+            return StoredObject(key, size_bytes, sha256)
+        data = next(in_parts(chunks, size_bytes + 1), b"")
+        if (len(data), digest_bytes(data)) != (size_bytes, sha256):
+            raise other_bytes(key)
+        return self.write(key, data)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         """See `ArtifactStore`."""

@@ -11,6 +11,9 @@ upload is aborted, and the next call starts again, when it cannot be recorded (a
 permanent, or when an attempt has sent no further part (rclone answers SlowDown to a part of which it has received a
 half, until it is restarted): otherwise invisible parts would be stored, and billed, for ever. `sweep_unfinished` aborts
 what a lost machine has left.
+
+`upload_stream` sends bytes that are in no file: one part after the other, each tried again while the store is away. It
+resumes nothing.
 """
 
 import base64
@@ -18,6 +21,7 @@ import hashlib
 import logging
 import math
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,8 +30,9 @@ from botocore.exceptions import BotoCoreError, ClientError
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_atomically
+from eyrie_api.artifacts.retry import while_unavailable
 from eyrie_api.artifacts.s3_client import Bucket, run_all
-from eyrie_api.artifacts.store import Sent, ignore
+from eyrie_api.artifacts.store import Sent, ignore, other_bytes
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 
@@ -79,6 +84,40 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
     _remove_record(record_file)
 
 
+def upload_stream(bucket: Bucket, key: str, chunks: Iterable[bytes], size: int, sha256: str,
+                  metadata: dict[str, str]) -> None:
+    """Put chunks of `size` bytes together, whose digest is `sha256`, at `key` (prefix included)."""
+    part_size = max(bucket.options.part_size_bytes, math.ceil(size / _MAX_PARTS))
+    with bucket.translating_errors(key):
+        made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
+    upload = Upload(url=bucket.url, key=key, sha256=sha256, size_bytes=size, part_size_bytes=part_size,
+                    upload_id=made["UploadId"])
+    sha, sent, etags = hashlib.sha256(), 0, dict[int, str]()
+    try:
+        for number, data in enumerate(in_parts(chunks, part_size), start=1):
+            sha.update(data)
+            sent += len(data)
+            etags[number] = while_unavailable(partial(_put_part, bucket, upload, number, data))
+        if (sent, f"sha256:{sha.hexdigest()}") != (size, sha256):
+            raise other_bytes(key)
+        _complete(bucket, upload, etags)
+    except BaseException:
+        abort(bucket, key, upload.upload_id)
+        raise
+
+
+def in_parts(chunks: Iterable[bytes], part_size: int) -> Iterator[bytes]:
+    """The bytes of all chunks, in pieces of `part_size`; the last may be smaller. Pure."""
+    held = bytearray()
+    for chunk in chunks:
+        held += chunk
+        while len(held) >= part_size:
+            yield bytes(held[:part_size])
+            del held[:part_size]
+    if held:
+        yield bytes(held)
+
+
 def abort(bucket: Bucket, key: str, upload_id: str) -> None:
     """Abort a multipart upload; the server deletes its parts."""
     try:
@@ -127,9 +166,7 @@ def _send(bucket: Bucket, source: Path, upload: Upload, uploaded: dict[int, tupl
         data = os.pread(descriptor, upload.part_size_bytes, (number - 1) * upload.part_size_bytes)
         etag, size = uploaded.get(number, ("", -1))
         if size != len(data) or etag.strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
-            with bucket.translating_errors(upload.key):
-                etag = bucket.client.upload_part(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
-                                                 PartNumber=number, Body=data, ContentMD5=md5_base64(data))["ETag"]
+            etag = _put_part(bucket, upload, number, data)
         etags[number] = etag
         report(len(data))
 
@@ -141,6 +178,13 @@ def _send(bucket: Bucket, source: Path, upload: Upload, uploaded: dict[int, tupl
     # Race: a writer may have changed the file between its digest and the last part.
     if (before.st_size, before.st_mtime_ns, before.st_ino) != (after.st_size, after.st_mtime_ns, after.st_ino):
         raise changed(source)
+
+
+def _put_part(bucket: Bucket, upload: Upload, number: int, data: bytes) -> str:
+    with bucket.translating_errors(upload.key):
+        answer = bucket.client.upload_part(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
+                                           PartNumber=number, Body=data, ContentMD5=md5_base64(data))
+    return str(answer["ETag"])
 
 
 def _complete(bucket: Bucket, upload: Upload, etags: dict[int, str]) -> None:

@@ -10,12 +10,12 @@ read before and after the write, which leaves a race of milliseconds.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from eyrie_api.errors import Conflict, InvalidInput, Permanent, Transient
+from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, Permanent, Transient
 
 _KEY = re.compile(r"(?:[^./\\\x00-\x1f][^/\\\x00-\x1f]*)(?:/[^./\\\x00-\x1f][^/\\\x00-\x1f]*)*")
 
@@ -103,6 +103,12 @@ class ArtifactStore(Protocol):
         sent   called with the number of bytes whenever some more are in the store; from several threads
         """
 
+    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
+        """Write or replace an object whose bytes are made while they are sent; memory holds one part of it.
+
+        Raises ArtifactCorrupt when the chunks have another size or digest: the object is then as it was before.
+        """
+
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         """Download an object into a file, atomically.
 
@@ -128,6 +134,11 @@ def checked_key(key: str) -> str:
         raise InvalidInput(f"{key!r} is not an artifact key",
                            "write a relative path with forward slashes in which no name begins with a dot")
     return key
+
+
+def other_bytes(key: str) -> ArtifactCorrupt:
+    """The error for chunks that do not have the size and the digest that they were announced with."""
+    return ArtifactCorrupt(f"what was to be written as {key} has another digest than before", "retry the job")
 
 
 def directory_prefix(prefix: str) -> str:

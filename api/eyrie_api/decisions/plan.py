@@ -377,13 +377,17 @@ def _transfers(work: _Work, candidates: Sequence[Candidate], store: ObjectStore)
     exported = [(size, one.train.num_checkpoints) for one, size in zip(candidates, drafters, strict=True)]
     one_drafter = StageTransfer(get_requests=store.parts(max(drafters)), read_bytes=max(drafters))
     copied = round(states * work.states_share)
+    # Answers that stay in the store: parts are read for the digest of the ordered rows and to write these; capture
+    # reads the rows to plan its shards and to compute them. As files they are downloaded once.
+    ordering, passes = (2, 2) if store.ranged else (0, 1)
     return {
-        "regenerate": StageTransfer(2, store.put_requests(rows_bytes), 0, 0),
+        "regenerate": StageTransfer(
+            2, store.put_requests(rows_bytes), ordering * store.parts(rows_bytes), ordering * rows_bytes),
         "capture": StageTransfer(
             shards, shards * store.put_requests(states / shards),
             # Of each uploaded shard size and end are read back.
-            store.parts(rows_bytes) + 2 * shards + round(work.rows * work.states_share) * per_row,
-            rows_bytes + copied),
+            passes * store.parts(rows_bytes) + 2 * shards + round(work.rows * work.states_share) * per_row,
+            passes * rows_bytes + copied),
         "train": StageTransfer(
             sum(number for _, number in exported), sum(store.put_requests(size) * number for size, number in exported),
             gets, read),

@@ -95,10 +95,12 @@ class S3Work(Frozen):
     """Bound of the emptyDir; default: the node's."""
 
     states: Literal["copied", "ranged"] = "copied"
-    """Where hidden states are. `copied`: capture writes all of them on its pod's disk before they are uploaded, and
-    training downloads them first. `ranged`: for states larger than the disk. Capture uploads each shard when it is
-    complete and deletes it, so a pod needs space for the answers and two shards of `capture.shard_size_bytes` per
-    process; training reads from the store on demand, again in every epoch."""
+    """Where hidden states and answers are. `copied`: capture and regenerate write all of them on their pod's disk
+    before they are uploaded, and the next stages download them first. `ranged`: for those larger than the disk. Capture
+    uploads each shard when it is complete and deletes it, so a pod needs space for two shards of
+    `capture.shard_size_bytes` per process; training reads from the store on demand, again in every epoch. Regenerate
+    does the same with parts of the answers, 64 MiB each, which capture reads from the store; its pod needs space for
+    two of them, and for the prompts while they are selected."""
 
 
 WorkArea = Annotated[VolumeWork | S3Work, Field(discriminator="kind")]

@@ -86,6 +86,19 @@ def test_the_second_of_two_makers_of_one_artifact_is_refused(store: ArtifactStor
     assert read_manifest(tmp_path / "back").job_id == "j"
 
 
+def test_a_file_that_the_stage_itself_has_put_into_the_store_need_not_be_here(store: ArtifactStore,
+                                                                              tmp_path: Path) -> None:
+    made = a_stage(tmp_path / "made")
+    store.upload(f"{PREFIX}/shards/1.bin", made / "shards/1.bin")
+    (made / "shards/1.bin").unlink()
+    upload_dir(store, made, PREFIX)
+    download_dir(store, PREFIX, tmp_path / "back", leave_out=("shards/0*",))
+    assert names(tmp_path / "back") == {"index.json", "shards/1.bin", MANIFEST}
+    store.write(f"{PREFIX}/shards/1.bin", b"x" * 2000)
+    with pytest.raises(ArtifactMissing, match=r"1\.bin is listed"):
+        upload_dir(store, made, PREFIX)
+
+
 def test_an_unfinished_directory_moves_only_when_asked_to(store: ArtifactStore, tmp_path: Path) -> None:
     work = tmp_path / "work"
     (work / "checkpoints").mkdir(parents=True)

@@ -47,6 +47,29 @@ def test_what_is_not_there_is_missing_and_may_be_deleted(store: ArtifactStore, t
     assert list(tmp_path.glob("*target*")) == []
 
 
+@pytest.mark.parametrize("size", [0, 10, LARGE])
+def test_bytes_that_are_in_no_file_are_written_in_pieces_and_carry_their_digest(store: ArtifactStore,
+                                                                                size: int) -> None:
+    data = (bytes(range(251)) * (size // 251 + 1))[:size]
+    chunks = [data[start:start + 100_003] for start in range(0, size, 100_003)]
+    wanted = StoredObject("rows", size, digest_bytes(data))
+    assert store.write_stream("rows", chunks, size_bytes=size, sha256=wanted.sha256 or "") == wanted
+    assert store.stat("rows") == wanted
+    assert store.read("rows") == data
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_a_stream_that_is_not_what_was_announced_leaves_the_object_as_it_was(store: ArtifactStore, size: int) -> None:
+    store.write("rows", b"before")
+    for chunks in ([b"x" * size, b"more"], [b"x" * (size - 1)], [b"y" * size]):
+        with pytest.raises(ArtifactCorrupt, match="rows"):
+            store.write_stream("rows", chunks, size_bytes=size, sha256=digest_bytes(b"x" * size))
+    with pytest.raises(ZeroDivisionError):
+        store.write_stream("rows", (b"x" * (size // left) for left in (2, 0)), size_bytes=size, sha256="")
+    assert store.read("rows") == b"before"
+    assert store.sweep_unfinished(older_than_s=0.0) == 0, "nothing invisible is left"
+
+
 def test_a_later_write_takes_the_place_of_the_earlier(store: ArtifactStore) -> None:
     store.write("x", b"first")
     assert store.write("x", b"second, and longer").sha256 == store.stat("x").sha256  # type: ignore[union-attr]

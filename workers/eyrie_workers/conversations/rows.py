@@ -11,6 +11,7 @@ generated (`ids_exact` tells which they are), and the drafter is trained on ids.
 target or another sampling are refused, here and in capture.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,10 +19,13 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, ValidationError
 
+from eyrie_api.artifacts import read_manifest
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_api.v1alpha1.stages import FileEntry
 from eyrie_workers.catalog import ROWS_FILE
 from eyrie_workers.jsonl_ledger import Extent, JsonlLedger, decode_line, reason_of
+from eyrie_workers.left_in_store import open_binary
 
 ROWS = ROWS_FILE
 META = "rows.meta.json"
@@ -94,6 +98,9 @@ class RowLedger(JsonlLedger[AnsweredRow]):
     def __init__(self, path: Path) -> None:
         """Open or create the ledger. Raises ArtifactCorrupt when a complete line cannot be read."""
         self._by_id: dict[str, Extent] = {}
+        self.in_store: tuple[FileEntry, ...] = ()
+        """The finished file, where it is in an artifact store instead of at `path`."""
+
         # No fsync: a power failure costs some answers, which are requested again; an fsync per answer costs more.
         super().__init__(path, AnsweredRow, fsync=False,
                          hint="delete that line and run again: its prompt is answered again")
@@ -141,17 +148,27 @@ class RowLedger(JsonlLedger[AnsweredRow]):
 
 
 def read_rows(path: Path) -> Iterator[AnsweredRow]:
-    """Answered rows of a finished regenerate stage, in order. Raises ArtifactMissing or ArtifactCorrupt."""
+    """Answered rows of a finished regenerate stage, in order. A file that is in a store has not been compared with its
+    manifest before: it is here, at its end. Raises ArtifactMissing or ArtifactCorrupt."""
+    sha = None if path.is_file() else hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield decode_line(line, AnsweredRow)
-                except ValueError as error:
-                    raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {reason_of(error)}",
-                                          "run regenerate again") from error
+        file = open_binary(path)
     except FileNotFoundError:
         raise ArtifactMissing(f"no {path}", "run regenerate first") from None
+    with file:
+        for number, line in enumerate(file, start=1):
+            if sha is not None:
+                sha.update(line)
+            try:
+                yield decode_line(line, AnsweredRow)
+            except ValueError as error:
+                raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {reason_of(error)}",
+                                      "run regenerate again") from error
+    if sha is not None:
+        listed = {entry.path: entry.sha256 for entry in read_manifest(path.parent).files}
+        if listed.get(path.name) != f"sha256:{sha.hexdigest()}":
+            raise ArtifactCorrupt(f"{path.name} in the artifact store differs from the digest in its manifest",
+                                  "run regenerate again")
 
 
 def read_meta(directory: Path) -> RowsMeta | None:

@@ -20,12 +20,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.retry import while_unavailable
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Permanent
-from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN, STORE_ADDRESS_FILE
+from eyrie_api.errors import ArtifactMissing, Permanent
+from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN
 from eyrie_workers.features.shard_format import TRAILER_BYTES, ShardEnd, ShardMap, read_end, record_size
+from eyrie_workers.left_in_store import hand_over, open_place, place_of
 
 _MAX_OPEN = 4096
 """Open mappings, at most; Linux allows a process 65530."""
@@ -102,11 +102,8 @@ def read_shard_end(backend: StorageBackend, shard: str) -> ShardEnd | None:
 
 def open_backend(where: str | Path) -> StorageBackend:
     """The backend of a directory or of `s3://bucket/prefix`; a directory may hold a file with such an address."""
-    if "://" not in str(where):
-        address = Path(where) / STORE_ADDRESS_FILE
-        return open_backend(address.read_text().strip()) if address.is_file() else LocalBackend(Path(where))
-    root, _, prefix = str(where).rstrip("/").rpartition("/")
-    return ObjectStoreBackend(open_store(root), prefix)
+    place = open_place(str(where)) if "://" in str(where) else place_of(Path(where))
+    return LocalBackend(Path(where)) if place is None else ObjectStoreBackend(*place)
 
 
 class LocalBackend:
@@ -242,18 +239,15 @@ class ObjectStoreBackend:
                 for name in self._listed() if Path(name).match(f"shard-*{DAMAGED_SUFFIX}")}
 
     def add(self, shard: str, part: Path) -> None:
-        """See `StorageBackend`. The upload carries checksums; reading the end back finds what they do not, such as a
-        server that cuts an object."""
+        """See `StorageBackend`."""
         size_bytes = part.stat().st_size
-        key, note = f"{self._prefix}/{shard}", f"{self._prefix}/{note_name(shard)}"
-        while_unavailable(lambda: self._store.upload(key, part))
-        self._listed()[shard] = size_bytes
-        stored = while_unavailable(lambda: self._store.stat(key))
-        if stored is None or stored.size_bytes != size_bytes or \
-                while_unavailable(lambda: read_shard_end(self, shard)) is None:
-            raise ArtifactCorrupt(f"{shard} in {self.name} is not what was uploaded", "check the artifact store")
-        part.unlink()
-        while_unavailable(lambda: self._store.delete(note))
+
+        def has_an_end() -> bool:
+            self._listed()[shard] = size_bytes
+            return read_shard_end(self, shard) is not None
+
+        hand_over(self._store, f"{self._prefix}/{shard}", part, has_an_end)
+        while_unavailable(lambda: self._store.delete(f"{self._prefix}/{note_name(shard)}"))
 
     def path(self, shard: str) -> Path | None:
         """See `StorageBackend`."""

@@ -19,7 +19,8 @@ depend on the seed, and neither does its key.
 prompt has no answer and is asked again.
 
 An earlier job's directory is read while that job may be deleted. Its file is opened once, compared with its manifest,
-and read through the open file; each row has a checksum, and one that has changed since is generated again.
+and read through the open file, or by ranges where it is in an artifact store; each row has a checksum, and one that has
+changed since is generated again.
 """
 
 import hashlib
@@ -35,6 +36,7 @@ from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_api.v1alpha1.model import Digest
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, read_meta
 from eyrie_workers.jsonl_ledger import Extent, decode_line, reason_of
+from eyrie_workers.left_in_store import open_binary
 from eyrie_workers.regeneration.generation_client import GenerationRequest
 
 _HINT = "generate the answers again"
@@ -69,7 +71,7 @@ class EarlierAnswers:
         try:
             self._file.seek(offset)
             return decode_line(self._file.read(length), AnsweredRow)
-        except (ValueError, OSError):
+        except (ValueError, OSError, ArtifactMissing, ArtifactCorrupt):
             return None
 
 
@@ -88,7 +90,7 @@ def earlier_answers(directory: Path, target: Digest, pause: Callable[[], None]) 
             manifest = read_manifest(directory / MANIFEST)
             digests = {entry.path: entry.sha256 for entry in manifest.files}
             _check_target(directory, digests, target)
-            file = opened.enter_context((directory / ROWS).open("rb"))
+            file = opened.enter_context(open_binary(directory / ROWS))
             places = _places(file, digests.get(ROWS), directory / ROWS, pause)
         except OSError as error:
             raise ArtifactMissing(f"{error.filename or directory / ROWS} cannot be read: {error.strerror}",

@@ -6,7 +6,8 @@
 
 The selection is complete when `selection.json` exists, which is written last. A restarted stage reads it instead of the
 sources, so it answers the same rows even if a source has changed, and the total is known from the first answer, for the
-ETA. Rows are streamed; only the ids seen (and the signatures of near-duplicate detection) are kept in memory.
+ETA. In a pod whose job leaves large files in an artifact store, selection.jsonl is there (`left_in_store`). Rows are
+streamed; only the ids seen (and the signatures of near-duplicate detection) are kept in memory.
 """
 
 import json
@@ -25,6 +26,7 @@ from eyrie_api.errors import InvalidInput, NoChatTemplate
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import QuarantinedRow, QuarantineKind
+from eyrie_workers.catalog import SELECTION_FILE
 from eyrie_workers.conversations.conversation import Conversation
 from eyrie_workers.conversations.language import guess
 from eyrie_workers.conversations.mixing import mix
@@ -32,11 +34,12 @@ from eyrie_workers.conversations.near_duplicates import NearDuplicates
 from eyrie_workers.conversations.overlap import RUN_WORDS, Runs
 from eyrie_workers.conversations.readers import check_source, read_conversations
 from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out
+from eyrie_workers.left_in_store import open_binary, put_in_place
 from eyrie_workers.regeneration.conversation_replay import first_turn, num_turns
 from eyrie_workers.targets.templates import ChatTokenizer
 
 HELD_OUT = "held_out.jsonl"
-SELECTED = "selection.jsonl"
+SELECTED = SELECTION_FILE
 REJECTED = "selection.quarantine.jsonl"
 SUMMARY = "selection.json"
 REPORTED_LOSS = 0.05
@@ -119,7 +122,7 @@ def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Calla
 
 def selected(directory: Path) -> Iterator[SelectedRow]:
     """The rows to answer, in order."""
-    with (directory / SELECTED).open("rb") as file:
+    with open_binary(directory / SELECTED) as file:
         for line in file:
             yield SelectedRow.model_validate_json(line)
 
@@ -217,7 +220,9 @@ class _Divider:
             os.fsync(file.fileno())
             file.close()
             if kind is None:
-                os.replace(self._aside(name), self._directory / name)
+                # The selection alone grows with the data; held-out prompts are read by stages that have their file.
+                place = put_in_place if name == SELECTED else os.replace
+                place(self._aside(name), self._directory / name)
             else:
                 self._aside(name).unlink()
 

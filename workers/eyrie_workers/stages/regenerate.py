@@ -10,6 +10,9 @@ matter" (the second seed). Steps, each resumable:
     generate             -> rows.jsonl       (appended and flushed per answer: the ledger of finished rows)
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
+In a pod whose job leaves large files in an artifact store (`catalog.STORE_ADDRESS_FILE`), answers are uploaded part by
+part and deleted here, and rows.jsonl is written there (`conversations.stored_rows`).
+
 Each answer depends on its row alone (the seed is derived from the row's id), so the bytes of the output do not depend
 on interruptions. For the same reason the work may be distributed: with EYRIE_SHARD_ROWS set, the shard workers of a
 cluster send the requests (`regeneration.sharded`).
@@ -35,6 +38,7 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.conversations.overlap import Runs
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.conversations.split import BenchmarkPrompts
+from eyrie_workers.conversations.stored_rows import open_row_ledger
 from eyrie_workers.conversations.suites import excluded_prompts
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.regeneration import selection
@@ -164,18 +168,19 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
     _check_meta(stage.out_dir, spec, digest)
     context = read_config(path).max_position_embeddings
     summary = _select(spec, stage, tokenizer, context)
-    rows = Rows(spec, stage.out_dir, summary, tokenizer, context, digest, RowLedger(stage.out_dir / ROWS))
-    resumed = len(rows.ledger)
-    if resumed:
-        stage.event("Resumed", f"{resumed} of {rows.total} rows were already answered")
-    _reuse(stage, rows)
-    new_tokens, refused = _ask(stage, path, rows)
-    report = _finish(stage, rows, refused)
+    with open_row_ledger(stage.out_dir / ROWS) as ledger:
+        rows = Rows(spec, stage.out_dir, summary, tokenizer, context, digest, ledger)
+        resumed = len(ledger)
+        if resumed:
+            stage.event("Resumed", f"{resumed} of {rows.total} rows were already answered")
+        _reuse(stage, rows)
+        new_tokens, refused = _ask(stage, path, rows)
+        report = _finish(stage, rows, refused)
     seconds = time.monotonic() - started
     report = report.model_copy(update={"rows_resumed": resumed, "seconds": seconds,
                                        "tokens_per_s": new_tokens / seconds})
-    names = (ROWS, META, selection.HELD_OUT, QUARANTINE)
-    return Result(report, [stage.out_dir / name for name in names])
+    names = (*(() if ledger.in_store else (ROWS,)), META, selection.HELD_OUT, QUARANTINE)
+    return Result(report, [stage.out_dir / name for name in names], ledger.in_store)
 
 
 def _check_meta(directory: Path, spec: RegenerateStage, digest: str) -> None:
