@@ -336,6 +336,7 @@ def answers_through(home: Path, store: ArtifactStore, tmp_path: Path, monkeypatc
         return pods, spec, service
 
 
+@pytest.mark.slow
 def test_answers_stay_in_a_real_store_and_a_killed_pod_later_stages_and_later_jobs_read_them_there(
         tmp_path: Path, rclone_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stages themselves."""
