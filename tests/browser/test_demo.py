@@ -37,7 +37,7 @@ def test_a_demo_is_followed_to_its_end_without_a_reload_and_its_page_has_the_val
             ran.add(box.split()[0])
             progress.add(box)
         phase = page.locator("h1 .badge").first.inner_text()
-        page.wait_for_timeout(200)
+        page.wait_for_timeout(1000)
     assert page.evaluate("window.stays"), "the page was loaded again"
     assert ran >= {"regenerate", "train", "benchmark"}, "stages were seen while they ran"
     assert len(progress) > 2 * len(ran), "and so was their progress"
