@@ -6,7 +6,7 @@ process renders, in one thread of its own, and every stream of a page passes the
     version   of all jobs with open pages, by two statements per poll: status, last event, stages with progress
     render    the pages whose version has changed, and those that are `_REFRESH_S` old: what they show of time, of the
               disk and of files has no version. A page takes at most one part in `_SHARE` of the processor: what takes
-              50 ms is rendered every 5 s
+              50 ms is rendered every 5 s; but no reader waits longer than `_LONGEST_S`
     deliver   only text that differs from the last one, to one reader after the other; a slow reader skips to the newest
 
 Readers with equal rights share a page. A stream holds neither a thread nor a database connection; access that was

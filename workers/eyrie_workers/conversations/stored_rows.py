@@ -7,7 +7,7 @@ An answer is appended to a file on this machine, and handed over to the artifact
     rows.jsonl                       in the store, at the end: the rows in order, as one object
 
 A part is finished when it has 64 MiB (an eighth of the free disk, if that is less), or when the interval at which
-unfinished work is uploaded has passed, and is uploaded beside the work: this machine holds two of them at most. Another
+unfinished work is uploaded has passed, and is uploaded meanwhile: this machine holds two of them at most. Another
 pod finds the parts, and answers none of their rows again; a pod that keeps its disk also continues with the lines that
 had not been handed over. The parts are those that `eyrie_pipelines.directory_sync` writes of a ledger that is a file,
 so that a job goes on under either setting.

@@ -92,7 +92,7 @@ class TimeLeft:
 
 
 LEAST_LEFT_S = 600.0
-"""A plan does not count the start of programs and the loading of models: less is not told."""
+"""A plan does not count the start of programs and the loading of models: less is not shown."""
 
 
 def time_left(planned: PlannedStages | None, stages: Sequence[StageStatus], now: datetime) -> TimeLeft | None:
