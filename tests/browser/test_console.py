@@ -92,7 +92,8 @@ def test_cancel_retry_and_delete_by_button_and_a_question_first(
     has_phase(page, "Cancelled")
     page.get_by_role("button", name="Retry").click()
     has_phase(page, "Succeeded")
-    page.wait_for_load_state("networkidle")  # the figures of the ended job are loaded, which go with it
+    # The figures of the ended job are loaded and drawn: they go with it.
+    page.locator("#figures figure[data-name=tuning] svg").wait_for(timeout=_PATIENCE_MS)
     page.get_by_role("button", name="Delete").click()
     page.wait_for_url(address(plane), timeout=_PATIENCE_MS)
     assert plane.http.get(f"/v1alpha1/jobs/{job}").status_code == 404

@@ -13,6 +13,7 @@ results on the CPU are those of `scaled_dot_product_attention` to the bit.
 
 # M tokens of all texts, T tokens of one, W window, B blocks, Q query heads, G key-value heads, E head dimension
 
+import inspect
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -80,9 +81,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window
     # Here: older versions of torch lack the module, and the CPU does without it.
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11, of many images, takes grouped heads without being asked.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     # Its window counts the tokens before the token itself.
     left = -1 if window is None else window - 1
-    mixed = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=True)
+    mixed = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(left, 0), **grouped)
     assert isinstance(mixed, Tensor)
     return mixed.flatten(1)
 
