@@ -16,6 +16,7 @@ results on the CPU are those of `scaled_dot_product_attention` to the bit.
 import inspect
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.11, of many images, takes grouped heads without being asked.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     # Its window counts the tokens before the token itself.
     left = -1 if window is None else window - 1
     mixed = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(left, 0), **grouped)
