@@ -1,5 +1,7 @@
 """What the tests and the benchmark of a GPU compute, at any of the sizes: drafters, training steps, captured rows."""
 
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -29,6 +31,12 @@ AUX_LAYERS, STEPS = (1, 2, 3), 3
 
 def drafter_of(name: str, target: Path, sizes: Sizes) -> tuple[torch.nn.Module, tuple[int, ...]]:
     """A drafter of random weights for a target, and the layers that it reads."""
+    drafter, layers = _drafter_of(name, target, sizes)
+    return deepcopy(drafter), layers
+
+
+@lru_cache(maxsize=1)  # to make one of real sizes takes up to a minute
+def _drafter_of(name: str, target: Path, sizes: Sizes) -> tuple[torch.nn.Module, tuple[int, ...]]:
     family, config = family_named(name), read_config(target)
     layers = family.layers(AUX_LAYERS, config.num_layers)
     vocab = config.vocab_size
@@ -56,7 +64,7 @@ def documents_of(sizes: Sizes, num_layers: int) -> PackedBatch:
 
 def step(name: str, target: Path, sizes: Sizes, device: torch.device,
          dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one training step, on the CPU."""
+    """Loss and gradients of one training step, in float32 on the device."""
     drafter, layers = drafter_of(name, target, sizes)
     drafter.to(device)
     embeddings = read_target_embeddings(target, read_config(target).tie_word_embeddings, device)
@@ -66,7 +74,7 @@ def step(name: str, target: Path, sizes: Sizes, device: torch.device,
             sizes.step_tokens, dtype)
     outcome = objective(documents_of(sizes, len(layers)), StepContext(9, 10, 0))
     torch.autograd.backward(outcome.loss)
-    gradients = {key: parameter.grad.float().cpu() for key, parameter in drafter.named_parameters()
+    gradients = {key: parameter.grad.float() for key, parameter in drafter.named_parameters()
                  if parameter.grad is not None}
     return float(outcome.loss.detach()), gradients
 
