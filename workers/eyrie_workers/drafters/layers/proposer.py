@@ -267,7 +267,7 @@ class LayerProposer:
         attended = F.scaled_dot_product_attention(
             rotated[: config.num_heads].view(1, config.num_kv_heads, -1, config.head_dim),
             keys[first: index + 1].transpose(0, 1)[None], values[first: index + 1].transpose(0, 1)[None])
-        logits_1D, hidden_1H = self._layer.predict(self._layer.finish(residual_1H, attended.view(1, -1)))
+        logits_1D, hidden_1H = self._layer.predict(self._layer.finish(residual_1H, attended.reshape(1, -1)))
         return DraftStep(logits_1D[None], hidden_1H[None])
 
     def _heads(self, qkv_TQ: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
