@@ -27,7 +27,7 @@ CPU tensors are computed by the dense formula; training on a CPU uses `eyrie_wor
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,16 +42,21 @@ _HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class Blocks:
-    """Number of queries and of keys that a program processes at a time."""
+    """How a program of one kernel works: the queries and keys that it processes at a time, and by how many warps."""
 
     queries: int
     keys: int
+    warps: int
+    stages: int = 2
+    """Blocks of the loop that are loaded ahead."""
 
 
-# bfloat16: 64 x 64 with eight warps; with four, heads of 128 spill 2 to 3 KiB per thread (Triton 3.9, sm_80, compiled
-# ahead of time). float32 and float64 are for tests and small models.
-_BLOCKS = {2: Blocks(64, 64), 4: Blocks(32, 32), 8: Blocks(16, 16)}
-_WARPS = {2: 8, 4: 8, 8: 4}
+Kernel = Literal["forward", "query_grad", "key_grad"]
+# By the size of an element. float32 and float64 are for tests and small models.
+_BLOCKS: dict[int, dict[Kernel, Blocks]] = {
+    2: {"forward": Blocks(64, 64, 8), "query_grad": Blocks(64, 64, 8), "key_grad": Blocks(64, 64, 8)},
+    4: dict.fromkeys(("forward", "query_grad", "key_grad"), Blocks(32, 32, 8)),
+    8: dict.fromkeys(("forward", "query_grad", "key_grad"), Blocks(16, 16, 4))}
 _OWN_QUERIES = 16
 
 
@@ -141,7 +146,7 @@ def _fold(score, most, total):
 
 
 @jit
-def _forward_kernel(q, k, v, own_k, own_v, out, lse, order, last, first, low, high, num_roots, own_stride, num_own,
+def _forward_kernel(q, k, v, own_k, own_v, out, lse, last, first, low, high, num_roots, own_stride, num_own,
                     SCALE: tl.constexpr, KV_HEADS: tl.constexpr, PER_KV: tl.constexpr, HEAD: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr,
                     INTERPRETED: tl.constexpr):
@@ -154,7 +159,7 @@ def _forward_kernel(q, k, v, own_k, own_v, out, lse, order, last, first, low, hi
     e = tl.arange(0, BLOCK_E)
     real = m < num_roots
     cell = real[:, None] & (e[None, :] < HEAD)
-    root = tl.load(order + m, real, other=0)
+    root = m.to(tl.int64)
     until = tl.load(last + m, real, other=-1)
     since = tl.load(first + m, real, other=0)
     row = (root * KV_HEADS * PER_KV + head) * HEAD
@@ -191,7 +196,7 @@ def _forward_kernel(q, k, v, own_k, own_v, out, lse, order, last, first, low, hi
 
 
 @jit
-def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, order, last, first, low, high, num_roots,
+def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, last, first, low, high, num_roots,
                        own_stride, num_own, SCALE: tl.constexpr, KV_HEADS: tl.constexpr, PER_KV: tl.constexpr,
                        HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
                        INTERPRETED: tl.constexpr):
@@ -204,7 +209,7 @@ def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, ord
     e = tl.arange(0, BLOCK_E)
     real = m < num_roots
     cell = real[:, None] & (e[None, :] < HEAD)
-    root = tl.load(order + m, real, other=0)
+    root = m.to(tl.int64)
     until = tl.load(last + m, real, other=-1)
     since = tl.load(first + m, real, other=0)
     row = (root * KV_HEADS * PER_KV + head) * HEAD
@@ -271,7 +276,7 @@ def _own_grad_kernel(q, own_k, own_v, lse, grad, delta, grad_own_k, grad_own_v, 
 
 
 @jit
-def _key_grad_kernel(q, k, v, lse, grad, delta, grad_k, grad_v, order, last, first, low, high, num_keys,
+def _key_grad_kernel(q, k, v, lse, grad, delta, grad_k, grad_v, last, first, low, high, num_keys,
                      SCALE: tl.constexpr, KV_HEADS: tl.constexpr, PER_KV: tl.constexpr, HEAD: tl.constexpr,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr):
     """dk and dv of one block of step-0 keys of one kv head."""
@@ -292,7 +297,7 @@ def _key_grad_kernel(q, k, v, lse, grad, delta, grad_k, grad_v, order, last, fir
         for start in range(begin, end, BLOCK_M):
             m = start + tl.arange(0, BLOCK_M)
             real = m < end
-            root = tl.load(order + m, real, other=0)
+            root = m.to(tl.int64)
             until = tl.load(last + m, real, other=-1)
             since = tl.load(first + m, real, other=0)
             of_head = root * KV_HEADS * PER_KV + kv * PER_KV + w
@@ -333,53 +338,72 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, ranges: KeyRanges) -> Tensor:
         ctx.ranges = ranges
-        out, lse = _forward(q, k, v, own_k, own_v, ranges)
+        out, lse = _forward(_in_order(q, ranges), k, v, _in_order(own_k, ranges, 1), _in_order(own_v, ranges, 1),
+                            ranges)
+        out = _in_place(out, ranges)
         ctx.save_for_backward(q, k, v, own_k, own_v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
-        return *_backward(grad.contiguous(), q, k, v, own_k, own_v, out, lse, ctx.ranges), None
+        (q, k, v, own_k, own_v, out, lse), ranges = ctx.saved_tensors, ctx.ranges
+        grad, q, out = (_in_order(rows, ranges) for rows in (grad, q, out))
+        own_k, own_v = (_in_order(rows, ranges, 1) for rows in (own_k, own_v))
+        grad_q, grad_k, grad_v, grad_own_k, grad_own_v = _backward(grad, q, k, v, own_k, own_v, out, lse, ranges)
+        return (_in_place(grad_q, ranges), grad_k, grad_v, _in_place(grad_own_k, ranges, 1),
+                _in_place(grad_own_v, ranges, 1), None)
 
 
-def _shape(q: Tensor) -> tuple[Blocks, dict[str, Any]]:
-    """Block sizes, and the constants that all kernels share."""
+# Rows are copied into the order of the queries' positions and back, which is 1 % of the kernels' time: a program reads
+# neighbouring rows, and loads them ahead without waiting for their addresses.
+def _in_order(rows: Tensor, ranges: KeyRanges, dim: int = 0) -> Tensor:
+    return rows.index_select(dim, ranges.order_R)
+
+
+def _in_place(rows: Tensor, ranges: KeyRanges, dim: int = 0) -> Tensor:
+    return torch.empty_like(rows).index_copy_(dim, ranges.order_R, rows)
+
+
+def _constants(q: Tensor) -> dict[str, Any]:
+    """What all kernels share."""
     _, kv_heads, per_kv, head = q.shape
-    return _BLOCKS[q.element_size()], {"SCALE": head**-0.5, "KV_HEADS": kv_heads, "PER_KV": per_kv, "HEAD": head,
-                                       "BLOCK_E": max(16, next_power_of_two(head))}
+    return {"SCALE": head**-0.5, "KV_HEADS": kv_heads, "PER_KV": per_kv, "HEAD": head,
+            "BLOCK_E": max(16, next_power_of_two(head))}
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor,
-                       ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+def _settings(q: Tensor, kernel: Kernel) -> tuple[Blocks, dict[str, Any]]:
+    """Block sizes of one kernel, and its constants."""
+    blocks = _BLOCKS[q.element_size()][kernel]
+    return blocks, _constants(q) | {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "INTERPRETED": INTERPRETING,
+                                    "num_warps": blocks.warps, "num_stages": blocks.stages}
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; rows of roots in order, here and in `_backward`."""
     num_roots, kv_heads, per_kv, _ = q.shape
-    blocks, constants = _shape(q)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    blocks, settings = _settings(q, "forward")
     launch(_forward_kernel, (-(-num_roots // blocks.queries), kv_heads * per_kv), q, k, v, own_k, own_v, out, lse,
-           ranges.order_R, ranges.last_R, ranges.first_R, *_key_spans(ranges, blocks.queries), num_roots,
-           own_k.stride(0),
-           own_k.shape[0], **constants, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, HIDDEN=_HIDDEN,
-           INTERPRETED=INTERPRETING, num_warps=_WARPS[q.element_size()])
+           ranges.last_R, ranges.first_R, *_key_spans(ranges, blocks.queries), num_roots, own_k.stride(0),
+           own_k.shape[0], HIDDEN=_HIDDEN, **settings)
     return out, lse
 
 
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor,
-                        lse: Tensor, ranges: KeyRanges) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, lse: Tensor,
+              ranges: KeyRanges) -> tuple[Tensor, ...]:
     (num_roots, kv_heads, per_kv, _), num_keys, num_own = q.shape, k.shape[0], own_k.shape[0]
-    blocks, constants = _shape(q)
     delta, grad_q = torch.empty_like(lse), torch.empty_like(q)
     grad_k, grad_v, grad_own_k, grad_own_v = (torch.empty_like(part) for part in (k, v, own_k, own_v))
-    query_blocks = -(-num_roots // blocks.queries)
-    planned = ranges.order_R, ranges.last_R, ranges.first_R
-    launch(_query_grad_kernel, (query_blocks, kv_heads * per_kv), q, k, v, own_k, own_v, out, lse, grad, delta, grad_q,
-           *planned, *_key_spans(ranges, blocks.queries), num_roots, own_k.stride(0), num_own, **constants,
-           BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, INTERPRETED=INTERPRETING, num_warps=_WARPS[q.element_size()])
+    blocks, settings = _settings(q, "query_grad")
+    launch(_query_grad_kernel, (-(-num_roots // blocks.queries), kv_heads * per_kv), q, k, v, own_k, own_v, out, lse,
+           grad, delta, grad_q, ranges.last_R, ranges.first_R, *_key_spans(ranges, blocks.queries), num_roots,
+           own_k.stride(0), num_own, **settings)
     launch(_own_grad_kernel, (-(-num_roots // _OWN_QUERIES), kv_heads, num_own), q, own_k, own_v, lse, grad, delta,
-           grad_own_k, grad_own_v, num_roots, own_k.stride(0), **constants, BLOCK_M=_OWN_QUERIES)
+           grad_own_k, grad_own_v, num_roots, own_k.stride(0), **_constants(q), BLOCK_M=_OWN_QUERIES)
+    blocks, settings = _settings(q, "key_grad")
     launch(_key_grad_kernel, (-(-num_keys // blocks.keys), kv_heads), q, k, v, lse, grad, delta, grad_k, grad_v,
-           *planned, *_query_spans(ranges, num_keys, blocks.keys), num_keys, **constants, BLOCK_M=blocks.queries,
-           BLOCK_N=blocks.keys, INTERPRETED=INTERPRETING, num_warps=_WARPS[q.element_size()])
+           ranges.last_R, ranges.first_R, *_query_spans(ranges, num_keys, blocks.keys), num_keys, **settings)
     return grad_q, grad_k, grad_v, grad_own_k, grad_own_v
 
 

@@ -22,6 +22,7 @@ A bench, not a test: nothing here decides anything.
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -106,8 +107,15 @@ def measure(arguments: list[str] | None = None) -> dict[str, str | float]:
     baseline_mb = torch.cuda.memory_allocated(device) / 2**20 if on_gpu else memory_mb("VmRSS")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    drafter, documents = drafter_of(options).to(device), documents_of(options)
     dtype = getattr(torch, options.dtype)
+
+    def as_read(documents: PackedBatch) -> PackedBatch:
+        """As training receives them: for a GPU in pinned memory, in the dtype that they were captured in."""
+        if not on_gpu:
+            return documents
+        return replace(documents, aux=documents.aux.to(dtype).pin_memory(), last=documents.last.to(dtype).pin_memory())
+
+    drafter, documents = drafter_of(options).to(device), as_read(documents_of(options))
     # On a GPU the target's matrices are those of a checkpoint, in the dtype of the products.
     target_dtype = dtype if on_gpu else torch.float32
     with device_scope(device):
@@ -122,7 +130,7 @@ def measure(arguments: list[str] | None = None) -> dict[str, str | float]:
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     walls, cpus, losses = [], [], []
     for number in range(2 + options.iterations):
-        documents = documents_of(options, number * options.vary) if options.vary else documents
+        documents = as_read(documents_of(options, number * options.vary)) if options.vary else documents
         wall, cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad(set_to_none=True)
         outcome = objective(documents, StepContext(0, 1, 0))

@@ -69,7 +69,7 @@ def test_float64_is_the_dense_formula_forward_and_backward(case: str, device: st
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     *sizes, window = CASES[case]
     # Blocks that these sizes fill more than once.
-    monkeypatch.setattr(module, "_BLOCKS", {8: Blocks(16, 16)})
+    monkeypatch.setattr(module, "_BLOCKS", {8: dict.fromkeys(("forward", "query_grad", "key_grad"), Blocks(16, 16, 4))})
     _compare(_inputs(*sizes, torch.float64, device), window, 1e-9)  # type: ignore[arg-type, misc, call-arg]
 
 
