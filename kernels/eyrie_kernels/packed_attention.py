@@ -52,11 +52,15 @@ class Blocks:
 
 
 Kernel = Literal["forward", "query_grad", "key_grad"]
-# By the size of an element. float32 and float64 are for tests and small models.
+# By the size of an element. bfloat16: the fastest of those measured on an H200 with heads of 128 (docs/results/gpu.md).
+# float32 and float64 are for tests and small models.
 _BLOCKS: dict[int, dict[Kernel, Blocks]] = {
-    2: {"forward": Blocks(64, 64, 8), "query_grad": Blocks(64, 64, 8), "key_grad": Blocks(64, 64, 8)},
+    2: {"forward": Blocks(64, 64, 4, 3), "query_grad": Blocks(128, 64, 8, 3), "key_grad": Blocks(32, 64, 4, 3)},
     4: dict.fromkeys(("forward", "query_grad", "key_grad"), Blocks(32, 32, 8)),
     8: dict.fromkeys(("forward", "query_grad", "key_grad"), Blocks(16, 16, 4))}
+# bfloat16 heads of 256, of which those blocks do not fit a multiprocessor; not measured.
+_BLOCKS_OF_WIDE_HEADS: dict[Kernel, Blocks] = {
+    "forward": Blocks(64, 64, 8), "query_grad": Blocks(64, 32, 8), "key_grad": Blocks(32, 64, 8)}
 _OWN_QUERIES = 16
 
 
@@ -374,7 +378,8 @@ def _constants(q: Tensor) -> dict[str, Any]:
 
 def _settings(q: Tensor, kernel: Kernel) -> tuple[Blocks, dict[str, Any]]:
     """Block sizes of one kernel, and its constants."""
-    blocks = _BLOCKS[q.element_size()][kernel]
+    wide = q.element_size() == 2 and q.shape[-1] > 128
+    blocks = (_BLOCKS_OF_WIDE_HEADS if wide else _BLOCKS[q.element_size()])[kernel]
     return blocks, _constants(q) | {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "INTERPRETED": INTERPRETING,
                                     "num_warps": blocks.warps, "num_stages": blocks.stages}
 

@@ -22,14 +22,16 @@ def _check(made: list[Compiled], names: set[str], capability: int) -> None:
     assert {compiled.name for compiled in made} == names
     for compiled in made:
         assert compiled.shared_bytes <= SHARED_BYTES[capability], compiled
-        # A few registers put aside outside the loops cost nothing; a block too large spills by the kilobyte.
-        assert compiled.spilled_bytes <= 256, compiled
+        # A few registers put aside cost less than a smaller block: of all measured on an H200, the fastest kernel for
+        # the queries' gradient spills 296 bytes. A block too large spills by the kilobyte.
+        assert compiled.spilled_bytes <= 512, compiled
 
 
+@pytest.mark.parametrize("head", [128, 256])
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_packed_attention_compiles_and_fits(capability: int) -> None:
+def test_packed_attention_compiles_and_fits(capability: int, head: int) -> None:
     root = torch.arange(4)
-    q, k, own = torch.randn(4, 2, 4, 128), torch.randn(4, 2, 128), torch.randn(2, 4, 2, 128)
+    q, k, own = torch.randn(4, 2, 4, head), torch.randn(4, 2, head), torch.randn(2, 4, 2, head)
     with compiling_for(capability) as made:
         q, k, own = (part.bfloat16().requires_grad_() for part in (q, k, own))
         packed_attention(q, k, k, [(own[0], own[1])], key_ranges(root, torch.zeros(4), 1)).sum().backward()
