@@ -49,13 +49,16 @@ def test_each_process_takes_the_gpu_of_its_local_rank_unless_one_is_named(
 
 def test_the_gpu_of_a_process_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.device] = []
+    used: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("EYRIE_DEVICE", "cuda:1")
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: used.append(on))
     assert default_device() == torch.device("cuda", 1)
     assert calls == [torch.device("cuda", 1)]
+    assert used == [False], "cuDNN builds a plan for every new length"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match="Triton is not installed"):
         default_device()

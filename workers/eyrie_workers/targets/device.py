@@ -8,7 +8,8 @@ Files are read, packed and checked on the CPU; the code that loads weights for c
 
 EYRIE_DEVICE overrides the choice (`cpu`, `cuda`, `cuda:1`). Among the processes of torchrun each takes the GPU of its
 LOCAL_RANK. `default_device` also makes the GPU the current one of the process: Triton launches kernels, and CUDA
-creates contexts and streams, on the current GPU and not on the one that holds the tensors.
+creates contexts and streams, on the current GPU and not on the one that holds the tensors. And it chooses the libraries
+of the process.
 
 EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives the target of a training with
 `capture.feed: stream` devices of its own.
@@ -42,6 +43,9 @@ def default_device() -> torch.device:
             raise InvalidInput(f"torch {torch.__version__} sees {num_gpus} GPUs, but Triton is not installed",
                                "install the Triton of this torch (pip install triton), or set EYRIE_DEVICE=cpu")
         torch.cuda.set_device(device)
+        # For each new length of the keys cuDNN builds a plan, which takes it longer than a round of decoding; other
+        # kernels for attention need none (pytorch/pytorch#155958).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         _report_versions()
     elif "EYRIE_DEVICE" not in os.environ:
         refuse_unusable_gpus(os.environ, torch.version.cuda, sorted(Path("/dev").glob("nvidia[0-9]*")))
