@@ -59,6 +59,9 @@ def digest_model(value: BaseModel) -> str:
     return _digest_json(value.model_dump(mode="json"))
 
 
+_REPLACED = "another file has taken its place: delete that stage's directory and retry the job"
+
+
 def is_digest_of(digest: str, value: BaseModel) -> bool:
     """Whether a digest is that of the value, computed by this version or by one before `v1alpha1.model.later`, which
     included every field that it had."""
@@ -160,6 +163,15 @@ def read_manifest(path: Path) -> Manifest:
     return parse_manifest(data, str(file))
 
 
+def read_report(path: Path, kind: type[ModelT]) -> ModelT:
+    """The report in the manifest at `path`. As `read_manifest`; raises ArtifactCorrupt for a report of another kind."""
+    manifest = read_manifest(path)
+    if not isinstance(manifest.report, kind):
+        raise ArtifactCorrupt(f"manifest {path / MANIFEST if path.is_dir() else path} is that of stage "
+                              f"{manifest.stage!r}, and has no {kind.__name__}", _REPLACED)
+    return manifest.report
+
+
 def parse_manifest(data: bytes, name: str) -> Manifest:
     """A manifest's bytes; `name` is for the error. Raises ArtifactCorrupt."""
     try:
@@ -194,8 +206,11 @@ def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
         if "stages" not in (root.parent.name, root.parent.parent.name) or not (root / MANIFEST).is_file():
             continue
         manifest = read_manifest(root)
-        listed = tuple(entry for entry in manifest.files
-                       if (root / entry.path).is_relative_to(path) and entry.path not in leave_out)
+        here = [entry for entry in manifest.files if (root / entry.path).is_relative_to(path)]
+        if manifest.files and not here:
+            raise ArtifactCorrupt(f"{root / MANIFEST} is that of stage {manifest.stage!r} and lists no {path.name}",
+                                  _REPLACED)
+        listed = tuple(entry for entry in here if entry.path not in leave_out)
         verify_files(manifest.model_copy(update={"files": listed}), root)
         return
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import MANIFEST, read_manifest, verify, verify_part
+from eyrie_api.artifacts import MANIFEST, read_manifest, read_report, verify, verify_part
 from eyrie_api.artifacts.directories import TransferStats, download_dir, upload_dir
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
+from eyrie_api.v1alpha1.reports import TuneReport
 from tests.api.samples import benchmark_report, finish_stage
 
 FILES = {"index.json": b"{}", "shards/0.bin": b"0" * 1000, "shards/1.bin": b"1" * 2000}
@@ -135,6 +136,15 @@ def test_a_part_of_a_stage_is_compared_with_the_stages_manifest(tmp_path: Path) 
     with pytest.raises(ArtifactMissing):
         verify_part(made)
     verify_part(tmp_path / "published")  # no stage made it
+
+
+def test_a_manifest_in_the_place_of_another_stages_is_refused(tmp_path: Path) -> None:
+    made = a_stage(tmp_path / "stages" / "train" / "c")
+    (made / "held-out.jsonl").write_bytes(b"its manifest does not list it")
+    with pytest.raises(ArtifactCorrupt, match=r"that of stage '\w+' and lists no held-out\.jsonl"):
+        verify_part(made / "held-out.jsonl")
+    with pytest.raises(ArtifactCorrupt, match="and has no TuneReport"):
+        read_report(made, TuneReport)
 
 
 def test_the_program_before_an_engine_ends_with_the_error_of_a_rotten_drafter(

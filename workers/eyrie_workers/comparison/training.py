@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from eyrie_api.artifacts import MANIFEST, read_manifest, write_model
+from eyrie_api.artifacts import MANIFEST, read_report, write_model
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import Failure
@@ -164,7 +164,7 @@ class Training:
             raise Stopped
         if code:
             raise StageFailed(Failure.model_validate_json((out / "failure.json").read_bytes()))
-        report = read_manifest(out / MANIFEST).report_as(kind)
+        report = read_report(out / MANIFEST, kind)
         assert isinstance(report, kind)
         return report
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.artifacts import read_report, write_model
 from eyrie_api.decisions.hardware_choice import variant_name
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement
@@ -32,7 +32,7 @@ from eyrie_workers.stage_program import Result, Stage, run_program
 def compare(spec: HardwareStage, stage: Stage) -> Result:
     """Measure one profile. Raises InvalidInput where fewer GPUs are visible than it has."""
     profile = spec.profile.served_on(_gpus(spec))
-    proven = read_manifest(Path(spec.proof_dir)).report_as(ProveReport)
+    proven = read_report(Path(spec.proof_dir), ProveReport)
     assert isinstance(proven, ProveReport)
     if proven.skipped:
         stage.event("NothingToCompare", proven.skipped)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from eyrie_api.artifacts import digest_model, read_manifest, write_model
+from eyrie_api.artifacts import digest_model, read_report, write_model
 from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.decisions.target_config import computed_by_reference
 from eyrie_api.errors import EyrieError
@@ -186,7 +186,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     groups = gpu_groups(visible_gpus(), engine.tp_size, engine.num_gpus) if engine.kind == "sglang" else ()
     plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, tp_size=engine.tp_size,
                       gpu_groups=groups)
-    tuned = read_manifest(Path(spec.tune_dir)).report_as(TuneReport)
+    tuned = read_report(Path(spec.tune_dir), TuneReport)
     assert isinstance(tuned, TuneReport)
     use = select_use(spec, tuned, plan)
     if use.setting == OFF:
