@@ -6,8 +6,9 @@
                         2 b bandwidth / bytes per weight FLOP/s, until that reaches the rate of prefill
 
 Shares are ranges, and so are the hours of a plan. Two are measured by others: SpecForge's documentation reports 27,000
-captured tokens/s of an 8B target on an H200, 44 % of its peak, and 43.5 % for its trainer. The others are assumptions:
-Eyrie itself has not been timed on these GPUs. Reading the KV cache is not counted: long answers in large batches take
+captured tokens/s of an 8B target on an H200, 44 % of its peak, and 43.5 % for its trainer. A step of Eyrie's trainer
+reached 40 % on an H200 (docs/results/gpu.md); plans expect less, since it leaves out reading, evaluation and saving.
+The others are assumptions. Reading the KV cache is not counted: long answers in large batches take
 longer than this says, by up to two times.
 """
 
