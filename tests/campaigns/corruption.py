@@ -37,6 +37,7 @@ from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.catalog import CATALOG
+from eyrie_workers.features.store import FeatureStore, StoreDamaged
 from tests.campaigns.corruption_home import Home, Verdict
 from tests.campaigns.live_servers import scratch
 from tests.campaigns.report import ROOT, Campaign, options
@@ -116,13 +117,18 @@ class World:
             files = self._files(runs)
             found += [Case(runs, "own", file) for file in files if not file.endswith("manifest.json")]
             spec = json.loads((stages / runs / "spec.json").read_text())
-            inputs = [Path(spec[name]).relative_to(self.job / "stages") for name in _INPUTS if spec.get(name)]
-            for path in inputs:
+            for name in _INPUTS:
+                if not spec.get(name):
+                    continue
+                path = Path(spec[name]).relative_to(self.job / "stages")
                 owner = next(one for one in directories if path.is_relative_to(one))
                 # What a measurement left to resume from is not read by the next stage.
-                read = [file for file in self._files(owner) if Path(file).is_relative_to(path)
-                        and owner.split("/")[0] not in _MEASURED]
-                found += [Case(runs, "input", file) for file in {*read, f"{owner}/manifest.json"}]
+                read = {file for file in self._files(owner) if Path(file).is_relative_to(path)
+                        and owner.split("/")[0] not in _MEASURED}
+                # A store has digests of its own, and who reads it does not read the manifest.
+                manifest = f"{owner}/manifest.json"
+                read = read - {manifest} if name == "store_dir" else read | {manifest}
+                found += [Case(runs, "input", file) for file in read]
         return sorted(found, key=lambda case: (case.runs, case.use, case.file))
 
     def _files(self, directory: str) -> list[str]:
@@ -224,6 +230,12 @@ def _judge_result(case: Case, data: bytes, world: World) -> Verdict:
     made = set(data.splitlines()) - set(whole.splitlines())
     if path.suffix == ".jsonl" and (left := made & set(after.splitlines())):
         return "damage is not used", {"left": repr(left)[:300]}
+    if path.suffix == ".states" and after == data:
+        # Capture that resumes does not read finished shards again, which may be terabytes: their reader finds it.
+        try:
+            FeatureStore(path.parent).verify()
+        except StoreDamaged as error:
+            return ("refused", {}) if path.name in str(error) else ("an error names the file", {"message": str(error)})
     if path.suffix != ".jsonl" and after == data:
         return "damage is not used", {"left": "the file as it was damaged"}
     if case.stage not in _MEASURED:

@@ -53,9 +53,13 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", a
 _PLANE = """
 import json
 import sys
+from eyrie_api.errors import EyrieError
 from eyrie_api.settings import Settings
 from eyrie_operator.control_plane import run
-run(Settings(**json.loads(sys.argv[1])))
+try:
+    run(Settings(**json.loads(sys.argv[1])))
+except EyrieError as error:  # as `eyrie up` shows it
+    sys.exit(f"error: {error.reason}: {error}")
 """
 _WITH_ENDPOINT = """
 import json
