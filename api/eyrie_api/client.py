@@ -48,6 +48,7 @@ from eyrie_api.v1alpha1.access import (
     WebhookList,
     WhoAmI,
 )
+from eyrie_api.v1alpha1.curves import TrainingCurves
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind
@@ -214,7 +215,7 @@ class Client:
                 raise TimeoutError(f"job {job_id} has not ended within {timeout_s} s")
             time.sleep(poll_s)
 
-    # Events, logs, metrics and files of a job.
+    # Events, logs, metrics, curves and files of a job.
 
     def events(self, job_id: str, last_id: int = 0, *, follow: bool = True) -> Iterator[Event]:
         """Events after `last_id` in order: those so far, or with `follow` until the job has ended.
@@ -275,6 +276,10 @@ class Client:
         """Logged metric series; with `max_points` at most so many points of each, peaks among them."""
         path = f"{_API}/jobs/{quote(job_id, safe='')}/metrics"
         return self._get(path, MetricList, stage=stage, key=key, name=name, max_points=max_points).items
+
+    def curves(self, job_id: str) -> TrainingCurves:
+        """The curves of a job's training, with at most 1000 points of each series."""
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/curves", TrainingCurves)
 
     def artifacts(self, job_id: str, stage: str | None = None) -> tuple[StageFile, ...]:
         """Files of the finished stages."""

@@ -18,7 +18,6 @@ Format = Literal["svg", "png"]
 
 _BACKGROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 _SCALE = 2.0  # PNG: pixels per unit, for dense displays and print
-_MOST_POINTS = 1000  # of a series, as the page draws it
 _VL_VERSION = "5.21"  # the newest of major version 5 that vl-convert 1.9 brings
 
 
@@ -30,8 +29,7 @@ class NoPlotLibrary(Permanent):
 
 def figures_of_job(client: Client, job_id: str) -> tuple[Figure, ...]:
     """What its page shows: the training's curves and everything measured."""
-    curves = training_figures(client.metrics(job_id, stage="train", max_points=_MOST_POINTS))
-    return (*curves, *client.figures(job_id))
+    return (*training_figures(client.curves(job_id)), *client.figures(job_id))
 
 
 def write_figures(figures: Sequence[Figure], out: Path, kind: Format, theme: Literal["light", "dark"]) -> list[Path]:

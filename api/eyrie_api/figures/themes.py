@@ -17,11 +17,15 @@ INK = "ink"
 
 FONT = "system-ui, 'Segoe UI', sans-serif"
 SHAPES: tuple[str, ...] = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
-_LIGHT: list[JsonValue] = ["#0072b2", "#b85000", "#007a5a", "#a8467e", "#2f7fae", "#5f6770"]
-_DARK: list[JsonValue] = ["#56b4e9", "#e69f00", "#2fc79a", "#e58fbe", "#9fc3ff", "#b5bcc5"]
+CATEGORIES: dict[Theme, tuple[str, ...]] = {
+    "light": ("#0072b2", "#b85000", "#007a5a", "#a8467e", "#2f7fae", "#5f6770"),
+    "dark": ("#56b4e9", "#e69f00", "#2fc79a", "#e58fbe", "#9fc3ff", "#b5bcc5")}
+DASHES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("solid", ()), ("dashed", (8, 4)), ("dotted", (2, 3)), ("dash-dot", (12, 3, 2, 3)), ("short dashes", (5, 2)),
+    ("sparse dots", (1, 5)), ("longest dashes", (14, 5)), ("dash-dot-dot", (8, 3, 2, 3, 2, 3)))
 
 
-def _theme(ink: str, quiet: str, rule: str, categories: list[JsonValue]) -> dict[str, JsonValue]:
+def _theme(ink: str, quiet: str, rule: str, theme: Theme) -> dict[str, JsonValue]:
     text: dict[str, JsonValue] = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     return {
         "background": "transparent", "font": FONT,
@@ -32,9 +36,9 @@ def _theme(ink: str, quiet: str, rule: str, categories: list[JsonValue]) -> dict
                         "labelLimit": 240, "labelSeparation": 4},
         "legend": text | {"orient": "bottom", "symbolSize": 90, "labelLimit": 300, "columns": 2},
         "header": text, "text": {"color": ink}, "rule": {"color": quiet}, "style": {INK: {"color": ink}},
-        "range": {"category": categories, "symbol": list(SHAPES)},
+        "range": {"category": list(CATEGORIES[theme]), "symbol": list(SHAPES)},
     }
 
 
-THEMES: dict[Theme, dict[str, JsonValue]] = {"light": _theme("#1b1f24", "#57606a", "#d0d7de", _LIGHT),
-                                             "dark": _theme("#e6edf3", "#9da7b3", "#30363d", _DARK)}
+THEMES: dict[Theme, dict[str, JsonValue]] = {"light": _theme("#1b1f24", "#57606a", "#d0d7de", "light"),
+                                             "dark": _theme("#e6edf3", "#9da7b3", "#30363d", "dark")}

@@ -6,7 +6,7 @@ the same.
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, overload
 
 from eyrie_api.figures.themes import SCHEMA, THEMES
 from eyrie_api.v1alpha1.figures import Figure, FigureName
@@ -43,6 +43,10 @@ def tips(rows: Iterable[Row]) -> list[Row]:
     return [{"field": field} for field in next(iter(rows), {}) if field != "label"]
 
 
+@overload
+def rounded(value: float) -> float: ...
+@overload
+def rounded(value: float | None) -> float | None: ...
 def rounded(value: float | None) -> float | None:
     """Six digits: enough for any picture, and short in a table."""
     return None if value is None else float(f"{value:.6g}")

@@ -11,7 +11,7 @@ FigureName = Literal["leaderboard", "throughput", "tau-throughput", "tuning", "o
                      "acceptance", "acceptance-by-position", "canary", "training-loss", "training-acceptance",
                      "training-accuracy", "training-speedup", "training-learning-rate", "training-gradient-norm",
                      "training-speed"]
-"""The last seven are made of metrics by whoever reads them (`figures.training_figures`)."""
+"""The last seven are the charts of a job's curves (`v1alpha1.curves`)."""
 
 
 class FigureSummary(Frozen):

@@ -84,6 +84,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("DELETE", JOBS + "/{job_id}"): ("one", None),
     ("GET", JOBS + "/{job_id}/events"): ("one", None),
     ("GET", JOBS + "/{job_id}/metrics"): ("one", None),
+    ("GET", JOBS + "/{job_id}/curves"): ("one", None),
     ("GET", JOBS + "/{job_id}/logs"): ("one", None),
     ("GET", JOBS + "/{job_id}/artifacts"): ("one", None),
     ("GET", JOBS + "/{job_id}/artifacts/{stage}/{path:path}"): ("one", None),

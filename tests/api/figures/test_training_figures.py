@@ -1,12 +1,20 @@
-"""Training curves as figures: which there are, the values in them, and that Vega-Lite takes them."""
+"""Training curves: which charts there are, the values in them, and that files have the same ones."""
 
 from typing import Any
 
 import pytest
 
+from eyrie_api.cli.plots import figures_of_job
+from eyrie_api.database.jobs import Metric
+from eyrie_api.figures.training_curves import RUNG, curves_of
 from eyrie_api.figures.training_figures import training_figures
+from eyrie_api.v1alpha1.curves import Chart, TrainingCurves
 from eyrie_api.v1alpha1.status import MetricPoint, MetricSeries
-from tests.api.samples import NOW
+from tests.api.conftest import Running
+from tests.api.samples import NOW, job_spec
+
+NAMES = ["training-loss", "training-acceptance", "training-accuracy", "training-speedup", "training-learning-rate",
+         "training-gradient-norm", "training-speed"]
 
 
 def logged(name: str, values: dict[int, float], key: str = "base") -> MetricSeries:
@@ -23,39 +31,110 @@ def training(key: str = "base") -> tuple[MetricSeries, ...]:
     return tuple(logged(name, values, key) for name, values in (steps | evaluated).items())
 
 
+def chart(curves: TrainingCurves, name: str) -> Chart:
+    return next(one for one in curves.charts if one.name == name)
+
+
 def rows_of(figure: Any) -> list[dict[str, Any]]:
     return figure.model_dump()["spec"]["data"]["values"]  # type: ignore[no-any-return]
 
 
-def test_a_training_has_a_figure_of_each_quantity_and_one_without_metrics_none() -> None:
-    assert [one.name for one in training_figures(training())] == [
-        "training-loss", "training-acceptance", "training-accuracy", "training-speedup", "training-learning-rate",
-        "training-gradient-norm", "training-speed"]
-    assert training_figures(()) == ()
-    assert [one.name for one in training_figures([logged("loss", {1: 2.0}), logged("rung", {1: 1.0})])] == [
-        "training-loss"]
+def encoding_of(metrics: tuple[MetricSeries, ...], name: str) -> Any:
+    [found] = [one for one in training_figures(curves_of(metrics)) if one.name == name]
+    return found.spec["encoding"]
+
+
+def test_all_charts_are_defined_before_there_is_a_value_and_files_are_of_those_that_have_some() -> None:
+    assert [one.name for one in curves_of(()).charts] == NAMES
+    assert training_figures(curves_of(())) == ()
+    assert [one.name for one in training_figures(curves_of(training()))] == NAMES
+    only = curves_of([logged("loss", {1: 2.0}), logged(RUNG, {1: 1.0}), logged("acceptance/0", {})])
+    assert [one.name for one in training_figures(only)] == ["training-loss"]
 
 
 def test_the_speed_up_of_each_depth_is_of_the_acceptance_up_to_it() -> None:
-    speedup = next(one for one in training_figures(training()) if one.name == "training-speedup")
-    values = {(row["series"], row["step"]): row["value"] for row in rows_of(speedup)}
-    assert values == {("theoretical_speedup", 200): 2.24, ("theoretical_speedup/1", 100): 1.5,
-                      ("theoretical_speedup/1", 200): 1.8, ("theoretical_speedup/2", 100): 1.75,
-                      ("theoretical_speedup/2", 200): 2.2}
+    speedups = chart(curves_of(training()), "training-speedup").curves
+    assert {one.name: dict(zip(one.steps, one.values, strict=True)) for one in speedups} == {
+        "theoretical_speedup": {200: 2.24}, "theoretical_speedup/1": {100: 1.5, 200: 1.8},
+        "theoretical_speedup/2": {100: 1.75, 200: 2.2}}
+
+
+def test_the_speed_up_of_a_depth_is_known_at_steps_that_all_its_positions_have() -> None:
+    acceptance = ({1: 0.5, 2: 0.8}, {2: 0.5}, {2: 0.1})
+    found = curves_of([logged(f"acceptance/{place}", of) for place, of in enumerate(acceptance)])
+    assert [(one.name, one.steps, one.values) for one in chart(found, "training-speedup").curves] == [
+        ("theoretical_speedup/1", (1, 2), (1.5, 1.8)), ("theoretical_speedup/2", (2,), (2.2,))]
+
+
+def test_positions_and_runs_are_ordered_by_their_numbers() -> None:
+    found = curves_of([logged(f"accuracy/{place}", {1: 0.5}, key) for key in ("run-10", "run-2")
+                       for place in sorted(range(12), key=str)])
+    assert [(one.key, one.name, one.number) for one in chart(found, "training-accuracy").curves] == [
+        (key, f"accuracy/{place}", place) for key in ("run-2", "run-10") for place in range(12)]
+
+
+def test_a_run_has_its_latest_values_and_rungs_say_who_went_on() -> None:
+    found = curves_of((*training("a"), logged(RUNG, {200: 1.0}, "a"), logged(RUNG, {200: 0.0}, "b"),
+                       logged("loss", {300: 3.0}, "b")))
+    assert [(one.key, one.label, one.step, one.ended) for one in found.runs] == [
+        ("a", "a", 200, False), ("b", "b", 300, True)]
+    assert [[(one.title, one.value) for one in run.latest] for run in found.runs] == [
+        [("Loss", 4.0), ("Evaluation loss", 2.0), ("Speed-up", 2.24)],
+        [("Loss", 3.0), ("Evaluation loss", None), ("Speed-up", None)]]
+    assert [one.model_dump() for one in found.rungs] == [{"step": 200, "went_on": ("a",), "ended": ("b",)}]
+    assert [(one.key, one.label) for one in curves_of(training("")).runs] == [("", "training")]
 
 
 def test_of_one_run_series_have_colours_and_of_several_the_runs_have_them() -> None:
-    one, several = training_figures(training())[0], training_figures((*training("a"), *training("b")))[0]
-    assert one.spec["encoding"]["color"]["field"] == "series"  # type: ignore[index,call-overload]
-    assert several.spec["encoding"]["color"]["field"] == "run"  # type: ignore[index,call-overload]
-    assert several.spec["encoding"]["strokeDash"]["field"] == "series"  # type: ignore[index,call-overload]
-    assert one.title == "Loss: loss 4, evaluation_loss 2"
+    one, several = (encoding_of(metrics, "training-loss") for metrics in (
+        training(), (*training("a"), *training("b"))))
+    assert one["color"]["field"] == "series"
+    assert "strokeDash" not in one
+    assert several["color"]["field"] == "run"
+    assert several["strokeDash"]["field"] == "series"
+    assert several["strokeDash"]["scale"] == {"domain": ["loss", "evaluation_loss"], "range": [[1, 0], [8, 4]]}
+
+
+def test_of_one_run_series_beyond_the_colours_are_dashed() -> None:
+    metrics = tuple(logged(f"accuracy/{place}", {1: 0.5}) for place in range(7))
+    assert encoding_of(metrics, "training-accuracy")["strokeDash"]["scale"]["range"] == 6 * [[1, 0]] + [[8, 4]]
+
+
+def test_a_logarithmic_chart_leaves_out_what_is_not_positive() -> None:
+    found = curves_of([logged("grad_norm", {1: 0.0, 2: 1.0})])
+    as_log = found.model_copy(update={"charts": tuple(one.model_copy(update={"y_scale": "log"})
+                                                      for one in found.charts)})
+    [figure] = training_figures(as_log)
+    assert [row["step"] for row in rows_of(figure)] == [2]
+    assert figure.spec["encoding"]["y"]["scale"]["type"] == "log"  # type: ignore[index,call-overload]
+
+
+def test_files_have_the_words_names_and_values_that_the_api_answers_the_page(server: Running) -> None:
+    jobs = server.control.jobs
+    job = jobs.submit(job_spec())
+    for key in ("a", "b"):
+        for one in training(key):
+            jobs.record_metrics(job.id, "train", key, [
+                Metric(one.name, point.step, point.value / 3, NOW) for point in one.points])
+    jobs.record_metrics(job.id, "train", "a", [Metric("loss", step, 7 / step, NOW) for step in range(1, 3001)])
+    found = server.client.curves(job.id)
+    files = figures_of_job(server.client, job.id)
+    assert [one.name for one in files] == NAMES
+    for figure, defined in zip(files, found.charts, strict=True):
+        encoding: Any = figure.spec["encoding"]
+        assert (figure.title, figure.caption) == (defined.title, defined.caption)
+        assert (encoding["x"]["title"], encoding["y"]["title"]) == (defined.x_label, defined.y_label)
+        assert [tuple(row.values()) for row in rows_of(figure)] == [
+            (one.key, one.name, step, value) for one in defined.curves
+            for step, value in zip(one.steps, one.values, strict=True)]
+    longest = max(len(one.steps) for defined in found.charts for one in defined.curves)
+    assert 500 <= longest <= 1000, "a long series is reduced"
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_vega_lite_draws_them(theme: Any) -> None:
     vl_convert = pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
-    for figure in training_figures((*training("a"), *training("b"))):
+    for figure in training_figures(curves_of((*training("a"), *training("b")))):
         drawn = vl_convert.vegalite_to_svg(figure.spec | {"config": figure.themes[theme]}, vl_version="5.21")
         assert "optimiser step" in drawn
         assert "NaN" not in drawn

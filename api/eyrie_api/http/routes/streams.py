@@ -1,4 +1,4 @@
-"""A running job's events (SSE or JSON), logs and metric series.
+"""A running job's events (SSE or JSON), logs, metric series and training curves.
 
 A stream polls its source, because the writer may be another process: all event streams share one poller
 (`event_fanout`), each log stream polls its file. A stream ends when the job has ended and everything was sent. Events
@@ -16,9 +16,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 
 from eyrie_api.database.rendering import is_over
 from eyrie_api.errors import InvalidInput, NotFound
+from eyrie_api.figures.training_curves import curves_of
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.event_fanout import EventFanout, message_of
 from eyrie_api.http.routes.jobs import JOBS
+from eyrie_api.v1alpha1.curves import TrainingCurves
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import Event, EventList, Job, MetricList
@@ -109,6 +111,14 @@ def metrics(
     """Logged metric series: loss, acceptance per position, theoretical speed-up, ... With `max_points` a longer series
     is reduced to its first and last point and the least and greatest of equal parts between them."""
     return MetricList(items=control.jobs.metrics(job_id, stage=stage, key=key, name=name, max_points=max_points))
+
+
+@router.get(JOBS + "/{job_id}/curves")
+def curves(job_id: str, control: Here,
+           max_points: Annotated[int, Query(ge=4, le=100_000)] = 1000) -> TrainingCurves:
+    """The curves of its training: every chart with titles, labels and values, as the console draws them and
+    `eyrie plots` writes them. Longer series are reduced as those of metrics are."""
+    return curves_of(control.jobs.metrics(job_id, stage="train", max_points=max_points))
 
 
 @router.get(JOBS + "/{job_id}/logs", response_class=PlainTextResponse)

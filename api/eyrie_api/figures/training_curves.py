@@ -1,0 +1,150 @@
+"""The curves of a training: which charts there are, and how their values follow from the metrics of a job.
+
+`CHARTS` is the one definition. `curves_of` computes what `GET /v1alpha1/jobs/ID/curves` answers. The console's page
+draws that answer with uPlot, which redraws a hundred runs within a tenth of a second; `eyrie plots` draws the same
+answer as files (`training_figures`). Both have titles, labels, names and values from here and compute none of them.
+
+Series that the server reduced to fewer points are derived from at the steps that are left.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count, takewhile
+from typing import Literal, NamedTuple
+
+from eyrie_api.figures.themes import CATEGORIES, DASHES
+from eyrie_api.figures.vega_lite import rounded
+from eyrie_api.v1alpha1 import curves as contract
+from eyrie_api.v1alpha1.figures import FigureName
+from eyrie_api.v1alpha1.status import MetricSeries
+
+Values = Mapping[int, float]
+"""By optimiser step."""
+
+Metrics = Mapping[str, Values]
+"""Of one run, by name."""
+
+
+class Line(NamedTuple):
+    """What a chart draws of one run; the number is that of `contract.Curve`."""
+
+    number: int
+    name: str
+    values: Values
+
+
+class Chart(NamedTuple):
+    """The definition of one chart."""
+
+    name: FigureName
+    title: str
+    caption: str
+    y_label: str
+    lines: Callable[[Metrics], list[Line]]
+    y_scale: Literal["linear", "log"] = "linear"
+
+
+def logged(*names: str) -> Callable[[Metrics], list[Line]]:
+    """These metrics as they were logged."""
+    return lambda run: [Line(number, name, run[name]) for number, name in enumerate(names) if name in run]
+
+
+def by_position(quantity: str) -> Callable[[Metrics], list[Line]]:
+    """The metric of each position of the draft, from the first on."""
+
+    def lines(run: Metrics) -> list[Line]:
+        names = takewhile(run.__contains__, (f"{quantity}/{position}" for position in count()))
+        return [Line(position, name, run[name]) for position, name in enumerate(names)]
+
+    return lines
+
+
+def speedups(run: Metrics) -> list[Line]:
+    """1 + a[0] + a[0] a[1] + ... of the acceptance a, at the steps that all positions of a depth have.
+
+    That of the whole depth is the metric `theoretical_speedup`; those of smaller depths are derived here.
+    """
+    acceptance = by_position("acceptance")(run)
+    lines = logged("theoretical_speedup")(run)
+    product = total = dict.fromkeys(acceptance[0].values, 1.0) if acceptance else {}
+    for depth, position in enumerate(acceptance[:-1], start=1):
+        product = {step: product[step] * value for step, value in position.values.items() if step in product}
+        total = {step: total[step] + value for step, value in product.items()}
+        lines.append(Line(depth, f"theoretical_speedup/{depth}", total))
+    return lines
+
+
+X_LABEL = "optimiser step"
+CHARTS = (
+    Chart("training-loss", "Loss", "Of the training's batches and of its evaluations.", "loss",
+          logged("loss", "evaluation_loss")),
+    Chart("training-acceptance", "Conditional acceptance by position",
+          "How often the draft token at a position is accepted, given that the one before was; of evaluations.",
+          "conditional acceptance", by_position("acceptance")),
+    Chart("training-accuracy", "Accuracy by position",
+          "Top-1 agreement with the target at each step of the unrolled drafter; of evaluations.",
+          "top-1 agreement", by_position("accuracy")),
+    Chart("training-speedup", "Theoretical speed-up by depth",
+          "Tokens per target pass if drafting and verifying were free; /1 is of depth 1 alone, and the one without "
+          "a number of the whole depth.", "tokens per target pass", speedups),
+    Chart("training-learning-rate", "Learning rate", "Of each optimiser step.", "learning rate",
+          logged("learning_rate")),
+    Chart("training-gradient-norm", "Gradient norm", "Before clipping.", "gradient norm", logged("grad_norm")),
+    Chart("training-speed", "Tokens per second", "Tokens trained on.", "tokens per second", logged("tokens_per_s")),
+)
+LATEST = (("Loss", "loss"), ("Evaluation loss", "evaluation_loss"), ("Speed-up", "theoretical_speedup"))
+"""Metrics whose latest values are listed by run."""
+
+RUNG = "rung"
+"""The metric of a rung's decision: 1 went on, 0 ended."""
+
+
+def curves_of(metrics: Iterable[MetricSeries]) -> contract.TrainingCurves:
+    """Every chart with its values. The metrics are those of the stage `train`."""
+    found: dict[str, dict[str, Values]] = {}
+    for one in metrics:
+        if one.points:
+            found.setdefault(one.key, {})[one.name] = {point.step: point.value for point in one.points}
+    runs = {key: found[key] for key in sorted(found, key=_by_number)}
+    return contract.TrainingCurves(
+        charts=tuple(_filled(chart, runs) for chart in CHARTS),
+        runs=tuple(_run(key, run) for key, run in runs.items()),
+        rungs=_rungs(runs), colours={theme: tuple(of) for theme, of in CATEGORIES.items()},
+        dashes=tuple(contract.Dash(name=name, pattern=pattern) for name, pattern in DASHES))
+
+
+def _by_number(key: str) -> list[str | int]:
+    """Orders run-2 before run-10: text and numbers alternate."""
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", key))]
+
+
+def _filled(chart: Chart, runs: Mapping[str, Metrics]) -> contract.Chart:
+    curves = []
+    for key, run in runs.items():
+        for number, name, values in chart.lines(run):
+            steps = tuple(sorted(values))
+            curves.append(contract.Curve(key=key, name=name, number=number, steps=steps,
+                                         values=tuple(rounded(values[step]) for step in steps)))
+    return contract.Chart(name=chart.name, title=chart.title, caption=chart.caption, x_label=X_LABEL,
+                          y_label=chart.y_label, y_scale=chart.y_scale, curves=tuple(curves))
+
+
+def _run(key: str, run: Metrics) -> contract.CurveRun:
+    latest = tuple(contract.LatestValue(title=title, value=rounded(_last(run[name])) if name in run else None)
+                   for title, name in LATEST)
+    return contract.CurveRun(key=key, label=key or "training", step=max(max(values) for values in run.values()),
+                             ended=RUNG in run and _last(run[RUNG]) == 0, latest=latest)
+
+
+def _last(values: Values) -> float:
+    return values[max(values)]
+
+
+def _rungs(runs: Mapping[str, Metrics]) -> tuple[contract.RungDecision, ...]:
+    decided: dict[int, dict[str, float]] = {}
+    for key, run in runs.items():
+        for step, value in run.get(RUNG, {}).items():
+            decided.setdefault(step, {})[key] = value
+    return tuple(contract.RungDecision(step=step, went_on=tuple(key for key, value in of.items() if value > 0),
+                                       ended=tuple(key for key, value in of.items() if value <= 0))
+                 for step, of in sorted(decided.items()))
