@@ -74,7 +74,7 @@ def test_a_key_is_exchanged_for_a_cookie_that_reads_and_changes_nothing(client: 
     assert page.status_code == 200
     assert "nightly" in page.text
     assert f"key:{key_id}" in page.text
-    assert client.get(f"/v1alpha1/jobs/{job.id}/metrics").status_code == 200  # the page's own curves
+    assert client.get(f"/v1alpha1/jobs/{job.id}/curves").status_code == 200  # as the page's script asks
     assert client.get("/v1alpha1/keys").json()["items"] == [], "not even what its key may administer"
     for method, path in (("POST", f"/v1alpha1/jobs/{job.id}/cancel"), ("DELETE", f"/v1alpha1/jobs/{job.id}"),
                          ("POST", "/console/sign-in")):

@@ -172,11 +172,11 @@ def redrawn(address: str, job_id: str) -> dict[str, object]:
     """Seconds of the answer with the points and its size, and milliseconds of redrawing all runs, where there is a
     browser."""
     began = time.perf_counter()
-    answer = httpx.get(f"{address}/v1alpha1/jobs/{job_id}/metrics", params={"stage": "train", "max_points": 1000},
-                       trust_env=False, timeout=120.0)
+    answer = httpx.get(f"{address}/v1alpha1/jobs/{job_id}/curves", trust_env=False, timeout=120.0)
     answer.raise_for_status()
     found: dict[str, object] = {"answer_s": round(time.perf_counter() - began, 2), "bytes": len(answer.content),
-                                "points": sum(len(one["points"]) for one in answer.json()["items"])}
+                                "points": sum(len(one["steps"]) for chart in answer.json()["charts"]
+                                            for one in chart["curves"])}
     with chromium() as browser:
         if browser is None:
             return found

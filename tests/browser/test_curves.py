@@ -67,11 +67,14 @@ def charts(page: Any) -> Any:
     return page.locator("#curves-charts figure")
 
 
-def drawn(page: Any, title: str) -> Any:
-    """What uPlot drew of a chart: labels of its lines, whether its y axis is logarithmic, and its steps."""
-    return page.evaluate("""(title) => { const { plot } = plots.get(title);
-        return { labels: plot.series.map((one) => one.label),
-                 log: plot.scales.y.distr === 3, x: [plot.scales.x.min, plot.scales.x.max] }; }""", title)
+def drawn(page: Any, chart: str) -> Any:
+    """What uPlot drew of a chart: labels of its axes and lines, whether its y axis is logarithmic, its steps, and the
+    points of each line."""
+    return page.evaluate("""(chart) => { const { plot } = plots.get(chart), [steps, ...lines] = plot.data;
+        return { labels: plot.series.map((one) => one.label), axes: plot.axes.map((one) => one.label),
+                 log: plot.scales.y.distr === 3, x: [plot.scales.x.min, plot.scales.x.max],
+                 points: lines.map((values) => steps.map((step, place) => [step, values[place]])
+                                                    .filter(([, value]) => value !== null)) }; }""", chart)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -111,9 +114,10 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     page = signed_in(open_page(), url, TOKEN)
     page.goto(f"{url}/console/curves?job={job}")
     charts(page).nth(6).wait_for()
-    assert drawn(page, "Loss")["labels"] == ["step", "a loss", "a evaluation_loss", "b loss", "b evaluation_loss"]
-    assert not drawn(page, "Loss")["log"]
-    speedups = drawn(page, "Theoretical speed-up by depth")
+    assert drawn(page, "training-loss")["labels"] == [
+        "step", "a loss", "a evaluation_loss", "b loss", "b evaluation_loss"]
+    assert not drawn(page, "training-loss")["log"]
+    speedups = drawn(page, "training-speedup")
     assert speedups["labels"][1:4] == ["a theoretical_speedup", "a theoretical_speedup/1", "a theoretical_speedup/2"]
     page.get_by_label("a", exact=True).focus()
     page.keyboard.press("Space")
@@ -121,12 +125,12 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     page.keyboard.press("Space")
     page.get_by_label("Smoothing").focus()
     page.keyboard.press("ArrowRight")
-    chosen = drawn(page, "Loss")
+    chosen = drawn(page, "training-loss")
     assert chosen["log"]
     assert chosen["labels"] == ["step", *2 * ["b loss", "b evaluation_loss"]], "raw and smoothed"
     row = page.locator("#curves-runs tbody tr", has_text="b")
     assert row.locator("td").nth(1).inner_text() == "400"
-    page.evaluate("plots.get('Loss').plot.setScale('x', { min: 100, max: 200 })")
+    page.evaluate("plots.get('training-loss').plot.setScale('x', { min: 100, max: 200 })")
     page.get_by_label("b", exact=True).focus()
     record(jobs, job, "b", range(410, 501, 10), 1.2)
     record(jobs, job, "c", range(10, 501, 10), 1.4)
@@ -134,16 +138,43 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     assert row.locator("td").nth(1).inner_text() == "500"
     assert page.evaluate("document.activeElement.closest('tr').innerText").startswith("b"), "the focus stays"
     assert not page.get_by_label("a", exact=True).is_checked()
-    after = drawn(page, "Loss")
+    after = drawn(page, "training-loss")
     assert after["log"]
     assert after["x"] == [100, 200], "the zoom stays"
     assert {label.split()[0] for label in after["labels"][1:]} == {"b", "c"}
     page.get_by_label("All runs").check()
-    assert {label.split()[0] for label in drawn(page, "Loss")["labels"][1:]} == {"a", "b", "c"}
+    assert {label.split()[0] for label in drawn(page, "training-loss")["labels"][1:]} == {"a", "b", "c"}
     page.get_by_label("All runs").uncheck()
     page.get_by_text("No run is chosen.").wait_for()
     assert charts(page).count() == 0
     assert [one for one in faults if "401" not in one] == []
+
+
+def test_the_charts_are_those_of_the_api_in_words_names_and_values(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    jobs = Jobs(database)
+    alone, sweep = trained(jobs, "alone", {"": 300}), trained(jobs, "sweep", {"b-10": 300, "b-2": 400})
+    page = signed_in(open_page(), url, TOKEN)
+    for shown in ([alone], [sweep], [alone, sweep]):
+        answers = [page.request.get(f"{url}/v1alpha1/jobs/{one}/curves").json() for one in shown]
+        names = ["alone", "sweep"] if len(shown) > 1 else [""]
+        page.goto(f"{url}/console/curves?{'&'.join(f'job={one}' for one in shown)}")
+        charts(page).nth(6).wait_for()
+        assert page.locator("#curves-charts figcaption").all_inner_texts() == [
+            one["title"] for one in answers[0]["charts"]]
+        assert page.locator("#curves-runs thead th").all_inner_texts() == [
+            "All runs", "Step", *(one["title"] for one in answers[0]["runs"][0]["latest"])]
+        for place, chart in enumerate(answers[0]["charts"]):
+            assert charts(page).nth(place).get_by_text(chart["caption"], exact=True).is_visible()
+            seen = drawn(page, chart["name"])
+            assert seen["axes"] == [chart["x_label"], chart["y_label"]]
+            curves = [(name, one) for name, answer in zip(names, answers, strict=True)
+                      for one in answer["charts"][place]["curves"]]
+            assert seen["labels"][1:] == [" ".join(filter(None, (name, one["key"], one["name"])))
+                                          for name, one in curves]
+            assert seen["points"] == [[list(point) for point in zip(one["steps"], one["values"], strict=True)]
+                                      for _, one in curves]
 
 
 def test_a_line_that_is_pointed_at_says_its_value_and_dragging_zooms_in_and_a_double_click_out(
@@ -152,7 +183,7 @@ def test_a_line_that_is_pointed_at_says_its_value_and_dragging_zooms_in_and_a_do
     job = trained(Jobs(database), "sweep", {"a": 400, "b": 400})
     page = signed_in(open_page(), url, TOKEN, f"/console/curves?job={job}")
     charts(page).nth(6).wait_for()
-    shown = "plots.get('Learning rate').plot"
+    shown = "plots.get('training-learning-rate').plot"
     page.evaluate(f"{shown}.root.scrollIntoView()")
     over = page.evaluate(f"(() => {{ const {{ x, y }} = {shown}.over.getBoundingClientRect(); return [x, y]; }})()")
 
@@ -165,14 +196,14 @@ def test_a_line_that_is_pointed_at_says_its_value_and_dragging_zooms_in_and_a_do
     page.mouse.move(*at(200, rate))
     said = page.locator("figure", has_text="Learning rate").locator(".nearest")
     said.filter(has_text="learning_rate: 9e-5 at step 200").wait_for()  # and not where the line was first reached
-    whole = drawn(page, "Learning rate")["x"]
+    whole = drawn(page, "training-learning-rate")["x"]
     page.mouse.move(*at(100, rate))
     page.mouse.down()
     page.mouse.move(*at(300, rate), steps=5)
     page.mouse.up()
-    assert drawn(page, "Learning rate")["x"] == pytest.approx([100, 300], abs=3)
+    assert drawn(page, "training-learning-rate")["x"] == pytest.approx([100, 300], abs=3)
     page.mouse.dblclick(*at(200, rate))
-    assert drawn(page, "Learning rate")["x"] == whole
+    assert drawn(page, "training-learning-rate")["x"] == whole
 
 
 def test_what_is_loading_refused_or_without_an_answer_is_said_and_goes_away_when_values_arrive(
@@ -181,7 +212,7 @@ def test_what_is_loading_refused_or_without_an_answer_is_said_and_goes_away_when
     job = trained(Jobs(database), "alone", {"base": 300})
     page, path = signed_in(open_page(), url, TOKEN), f"/console/curves?job={job}"
     held = list[Any]()
-    page.route("**/metrics?*", lambda route: held.append(route), times=1)
+    page.route("**/v1alpha1/jobs/*/curves", lambda route: held.append(route), times=1)
     page.goto(url + path)
     page.get_by_text("Loading the metrics.").wait_for()
     held[0].continue_()
@@ -210,7 +241,7 @@ def test_rungs_of_a_sweep_are_marked_as_they_are_decided_and_said_in_words(
 
     def inked(at_step: int) -> int:
         """Pixels of the text's colour in the column of a step of the loss chart."""
-        return int(page.evaluate("""(step) => { const { plot } = plots.get('Loss'), { ctx, bbox } = plot;
+        return int(page.evaluate("""(step) => { const { plot } = plots.get('training-loss'), { ctx, bbox } = plot;
             const x = Math.round(plot.valToPos(step, 'x', true));
             const { data } = ctx.getImageData(x - 1, bbox.top, 3, bbox.height);
             const [r, g, b] = getComputedStyle(document.body).color.match(/\\d+/g).map(Number);
@@ -226,7 +257,8 @@ def test_rungs_of_a_sweep_are_marked_as_they_are_decided_and_said_in_words(
     record(jobs, job, "a", range(210, 401, 10), 1.0)
     said.get_by_text("Step 200: 1 of 2 went on (a), 1 ended (b)").wait_for()
     assert inked(200) > unmarked + 30
-    assert page.evaluate("plots.get('Loss').plot.series.map((one) => one.ended)") == [None, False, False, True, True]
+    assert page.evaluate("plots.get('training-loss').plot.series.map((one) => one.ended)") == [
+        None, False, False, True, True]
     page.get_by_label("a", exact=True).uncheck()
     page.get_by_label("b", exact=True).uncheck()
     page.get_by_label("a", exact=True).check()
@@ -248,7 +280,7 @@ def test_several_jobs_are_drawn_together_and_one_of_another_project_is_not_there
     assert page.get_by_role("link", name="Add theirs").count() == 0
     page.get_by_role("link", name="Add second").click()
     charts(page).nth(6).wait_for()
-    assert drawn(page, "Gradient norm")["labels"] == ["step", "first base grad_norm", "second base grad_norm"]
+    assert drawn(page, "training-gradient-norm")["labels"] == ["step", "first base grad_norm", "second base grad_norm"]
     assert page.locator("#curves-runs tbody tr").count() == 2
     page.get_by_role("link", name="Remove first").click()
     page.get_by_role("link", name="Remove").wait_for(state="detached")
@@ -269,11 +301,7 @@ def test_the_mathematics_of_curves(guarded: tuple[str, Database], open_page: Ope
     assert computed("smoothed([1, null, 3, 3], 0)") == [1, None, 3, 3]
     assert computed("smoothed([2, 2, null, 2], 0.9)") == pytest.approx([2, 2, None, 2])
     assert computed("smoothed([0, 3], 0.5)") == [0, 2], "(0.25 * 0 + 0.5 * 3) / 0.75"
-    page.evaluate("""() => { window.one = (steps, values) =>
-        ({ points: steps.map((step, place) => ({ step, value: values[place] })) }); }""")
+    page.evaluate("() => { window.one = (steps, values) => ({ steps, values }); }")
     assert computed("aligned([one([1, 2], [5, 6]), one([2, 3], [7, 8])])") == [[1, 2, 3], [5, 6, None], [None, 7, 8]]
     spiked = computed("aligned([one([1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1, 1])], 3)")
     assert spiked == [[1, 3, 5], [1, 9, 1]], "spikes stay"
-    depths = computed("speedupByDepth([one([1, 2], [0.5, 0.8]), one([2], [0.5]), one([2], [0.1])])")
-    assert [one["name"] for one in depths] == ["theoretical_speedup/1", "theoretical_speedup/2"]
-    assert [[point["value"] for point in one["points"]] for one in depths] == [[1.5, 1.8], [pytest.approx(2.2)]]

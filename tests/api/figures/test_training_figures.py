@@ -6,8 +6,9 @@ import pytest
 
 from eyrie_api.cli.plots import figures_of_job
 from eyrie_api.database.jobs import Metric
-from eyrie_api.figures.training_curves import RUNG, curves_of
+from eyrie_api.figures.training_curves import CHARTS, LATEST, RUNG, curves_of
 from eyrie_api.figures.training_figures import training_figures
+from eyrie_api.http.console.pages import HERE
 from eyrie_api.v1alpha1.curves import Chart, TrainingCurves
 from eyrie_api.v1alpha1.status import MetricPoint, MetricSeries
 from tests.api.conftest import Running
@@ -129,6 +130,17 @@ def test_files_have_the_words_names_and_values_that_the_api_answers_the_page(ser
             for step, value in zip(one.steps, one.values, strict=True)]
     longest = max(len(one.steps) for defined in found.charts for one in defined.curves)
     assert 500 <= longest <= 1000, "a long series is reduced"
+
+
+def test_the_script_and_the_page_have_no_words_and_no_metrics_of_their_own() -> None:
+    defined = curves_of(training())
+    words = {text for one in CHARTS for text in (one.title, one.caption, one.y_label)}
+    words |= {text for pair in LATEST for text in pair} | {defined.charts[0].x_label}
+    words |= {one.name.partition("/")[0] for of in defined.charts for one in of.curves}
+    words |= {colour for of in defined.colours.values() for colour in of}
+    for path in (HERE / "static/curves.js", HERE / "templates/curves_panel.html"):
+        text = path.read_text(encoding="utf-8")
+        assert [word for word in words if word in text] == [], path.name
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -1,7 +1,7 @@
 """The page of training curves of several jobs together.
 
-The page names the jobs, in its address too; `static/curves.js` reads the metrics of each from the REST API and draws
-them. A job of another project is answered as one that is not there.
+The page names the jobs, in its address too; `static/curves.js` reads the curves of each from the REST API, defined in
+`figures.training_curves`, and draws them. A job of another project is answered as one that is not there.
 """
 
 from collections.abc import Sequence

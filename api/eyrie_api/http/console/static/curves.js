@@ -1,34 +1,26 @@
-// Curves of the training: of one drafter, of the runs of a sweep, or of several jobs. uPlot draws them.
+// Curves of the training: of one drafter, of the runs of a sweep, or of several jobs. `GET .../curves` says which charts
+// there are, with their words and values; uPlot draws them.
 "use strict";
 
-const CHARTS = [
-  ["Loss", /^(evaluation_)?loss$/], ["Acceptance by position", /^acceptance\/\d+$/], ["Accuracy by position", /^accuracy\/\d+$/],
-  ["Theoretical speed-up by depth", /^theoretical_speedup/], ["Learning rate", /^learning_rate$/], ["Gradient norm", /^grad_norm$/],
-  ["Tokens per second", /^tokens_per_s$/],
-];
-const LAST_VALUES = [["Loss", "loss"], ["Evaluation loss", "evaluation_loss"], ["Speed-up", "theoretical_speedup"]];
-const COLOURS = ["#3b82f6", "#d97706", "#10b981", "#e11d48", "#8b5cf6", "#0891b2", "#65a30d", "#db2777"];
-const DASHES = [[], [8, 4], [2, 3], [12, 3, 2, 3], [5, 2], [1, 5], [14, 5], [8, 3, 2, 3, 2, 3]];
-const STROKES = ["solid", "dashed", "dotted", "dash-dot", "short dashes", "sparse dots", "longest dashes", "dash-dot-dot"];
-const MAX_POINTS = 1000, MAX_COLUMNS = 10000, MAX_LEGEND = 12, REFRESH_MS = 5000;
+const MAX_COLUMNS = 10000, MAX_LEGEND = 12, REFRESH_MS = 5000;
 
 // Pure functions.
 
 // One column per step that a series has, null where another has none: uPlot's form. Of several steps in a column, if
 // there are more of them than columns, a series keeps the value furthest from the one before, so that spikes stay.
 function aligned(series, most = MAX_COLUMNS) {
-  const steps = [...new Set(series.flatMap((one) => one.points.map((point) => point.step)))].sort((a, b) => a - b);
+  const steps = [...new Set(series.flatMap((one) => one.steps))].sort((a, b) => a - b);
   const stride = Math.max(1, Math.ceil(steps.length / most)), column = new Map();
   steps.forEach((step, place) => column.set(step, Math.floor(place / stride)));
   return [steps.filter((_, place) => place % stride === 0), ...series.map((one) => {
     const values = new Array(Math.ceil(steps.length / stride)).fill(null);
     let before = null, latest = -1;
-    for (const point of one.points) {
-      const at = column.get(point.step);
+    one.values.forEach((value, place) => {
+      const at = column.get(one.steps[place]);
       if (at !== latest && latest >= 0) before = values[latest];
-      if (at !== latest || Math.abs(point.value - before) > Math.abs(values[at] - before)) values[at] = point.value;
+      if (at !== latest || Math.abs(value - before) > Math.abs(values[at] - before)) values[at] = value;
       latest = at;
-    }
+    });
     return values;
   })];
 }
@@ -41,21 +33,6 @@ function smoothed(values, weight) {
     sum = weight * sum + (1 - weight) * value;
     share = weight * share + (1 - weight);
     return sum / share;
-  });
-}
-
-// 1 + acceptance[0] + acceptance[0] * acceptance[1] + ...: what `theoretical_speedup` is at the deepest position, for the
-// depths before it. At steps that all positions of a depth have.
-function speedupByDepth(acceptance) {
-  let chained = new Map(), sums = new Map();
-  return acceptance.slice(0, -1).map((one, place) => {
-    const product = (point) => place === 0 ? point.value : chained.get(point.step) * point.value;
-    const points = one.points.filter((point) => place === 0 || chained.has(point.step));
-    const products = new Map(points.map((point) => [point.step, product(point)]));
-    sums = new Map(points.map((point) => [point.step, (sums.get(point.step) ?? 1) + products.get(point.step)]));
-    chained = products;
-    return { ...one, name: `theoretical_speedup/${place + 1}`,
-      points: points.map((point) => ({ ...point, value: sums.get(point.step) })) };
   });
 }
 
@@ -73,45 +50,18 @@ function short(value) {
   return rounded !== 0 && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
 }
 
-// Runs by job and key, each with its series by name.
+// Runs of all jobs, each with its curves by chart.
 function runsOf(answers) {
-  const runs = new Map();
-  for (const { job, items } of answers) {
-    for (const one of items) {
-      if (one.points.length === 0) continue;
-      const id = `${job.id}/${one.key}`;
-      const label = [answers.length > 1 ? job.name : "", one.key].filter(Boolean).join(" ") || "training";
-      if (!runs.has(id)) runs.set(id, { id, label, job: job.id, series: new Map() });
-      runs.get(id).series.set(one.name, one);
-    }
-  }
-  for (const { series } of runs.values()) {
-    const acceptance = [];
-    while (series.has(`acceptance/${acceptance.length}`)) acceptance.push(series.get(`acceptance/${acceptance.length}`));
-    for (const one of speedupByDepth(acceptance)) series.set(one.name, one);
-  }
-  const byNumber = new Intl.Collator(undefined, { numeric: true });
-  // `loss` before `evaluation_loss`: the first of a chart is the undashed one.
-  return [...runs.values()].map(({ series, ...run }) =>
-    ({ ...run, series: new Map([...series].sort(([one], [other]) => one.length - other.length)) }))
-    .sort((one, other) => byNumber.compare(one.label, other.label));
+  return answers.flatMap(({ job, found }) => found.runs.map((run) => ({
+    ...run, id: `${job.id}/${run.key}`, label: jobs.length > 1 ? [job.name, run.key].filter(Boolean).join(" ") : run.label,
+    curves: found.charts.map((chart) => chart.curves.filter((one) => one.key === run.key)) })));
 }
 
-// What the rungs of sweeps decided, by step and job: the runs that went on and those that ended.
-function rungsOf(runs) {
-  const rungs = new Map();
-  for (const run of runs) {
-    for (const { step, value } of run.series.get("rung")?.points ?? []) {
-      const id = `${run.job}/${step}`;
-      if (!rungs.has(id)) rungs.set(id, { step, job: run.job, on: [], ended: [] });
-      rungs.get(id)[value > 0 ? "on" : "ended"].push(run);
-    }
-  }
-  return [...rungs.values()].sort((one, other) => one.step - other.step);
-}
-
-function isEnded(run) {
-  return run.series.get("rung")?.points.at(-1).value === 0;
+// What the rungs of sweeps decided, with the ids of the runs.
+function rungsOf(answers) {
+  const ids = (job, keys) => keys.map((key) => `${job.id}/${key}`);
+  return answers.flatMap(({ job, found }) => found.rungs.map(({ step, went_on, ended }) =>
+    ({ step, on: ids(job, went_on), ended: ids(job, ended) }))).sort((one, other) => one.step - other.step);
 }
 
 // The page.
@@ -120,7 +70,17 @@ const curves = document.getElementById("curves");
 const inScheme = matchMedia("(prefers-color-scheme: dark)");
 const log = document.getElementById("curves-log"), smoothing = document.getElementById("curves-smoothing");
 const plots = new Map(), rows = new Map();
-let runs = [], rungs = [];
+let definition = null, runs = [], rungs = [], rungSteps = [];
+
+// Colours are those of the charts that are files.
+function colourOf(number) {
+  const colours = definition.colours[inScheme.matches ? "dark" : "light"];
+  return colours[number % colours.length];
+}
+
+function dashOf(number) {
+  return definition.dashes[number % definition.dashes.length];
+}
 
 function cellOf(row, text, number) {
   return Object.assign(row.insertCell(), { textContent: text, className: number ? "n" : "" });
@@ -128,7 +88,10 @@ function cellOf(row, text, number) {
 
 // Rows stay when newer values arrive, with their checkboxes and the focus.
 function listRuns() {
-  const body = document.querySelector("#curves-runs tbody");
+  const body = document.querySelector("#curves-runs tbody"), head = document.querySelector("#curves-runs thead tr");
+  for (const { title } of runs[0]?.latest.slice(head.cells.length - 2) ?? []) {
+    head.append(Object.assign(document.createElement("th"), { scope: "col", className: "n", textContent: title }));
+  }
   for (const run of runs) {
     if (!rows.has(run.id)) {
       const row = body.insertRow(), label = document.createElement("label"), swatch = document.createElement("span");
@@ -138,23 +101,20 @@ function listRuns() {
       label.append(box, swatch, run.label);
       row.insertCell().append(label);
       cellOf(row, "", true);
-      LAST_VALUES.forEach(() => cellOf(row, "", true));
-      const colour = COLOURS[rows.size % COLOURS.length];
-      swatch.style.background = colour;
-      rows.set(run.id, { row, box, swatch, colour });
+      run.latest.forEach(() => cellOf(row, "", true));
+      rows.set(run.id, { row, box, swatch, number: rows.size });
     }
     const { row, swatch } = rows.get(run.id);
     swatch.hidden = runs.length === 1;
-    const latest = (name) => run.series.get(name)?.points.at(-1);
-    row.cells[1].textContent = Math.max(...[...run.series.values()].map((one) => one.points.at(-1).step));
-    LAST_VALUES.forEach(([, name], column) => { row.cells[column + 2].textContent = short(latest(name)?.value) || "-"; });
+    row.cells[1].textContent = run.step;
+    run.latest.forEach(({ value }, column) => { row.cells[column + 2].textContent = short(value) || "-"; });
   }
 }
 
 function listRungs() {
-  const found = rungsOf(runs), said = document.getElementById("curves-rungs");
-  const names = (of) => of.map((run) => run.label).join(", ");
-  const items = found.map(({ step, on, ended }) => Object.assign(document.createElement("li"), { textContent:
+  const said = document.getElementById("curves-rungs");
+  const names = (ids) => runs.filter((run) => ids.includes(run.id)).map((run) => run.label).join(", ");
+  const items = rungs.map(({ step, on, ended }) => Object.assign(document.createElement("li"), { textContent:
     `Step ${step}: ${on.length} of ${on.length + ended.length} went on (${names(on) || "none"}), `
       + `${ended.length} ended (${names(ended) || "none"})` }));
   said.hidden = items.length === 0;
@@ -172,7 +132,7 @@ function drawRungs(plot) {
   ctx.strokeStyle = ink;
   ctx.lineWidth = devicePixelRatio;
   ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
-  for (const step of new Set(rungs.map((one) => one.step))) {
+  for (const step of rungSteps) {
     const x = Math.round(plot.valToPos(step, "x", true)) + 0.5;  // on one column of pixels
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
@@ -211,9 +171,9 @@ function valuesOf(series) {
       head.append(Object.assign(document.createElement("th"), { scope: "col", textContent: name }));
     }
     for (const one of details.series) {
-      const row = body.insertRow(), values = one.points.map((point) => point.value), last = one.points.at(-1);
+      const row = body.insertRow(), { steps, values } = one;
       cellOf(row, one.label, false);
-      for (const text of [short(last.value), last.step, short(values[0]), short(Math.min(...values)), short(Math.max(...values))]) {
+      for (const text of [short(values.at(-1)), steps.at(-1), short(values[0]), short(Math.min(...values)), short(Math.max(...values))]) {
         cellOf(row, text, true);
       }
     }
@@ -230,7 +190,7 @@ function drawing(series, isLog, weight) {
   const [steps, ...raw] = aligned(series);
   const values = isLog ? raw.map((one) => one.map((value) => value > 0 ? value : null)) : raw;
   const width = series.length > MAX_LEGEND ? 1 : 1.5;  // 100 lines without a GPU: 0.05 s instead of 1.2 s
-  const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash, ended: one.ended, width, spanGaps: true,
+  const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash.pattern, ended: one.ended, width, spanGaps: true,
     points: { show: steps.length < 30, size: 5, fill: one.colour }, value: (_, value) => short(value) });
   if (weight === 0) return { options: series.map(style), data: [steps, ...values] };
   const averaged = values.map((one) => smoothed(one, weight));
@@ -239,9 +199,10 @@ function drawing(series, isLog, weight) {
   return { options: [...faint, ...series.map(style)], data: [steps, ...values, ...averaged] };
 }
 
-function newPlot(figure, series, made, isLog, said) {
+function newPlot(chart, figure, series, made, isLog, said) {
   const style = getComputedStyle(document.body), ink = style.color, rule = style.getPropertyValue("--rule").trim();
-  const line = { stroke: rule, width: 1 }, texts = (_, splits) => splits.map(short);
+  const line = { stroke: rule, width: 1 }, axis = { stroke: ink, grid: line, ticks: line, labelFont: `12px ${style.fontFamily}` };
+  const texts = (_, splits) => splits.map(short);
   let pointed = null;  // the number of the series that the pointer is near
   const say = (plot) => {
     const place = pointed ? plot.cursor.idxs[pointed] : null;
@@ -251,8 +212,7 @@ function newPlot(figure, series, made, isLog, said) {
   return new uPlot({
     width: Math.max(240, figure.clientWidth - 26), height: 220,
     scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
-    axes: [{ stroke: ink, grid: line, ticks: line, label: "optimiser step" },
-      { stroke: ink, grid: line, ticks: line, values: texts, size: 58 }],
+    axes: [{ ...axis, label: chart.x_label }, { ...axis, label: chart.y_label, labelSize: 20, values: texts, size: 58 }],
     legend: { show: runs.length === 1 && series.length <= MAX_LEGEND },
     focus: { alpha: 0.25 },
     cursor: { focus: { prox: 24 }, dataIdx: (plot, number, place) =>
@@ -265,9 +225,9 @@ function newPlot(figure, series, made, isLog, said) {
   }, made.data, figure);
 }
 
-function place(title, series, isLog, weight) {
+function place(chart, series, isLog, weight) {
   const shape = JSON.stringify([series.map((one) => [one.label, one.colour, one.ended]), isLog, weight > 0, inScheme.matches, innerWidth]);
-  const made = drawing(series, isLog, weight), before = plots.get(title);
+  const made = drawing(series, isLog, weight), before = plots.get(chart.name);
   if (before?.shape === shape) {
     const { plot, values } = before, { min, max } = plot.scales.x, steps = plot.data[0];
     const zoomed = min > steps[0] || max < steps.at(-1);
@@ -279,24 +239,22 @@ function place(title, series, isLog, weight) {
   }
   const figure = before?.figure ?? document.createElement("figure");
   if (before === undefined) {
-    figure.append(Object.assign(document.createElement("figcaption"), { textContent: title }));
-    const after = CHARTS.slice(CHARTS.findIndex(([one]) => one === title) + 1).map(([one]) => plots.get(one)?.figure).find(Boolean);
+    const after = definition.charts.slice(definition.charts.indexOf(chart) + 1).map(({ name }) => plots.get(name)?.figure).find(Boolean);
     document.getElementById("curves-charts").insertBefore(figure, after ?? null);
   }
   const open = before?.values.open ?? false, { min, max } = before?.plot.scales.x ?? {}, steps = before?.plot.data[0];
   before?.plot.destroy();
-  before?.said.remove();
-  before?.values.remove();
+  figure.replaceChildren(Object.assign(document.createElement("figcaption"), { textContent: chart.title }));
   const said = Object.assign(document.createElement("p"), { className: "quiet nearest" }), values = valuesOf(series);
-  const names = [...new Set(series.map((one) => one.name))];
-  said.dataset.key = runs.length > 1 && names.length > 1 ? `Lines: ${names.map((one, number) =>
-    `${one} ${STROKES[number % STROKES.length]}`).join(", ")}` : "";
+  const dashes = new Map(series.map((one) => [one.name, one.dash]));
+  said.dataset.key = [...dashes.values()].some(({ pattern }) => pattern.length > 0)
+    ? `Lines: ${[...dashes].map(([name, dash]) => `${name} ${dash.name}`).join(", ")}` : "";
   said.textContent = said.dataset.key;
-  const plot = newPlot(figure, series, made, isLog, said);
+  const plot = newPlot(chart, figure, series, made, isLog, said);
   if (before && (min > steps[0] || max < steps.at(-1))) plot.setScale("x", { min, max });
-  figure.append(said, values);
+  figure.append(said, Object.assign(document.createElement("p"), { className: "quiet", textContent: chart.caption }), values);
   values.open = open;
-  plots.set(title, { figure, plot, said, values, shape });
+  plots.set(chart.name, { figure, plot, values, shape });
 }
 
 function draw() {
@@ -306,20 +264,23 @@ function draw() {
   document.getElementById("curves-empty").hidden = chosen.length > 0;
   document.getElementById("curves-empty").textContent = runs.length ? "No run is chosen." : "No metrics yet.";
   const weight = Number(smoothing.value);
-  rungs = rungsOf(chosen);
-  for (const [title, pattern] of CHARTS) {
-    const series = chosen.flatMap((run) => [...run.series.values()].filter((one) => pattern.test(one.name)).map((one, number) => ({
-      points: one.points, name: one.name, ended: isEnded(run), label: runs.length > 1 ? `${run.label} ${one.name}` : one.name,
-      // Of one run its series have colours; of several the runs have them, as in the table, and their series are dashed.
-      colour: runs.length > 1 ? rows.get(run.id).colour : COLOURS[number % COLOURS.length],
-      dash: runs.length > 1 ? DASHES[number % DASHES.length] : [] })));
+  rungSteps = new Set(rungs.filter((rung) => chosen.some((run) => [...rung.on, ...rung.ended].includes(run.id))).map((rung) => rung.step));
+  for (const { row, swatch, number } of rows.values()) swatch.style.background = colourOf(number);
+  for (const [index, chart] of (definition?.charts ?? []).entries()) {
+    // The rule for `number` is in the API's description of a curve.
+    const styled = (run, number) => runs.length > 1
+      ? { colour: colourOf(rows.get(run.id).number), dash: dashOf(number) }
+      : { colour: colourOf(number), dash: dashOf(Math.floor(number / definition.colours.light.length)) };
+    const series = chosen.flatMap((run) => run.curves[index].map((one) => ({ ...one, ended: run.ended,
+      label: runs.length > 1 ? `${run.label} ${one.name}` : one.name, ...styled(run, one.number) })));
     if (series.length === 0) {
-      plots.get(title)?.plot.destroy();
-      plots.get(title)?.figure.remove();
-      plots.delete(title);
+      plots.get(chart.name)?.plot.destroy();
+      plots.get(chart.name)?.figure.remove();
+      plots.delete(chart.name);
     } else {
       // Nothing positive has no place on a logarithmic axis.
-      place(title, series, log.checked && series.some((one) => one.points.some((point) => point.value > 0)), weight);
+      const isLog = (log.checked || chart.y_scale === "log") && series.some((one) => one.values.some((value) => value > 0));
+      place(chart, series, isLog, weight);
     }
   }
 }
@@ -346,11 +307,11 @@ async function refresh() {
         const found = await fetch(path, { headers });
         if (found.ok) job.ended = (await found.json()).status.finished_at !== null;
       }
-      const answer = await fetch(`${path}/metrics?stage=train&max_points=${MAX_POINTS}`, { headers });
+      const answer = await fetch(`${path}/curves`, { headers });
       const body = await answer.json();
-      if (answer.ok) return { job, items: body.items };
+      if (answer.ok) return { job, found: body };
       refused.push(`${job.name}: ${body.detail}; hint: ${body.hint}`);
-      return answers[number] ?? { job, items: [] };
+      return answers[number];
     }));
   } catch {
     unanswered ??= new Date();
@@ -361,7 +322,9 @@ async function refresh() {
     restUntil = Date.now() + 4 * (Date.now() - began);  // a large sweep must not keep the server busy
   }
   unanswered = null;
-  runs = runsOf(answers);
+  const read = answers.filter(Boolean);
+  definition = read[0]?.found ?? null;
+  [runs, rungs] = [runsOf(read), rungsOf(read)];
   for (const part of curves.querySelectorAll("[data-with-runs]")) part.hidden = runs.length === 0;
   listRuns();
   listRungs();
