@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from eyrie_api.artifacts import MANIFEST, digest_model, is_digest_of, read_manifest, write_model
+from eyrie_api.artifacts import MANIFEST, digest_model, is_digest_of, read_manifest, read_report, write_model
 from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.decisions.sweep import trains_together
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
@@ -267,9 +267,9 @@ def stage_manifest(job_dir: str, ref: str) -> Manifest:
 
 
 def stage_report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
-    report = stage_manifest(job_dir, ref).report_as(kind)
-    assert isinstance(report, kind)
-    return report
+    """The report of a finished stage. As `stage_manifest`."""
+    WorkArea.of(Path(job_dir)).download_manifest(Path(job_dir) / ref)
+    return read_report(Path(job_dir) / ref, kind)
 
 
 def _run(job_dir: str, spec: StageSpec, key: str = "", processes: int = 1) -> str:

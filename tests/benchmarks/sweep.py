@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.artifacts import read_report, write_model
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
 from eyrie_api.v1alpha1.capture import CaptureSpec
@@ -142,7 +142,7 @@ def _spend(programs: Sequence[Sequence[str]]) -> Spent:
 def _reports(directories: Mapping[str, Path]) -> dict[str, TrainReport]:
     found = {}
     for name, directory in directories.items():
-        report = read_manifest(directory).report_as(TrainReport)
+        report = read_report(directory, TrainReport)
         assert isinstance(report, TrainReport)
         found[name] = report
     return found

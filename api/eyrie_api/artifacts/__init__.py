@@ -37,6 +37,8 @@ _CHUNK = 1 << 20
 _SEAL = "digest"
 """The member that `write_sealed` adds; no sealed value has a field of that name."""
 
+_REPLACED = "another file has taken its place: delete that stage's directory and retry the job"
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -57,9 +59,6 @@ def digest_file(path: Path) -> str:
 def digest_model(value: BaseModel) -> str:
     """Digest of a contract value's JSON with sorted keys, so that field order does not matter."""
     return _digest_json(value.model_dump(mode="json"))
-
-
-_REPLACED = "another file has taken its place: delete that stage's directory and retry the job"
 
 
 def is_digest_of(digest: str, value: BaseModel) -> bool:
@@ -199,7 +198,7 @@ def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
     leave_out   paths of the manifest that are not here: their reader compares them
 
     Paths that are not in a finished stage's directory (published drafters, data of the user) have no digest and pass.
-    Raises ArtifactMissing or ArtifactCorrupt.
+    Raises ArtifactMissing, and ArtifactCorrupt also where the manifest lists no such path.
     """
     path = path.absolute()
     for root in (path, *path.parents):

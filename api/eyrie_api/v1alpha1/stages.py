@@ -249,10 +249,3 @@ class Manifest(Frozen):
     finished_at: str
     files: tuple[FileEntry, ...]
     report: StageReport
-
-    def report_as(self, kind: type[Frozen]) -> Frozen:
-        """The report, checked to be of the kind the caller expects. Raises TypeError otherwise."""
-        if not isinstance(self.report, kind):
-            raise TypeError(f"manifest of stage {self.stage!r} carries {type(self.report).__name__}, "
-                            f"not {kind.__name__}")
-        return self.report

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from eyrie_api.artifacts import read_manifest
+from eyrie_api.artifacts import read_report
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.codecs import StoredAs, final_codec
@@ -114,7 +114,7 @@ class CodecTrial:
             job_id="codecs", candidate="c0", target=self.spec, drafter=self.drafter, store_dir=str(store),
             train=TrainSpec(learning_rate=2e-3, epochs=self.options.epochs, num_checkpoints=1, seed=seed,
                             max_tokens_per_batch=1024, threads=self.options.threads)), out)
-        report = read_manifest(out).report_as(TrainReport)
+        report = read_report(out, TrainReport)
         assert isinstance(report, TrainReport)
         return out / report.checkpoints[-1].path, report
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from eyrie_api.artifacts import digest_bytes, digest_directory, digest_model, read_manifest, write_model
+from eyrie_api.artifacts import digest_bytes, digest_directory, digest_model, read_report, write_model
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
@@ -159,7 +159,7 @@ class Workspace:
             job_id=JOB, candidate="c0", target=self.spec, drafter=shape, store_dir=str(store),
             train=TrainSpec.model_validate(spec | {"seed": seed, "num_checkpoints": checkpoints,
                                                    "threads": self.threads})), train)
-        report = read_manifest(out / "manifest.json").report_as(TrainReport)
+        report = read_report(out / "manifest.json", TrainReport)
         assert isinstance(report, TrainReport)
         return Trained(out, report)
 

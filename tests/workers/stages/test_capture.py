@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.artifacts import read_manifest, read_report, verify_files
 from eyrie_api.errors import ArtifactCorrupt, DiskFull
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.capture import CaptureSpec
@@ -190,7 +190,7 @@ def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
     assert run(tmp_path / "out") == 0
     manifest = read_manifest(tmp_path / "out")
     verify_files(manifest, tmp_path / "out")
-    report, store = manifest.report_as(CaptureReport), FeatureStore(tmp_path / "out")
+    report, store = manifest.report, FeatureStore(tmp_path / "out")
     assert isinstance(report, CaptureReport)
     assert (report.rows, report.tokens) == (30, store.num_tokens)
     assert report.supervised_tokens == sum(int(store.row(i).loss_mask.sum()) for i in range(30)) \
@@ -229,7 +229,7 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_are_counted(tmp_path:
     rows = write_rows(tmp_path / "rows", target, 40, longest=60)
     write_spec(tmp_path / "out", target, tmp_path / "rows", max_length=16)
     assert run(tmp_path / "out") == 0
-    report, store = read_manifest(tmp_path / "out").report_as(CaptureReport), FeatureStore(tmp_path / "out")
+    report, store = read_report(tmp_path / "out", CaptureReport), FeatureStore(tmp_path / "out")
     assert isinstance(report, CaptureReport)
     assert report.rows_dropped == sum(len(row.prompt_ids) >= 16 for row in rows) > 0
     assert report.rows + report.rows_dropped == 40
@@ -301,7 +301,7 @@ def test_states_are_compared_with_transformers_before_anything_is_stored(tmp_pat
     write_rows(tmp_path / "rows", target, 3)
     write_spec(tmp_path / "out", target, tmp_path / "rows", check_rows=2, aux_layers=(1, 3))
     assert run(tmp_path / "out") == 0
-    report = read_manifest(tmp_path / "out").report_as(CaptureReport)
+    report = read_report(tmp_path / "out", CaptureReport)
     assert isinstance(report, CaptureReport)
     assert set(report.checked) == {"1", "3"}
     assert all(error < 1e-5 for error in report.checked.values())
@@ -323,7 +323,7 @@ def test_a_budget_of_bytes_decides_the_codec_before_anything_is_stored(tmp_path:
     write_rows(tmp_path / "rows", target, 200)
     write_spec(tmp_path / "out", target, tmp_path / "rows", max_bytes=1_200_000)
     assert run(tmp_path / "out") == 0
-    report = read_manifest(tmp_path / "out").report_as(CaptureReport)
+    report = read_report(tmp_path / "out", CaptureReport)
     assert isinstance(report, CaptureReport)
     assert report.codec != "float32"
     assert report.bytes < 1_200_000 * 1.1
@@ -509,7 +509,7 @@ def test_two_processes_write_the_store_of_one(tmp_path: Path) -> None:
     out = tmp_path / "two"
     subprocess.run(ranks(out, 2), check=True, timeout=300, stdout=subprocess.DEVNULL, env=ONE_THREAD)
     assert artifact(out) == artifact(tmp_path / "whole")
-    one, two = (read_manifest(tmp_path / name).report_as(CaptureReport) for name in ("whole", "two"))
+    one, two = (read_report(tmp_path / name, CaptureReport) for name in ("whole", "two"))
     assert isinstance(one, CaptureReport)
     assert isinstance(two, CaptureReport)
     timed = {"seconds": 0.0, "tokens_per_s": 0.0, "prefill_tokens_per_s": 0.0}

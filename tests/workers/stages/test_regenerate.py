@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.artifacts import read_manifest, read_report, verify_files
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
@@ -58,7 +58,7 @@ def run(out: Path) -> int:
 
 
 def report(out: Path) -> RegenerateReport:
-    found = read_manifest(out).report_as(RegenerateReport)
+    found = read_report(out, RegenerateReport)
     assert isinstance(found, RegenerateReport)
     return found
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.artifacts import list_files, read_manifest, verify_files, write_sealed
+from eyrie_api.artifacts import list_files, read_manifest, read_report, verify_files, write_sealed
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
@@ -65,7 +65,7 @@ def generated(out: Path) -> list[AnsweredRow]:
 
 
 def report(out: Path) -> RegenerateReport:
-    found = read_manifest(out).report_as(RegenerateReport)
+    found = read_report(out, RegenerateReport)
     assert isinstance(found, RegenerateReport)
     return found
 

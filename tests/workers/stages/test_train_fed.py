@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.artifacts import read_manifest, read_report, verify_files
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.v1alpha1.reports import CaptureReport
 from tests.api.artifacts.conftest import make_bucket
@@ -34,7 +34,7 @@ def test_with_a_stream_capture_leaves_tokens_and_no_states(home: Path) -> None:
     manifest = read_manifest(home / "stream")
     verify_files(manifest, home / "stream")
     assert {entry.path for entry in manifest.files} == {"stream.json", "tokens.bin"}
-    report, stored = (read_manifest(home / feed).report_as(CaptureReport) for feed in ("stream", "store"))
+    report, stored = (read_report(home / feed, CaptureReport) for feed in ("stream", "store"))
     assert isinstance(report, CaptureReport)
     assert isinstance(stored, CaptureReport)
     assert (report.rows, report.tokens, report.supervised_tokens, report.shards) == (

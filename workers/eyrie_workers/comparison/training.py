@@ -164,9 +164,7 @@ class Training:
             raise Stopped
         if code:
             raise StageFailed(Failure.model_validate_json((out / "failure.json").read_bytes()))
-        report = read_report(out / MANIFEST, kind)
-        assert isinstance(report, kind)
-        return report
+        return read_report(out / MANIFEST, kind)
 
 
 class CpuRecord(Frozen):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyrie_api.artifacts import read_report
+from eyrie_api.artifacts import read_manifest
 from eyrie_api.decisions.hardware_choice import VARIANTS, variant_name
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.hardware import HardwareProfile
@@ -45,7 +45,7 @@ class Proof:
     @classmethod
     def read(cls, directory: Path) -> "Proof":
         """Raises InvalidInput for a directory without a finished proof of a drafter, ArtifactMissing without any."""
-        report = read_report(directory, ProveReport)
+        report = read_manifest(directory).report
         spec_file = directory / "spec.json"
         if not isinstance(report, ProveReport) or not spec_file.exists():
             raise InvalidInput(f"--proof {directory} is not the directory of a prove stage",

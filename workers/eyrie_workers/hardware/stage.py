@@ -33,7 +33,6 @@ def compare(spec: HardwareStage, stage: Stage) -> Result:
     """Measure one profile. Raises InvalidInput where fewer GPUs are visible than it has."""
     profile = spec.profile.served_on(_gpus(spec))
     proven = read_report(Path(spec.proof_dir), ProveReport)
-    assert isinstance(proven, ProveReport)
     if proven.skipped:
         stage.event("NothingToCompare", proven.skipped)
         return _finish(stage, HardwareMeasurement(profile=profile, skipped=proven.skipped), [])

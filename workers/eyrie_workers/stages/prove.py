@@ -187,7 +187,6 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, tp_size=engine.tp_size,
                       gpu_groups=groups)
     tuned = read_report(Path(spec.tune_dir), TuneReport)
-    assert isinstance(tuned, TuneReport)
     use = select_use(spec, tuned, plan)
     if use.setting == OFF:
         return _nothing_to_prove(spec, stage, use, started)
