@@ -10,7 +10,7 @@ Series that the server reduced to fewer points are derived from at the steps tha
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count, takewhile
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from eyrie_api.figures.themes import CATEGORIES, DASHES
 from eyrie_api.figures.vega_lite import rounded
@@ -41,7 +41,6 @@ class Chart(NamedTuple):
     caption: str
     y_label: str
     lines: Callable[[Metrics], list[Line]]
-    y_scale: Literal["linear", "log"] = "linear"
 
 
 def logged(*names: str) -> Callable[[Metrics], list[Line]]:
@@ -126,7 +125,7 @@ def _filled(chart: Chart, runs: Mapping[str, Metrics]) -> contract.Chart:
             curves.append(contract.Curve(key=key, name=name, number=number, steps=steps,
                                          values=tuple(rounded(values[step]) for step in steps)))
     return contract.Chart(name=chart.name, title=chart.title, caption=chart.caption, x_label=X_LABEL,
-                          y_label=chart.y_label, y_scale=chart.y_scale, curves=tuple(curves))
+                          y_label=chart.y_label, curves=tuple(curves))
 
 
 def _run(key: str, run: Metrics) -> contract.CurveRun:

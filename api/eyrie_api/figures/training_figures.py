@@ -17,11 +17,8 @@ def training_figures(curves: TrainingCurves) -> tuple[Figure, ...]:
 def _drawn(chart: Chart, curves: TrainingCurves) -> Figure:
     labels = {run.key: run.label for run in curves.runs}
     rows: list[Row] = [{"run": labels[one.key], "series": one.name, "step": step, "value": value}
-                       for one in chart.curves for step, value in zip(one.steps, one.values, strict=True)
-                       if chart.y_scale == "linear" or value > 0]
-    y = number("value", chart.y_label)
-    encoding = {"x": number("step", chart.x_label), "y": y | {"scale": y["scale"] | {"type": chart.y_scale}},
-                "tooltip": tips(rows)}
+                       for one in chart.curves for step, value in zip(one.steps, one.values, strict=True)]
+    encoding = {"x": number("step", chart.x_label), "y": number("value", chart.y_label), "tooltip": tips(rows)}
     # As `contract.Curve.number` says; the page follows the same rule.
     names = {one.name: one.number for one in chart.curves}
     if len(labels) > 1:

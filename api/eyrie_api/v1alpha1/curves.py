@@ -34,9 +34,6 @@ class Chart(Frozen):
     y_label: str
     """The quantity with its unit, if it has one."""
 
-    y_scale: Literal["linear", "log"]
-    """That the chart has until somebody chooses the other."""
-
     curves: tuple[Curve, ...]
     """By run, and of each in the order of their numbers; none while there are no values."""
 

@@ -101,15 +101,6 @@ def test_of_one_run_series_beyond_the_colours_are_dashed() -> None:
     assert encoding_of(metrics, "training-accuracy")["strokeDash"]["scale"]["range"] == 6 * [[1, 0]] + [[8, 4]]
 
 
-def test_a_logarithmic_chart_leaves_out_what_is_not_positive() -> None:
-    found = curves_of([logged("grad_norm", {1: 0.0, 2: 1.0})])
-    as_log = found.model_copy(update={"charts": tuple(one.model_copy(update={"y_scale": "log"})
-                                                      for one in found.charts)})
-    [figure] = training_figures(as_log)
-    assert [row["step"] for row in rows_of(figure)] == [2]
-    assert figure.spec["encoding"]["y"]["scale"]["type"] == "log"  # type: ignore[index,call-overload]
-
-
 def test_files_have_the_words_names_and_values_that_the_api_answers_the_page(server: Running) -> None:
     jobs = server.control.jobs
     job = jobs.submit(job_spec())

@@ -279,7 +279,7 @@ function draw() {
       plots.delete(chart.name);
     } else {
       // Nothing positive has no place on a logarithmic axis.
-      const isLog = (log.checked || chart.y_scale === "log") && series.some((one) => one.values.some((value) => value > 0));
+      const isLog = log.checked && series.some((one) => one.values.some((value) => value > 0));
       place(chart, series, isLog, weight);
     }
   }
