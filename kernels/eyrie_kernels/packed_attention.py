@@ -359,8 +359,8 @@ class _PackedAttention(torch.autograd.Function):
                 _in_place(grad_own_v, ranges, 1), None)
 
 
-# Rows are copied into the order of the queries' positions and back, which is 1 % of the kernels' time: a program reads
-# neighbouring rows, and loads them ahead without waiting for their addresses.
+# Rows are copied into the order of the queries' positions and back, so that a program reads neighbouring rows and loads
+# them ahead without waiting for their addresses. By its bytes the copying is at most a tenth of their time.
 def _in_order(rows: Tensor, ranges: KeyRanges, dim: int = 0) -> Tensor:
     return rows.index_select(dim, ranges.order_R)
 

@@ -15,6 +15,7 @@ results on the CPU are those of `scaled_dot_product_attention` to the bit.
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -82,13 +83,19 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window
     # Here: older versions of torch lack the module, and the CPU does without it.
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11, of many images, takes grouped heads without being asked.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     # Its window counts the tokens before the token itself.
     left = -1 if window is None else window - 1
-    mixed = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(left, 0), **grouped)
+    mixed = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(left, 0), **_grouped())
     assert isinstance(mixed, Tensor)
     return mixed.flatten(1)
+
+
+@cache
+def _grouped() -> dict[str, Any]:
+    """The argument for grouped heads; torch 2.11, which many images have, takes them without one."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

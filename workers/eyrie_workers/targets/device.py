@@ -8,8 +8,8 @@ Files are read, packed and checked on the CPU; the code that loads weights for c
 
 EYRIE_DEVICE overrides the choice (`cpu`, `cuda`, `cuda:1`). Among the processes of torchrun each takes the GPU of its
 LOCAL_RANK. `default_device` also makes the GPU the current one of the process: Triton launches kernels, and CUDA
-creates contexts and streams, on the current GPU and not on the one that holds the tensors. And it chooses the libraries
-of the process.
+creates contexts and streams, on the current GPU and not on the one that holds the tensors. It also turns cuDNN's
+attention off in the process.
 
 EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives the target of a training with
 `capture.feed: stream` devices of its own.
