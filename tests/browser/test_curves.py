@@ -215,6 +215,8 @@ def test_what_is_loading_refused_or_without_an_answer_is_said_and_goes_away_when
     page.route("**/v1alpha1/jobs/*/curves", lambda route: held.append(route), times=1)
     page.goto(url + path)
     page.get_by_text("Loading the metrics.").wait_for()
+    while not held:  # the words are there before the request; the test's time limit ends this
+        page.wait_for_timeout(20)
     held[0].continue_()
     charts(page).nth(6).wait_for()
     failed = page.locator("#curves-failed")
