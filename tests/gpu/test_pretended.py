@@ -4,6 +4,7 @@ What `make test-gpu` shows on a real one, this shows as far as placement goes wh
 """
 
 import json
+from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def test_one_call_attends_to_all_texts_in_the_reduced_types(gpu: PretendedGpu, t
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
 
+    @wraps(pretended_flash)  # with its signature: which arguments there are depends on torch's version
     def watched(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(kwargs["window_size"])
         return pretended_flash(*args, **kwargs)
@@ -137,6 +139,7 @@ def test_a_drafter_attends_to_all_documents_of_a_batch_in_one_call_with_its_grad
         gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
+    @wraps(pretended_flash)  # with its signature: which arguments there are depends on torch's version
     def watched(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(args[5])
         return pretended_flash(*args, **kwargs)
