@@ -26,7 +26,7 @@ from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages, StagePlan
+from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageFile, StageStatus
 from tests.api.samples import job_body, job_spec
 
@@ -61,11 +61,6 @@ def test_names_with_slashes_and_tildes_are_escaped_as_json_pointers_are() -> Non
     assert [one.pointer for one in differences({"a/b~c": 1}, {"a/b~c": 2})] == ["/a~1b~0c"]
 
 
-def _plan(*stages: StagePlan) -> Plan:
-    return Plan(stages=stages, total_tokens=0, total_bytes_on_disk=0, total_hours=0.0, bytes_per_token=0,
-                assumptions=())
-
-
 def _part(key: str, start_s: int, stop_s: int | None, state: str = "Succeeded") -> StageStatus:
     stop = None if stop_s is None else T0 + timedelta(seconds=stop_s)
     return StageStatus(stage="train", key=key, state=state, started_at=T0 + timedelta(seconds=start_s),  # type: ignore[arg-type]
@@ -77,7 +72,7 @@ def _file(stage: str, size: int) -> StageFile:
 
 
 def test_parts_of_a_stage_that_ran_together_are_counted_once_and_pauses_not_at_all() -> None:
-    plan = _plan(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01))
+    plan = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01),))
     stages = (_part("a", 0, 100), _part("b", 50, 120), _part("c", 200, 210))
     (row,) = planned_and_actual(plan, stages, by_stage((_file("train", 3), _file("train", 4))), T0)
     assert row.seconds == 130.0
@@ -86,14 +81,14 @@ def test_parts_of_a_stage_that_ran_together_are_counted_once_and_pauses_not_at_a
 
 
 def test_a_running_stage_has_its_time_so_far_and_no_ratio_nor_size() -> None:
-    plan = _plan(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01))
+    plan = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01),))
     (row,) = planned_and_actual(plan, (_part("a", 0, 20), _part("b", 20, None, "Running")),
                                 by_stage((_file("train", 3),)), T0 + timedelta(seconds=60))
     assert (row.seconds, row.is_running, row.time_ratio, row.size_bytes) == (60.0, True, None, None)
 
 
 def test_a_stage_that_has_not_started_or_was_not_planned_has_a_row_too() -> None:
-    rows = planned_and_actual(_plan(StagePlan(stage="capture", tokens=1, bytes_on_disk=5, hours=1.0)),
+    rows = planned_and_actual(PlannedStages(stages=(StagePlan(stage="capture", tokens=1, bytes_on_disk=5, hours=1.0),)),
                               (StageStatus(stage="prove"),), (), T0)
     assert [(row.stage, row.planned_seconds, row.seconds) for row in rows] == [
         ("capture", 3600.0, None), ("prove", None, None)]
@@ -156,13 +151,18 @@ def test_a_submitted_job_is_kept_with_its_plan(client: httpx.Client) -> None:
     assert [(one["stage"], one["hours"]) for one in stages] == [(one["stage"], one["hours"]) for one in planned]
 
 
-def test_the_plan_of_a_job_whose_target_is_gone_is_a_reason_with_a_hint(
+def test_a_stage_is_compared_with_what_was_planned_when_its_job_was_accepted(
         client: httpx.Client, database: Database) -> None:
-    job = Jobs(database).submit(job_spec(target={"model": "/gone"}))
-    page = client.get(f"/console/jobs/{job.id}/plan")
+    jobs = Jobs(database)
+    job, without = jobs.submit(job_spec(), planned=HOURS).id, jobs.submit(job_spec(target={"model": "/gone"})).id
+    jobs.set_stage(job, StageStatus(stage="capture", state="Succeeded", started_at=T0,
+                                    finished_at=T0 + timedelta(hours=3)))
+    page = client.get(f"/console/jobs/{job}/plan").text
+    row = [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", page.split("<td>capture</td>")[1])]
+    assert row[:4] == ["1h00m", "30m00s to 2h00m", "3h00m", "3.00x"]
+    page = client.get(f"/console/jobs/{without}/plan")
     assert page.status_code == 200
-    assert "No plan can be made now" in page.text
-    assert "/gone" in page.text
+    assert "No plan was kept" in page.text
 
 
 def test_compared_documents_show_fields_as_text(client: httpx.Client, database: Database) -> None:

@@ -13,6 +13,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
@@ -26,11 +27,14 @@ OpenPage = Callable[..., Any]
 Server = tuple[str, Database]
 _SPEEDUPS = {"a-step-1": 1.5, "b-step-1": 1.9, "b-step-2": 0.9}
 _FAMILIES = {"a-step-1": "eagle3", "b-step-1": "dflash", "b-step-2": "dflash"}
+_PLANNED = PlannedStages(stages=tuple(
+    StagePlan(stage=name, tokens=2_000, bytes_on_disk=2_000_000, hours=hours)
+    for name, hours in (("regenerate", 0.02), ("capture", 0.01), ("train", 0.05), ("tune", 0.02))))
 
 
 def job_in(server: Server, tmp_path: Path, name: str = "nightly", **fields: Any) -> tuple[str, Path]:
     """A job whose stages no worker runs, and the directory of its stages."""
-    job = Jobs(server[1]).submit(job_spec(name=name, target={"model": "quickstart"}, **fields))
+    job = Jobs(server[1]).submit(job_spec(name=name, target={"model": "quickstart"}, **fields), planned=_PLANNED)
     return job.id, tmp_path / "guarded" / "jobs" / job.id / "stages"
 
 
@@ -134,13 +138,13 @@ def test_plan_and_actual_are_side_by_side_when_asked_for(
     job, _ = job_in(guarded, tmp_path)
     set_stages(guarded, job, "Running", stage("regenerate"), stage("capture", "Running"))
     page = signed_in(guarded, open_page, f"/console/jobs/{job}")
-    page.get_by_text("Plan it now and compare").click()
+    page.get_by_text("Compare by stage").click()
     rows = page.locator("#plan tbody tr")
     rows.first.wait_for()
     assert [one.split("\t")[0] for one in rows.all_inner_texts()][:3] == ["regenerate", "capture", "train"]
-    assert rows.all_inner_texts()[0].split("\t")[2] == "1m30s"
+    assert rows.all_inner_texts()[0].split("\t")[1:4] == ["1m12s", "1m30s", "1.25x"]
     assert "so far" in rows.all_inner_texts()[1].split("\t")[2]
-    assert "Planned now" in page.locator("#plan").inner_text()
+    assert "As planned when the job was accepted" in page.locator("#plan").inner_text()
     assert faults == []
 
 
@@ -264,7 +268,7 @@ def test_the_page_is_accessible_and_fits_with_everything_open(
                 picture(page, "selection", "section[aria-labelledby=leaderboard]", "figure[data-name=leaderboard]")
                 page.locator("#log-capture- summary").click()
                 page.get_by_text("The last 500 lines.").wait_for()
-                page.get_by_text("Plan it now and compare").click()
+                page.get_by_text("Compare by stage").click()
                 page.locator("#plan table").wait_for()
                 page.locator("#files summary").click()
             page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=True)

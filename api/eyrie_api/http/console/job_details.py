@@ -10,7 +10,7 @@ from datetime import datetime
 from pydantic import JsonValue
 
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages, StagePlan
+from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import StageFile, StageStatus
 
@@ -61,7 +61,7 @@ class StageComparison:
         return self.seconds / self.planned_seconds
 
 
-def planned_and_actual(plan: Plan, stages: Sequence[StageStatus], files: Sequence[StageFiles],
+def planned_and_actual(plan: PlannedStages, stages: Sequence[StageStatus], files: Sequence[StageFiles],
                        now: datetime) -> tuple[StageComparison, ...]:
     """A row for every stage of the plan or the job, in order."""
     planned: dict[str, StagePlan] = {}

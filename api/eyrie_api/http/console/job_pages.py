@@ -1,8 +1,6 @@
 """Pages beside that of a job: its plan against what it took, and its document against that of another job.
 
-The plan is made when the page is asked for, as `POST /v1alpha1/plans` makes it: that reads the target's files and
-samples the data, which is too slow for a page that is rendered at every change of a job. Of the plan that the job was
-accepted with the stages' hours are stored, for the time left.
+The plan is the one that the job was accepted with (`GET /v1alpha1/jobs/ID/plan`).
 """
 
 from typing import Annotated
@@ -12,11 +10,10 @@ from pydantic import JsonValue
 from starlette.responses import HTMLResponse, Response
 
 from eyrie_api.clock import utc_now
-from eyrie_api.errors import EyrieError, NotFound
+from eyrie_api.errors import NotFound
 from eyrie_api.http.console import pages
 from eyrie_api.http.console.job_details import by_stage, differences, planned_and_actual
 from eyrie_api.http.control import Control, Here
-from eyrie_api.http.routes.jobs import plan_in
 from eyrie_api.http.routes.outcomes import list_artifacts
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job
@@ -28,15 +25,11 @@ _LISTED = 50
 
 @router.get("/console/jobs/{job_id}/plan", response_class=HTMLResponse)
 def plan(job_id: str, control: Here, request: Request) -> Response:
-    """Hours and bytes of every stage as planned now, and as they were; or why there is no plan."""
-    job = control.jobs.get(job_id)
-    try:
-        planned = plan_in(control.jobs.project_of(job_id), job.spec, control, own=job_id)
-        files = by_stage(list_artifacts(job_id, control).items)
-    except EyrieError as error:
-        return pages.render_page("job_plan.html", control, request, job=job, rows=(), plan=None, refused=error)
-    rows = planned_and_actual(planned, job.status.stages, files, utc_now())
-    return pages.render_page("job_plan.html", control, request, job=job, rows=rows, plan=planned, refused=None)
+    """Hours and bytes of every stage as planned when the job was accepted, and as they were; or that none was kept."""
+    job, planned = control.jobs.get(job_id), control.jobs.planned((job_id,)).get(job_id)
+    files = by_stage(list_artifacts(job_id, control).items)
+    rows = () if planned is None else planned_and_actual(planned, job.status.stages, files, utc_now())
+    return pages.render_page("job_plan.html", control, request, job=job, rows=rows, plan=planned)
 
 
 @router.get("/console/jobs/{job_id}/diff", response_class=HTMLResponse)

@@ -17,7 +17,7 @@ from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.waiting import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
-from eyrie_api.http.control import Control, Here, scoped
+from eyrie_api.http.control import Here, scoped
 from eyrie_api.submission import preflight
 from eyrie_api.submission.demand import demand_of
 from eyrie_api.v1alpha1.job import JobSpec
@@ -189,16 +189,7 @@ def delete_job(job_id: str, control: Here) -> Response:
 @router.post("/v1alpha1/plans", tags=["plans"], name="plan.make")
 def make_plan(spec: Spec, control: Here) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
-    return plan_in(control.scope.home("jobs:read"), spec, control)
-
-
-def plan_in(project: str | None, spec: JobSpec, control: Control, own: str | None = None) -> Plan:
-    """The plan of a job of `project`; `own` is the id of the job if it exists, whose answers are not reused by itself.
-
-    Raises InvalidInput.
-    """
     control.check_spec_policy(spec)
-    same_target = JobFilter(project=project, target=preflight.absolute(spec).target.model)
+    same_target = JobFilter(project=control.scope.home("jobs:read"), target=preflight.absolute(spec).target.model)
     earlier = control.jobs.list(same_target, limit=MAX_PAGE).items if spec.reuse == "auto" else ()
-    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings,
-                          tuple(one for one in earlier if one.id != own))
+    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings, earlier)

@@ -169,7 +169,7 @@ async function readFiles(count) {
 
 async function readPlan(details) {
   const place = details.querySelector("div");
-  place.replaceChildren(Object.assign(document.createElement("p"), { className: "empty", textContent: "Planning." }));
+  place.replaceChildren(Object.assign(document.createElement("p"), { className: "empty", textContent: "Loading." }));
   try {
     place.replaceChildren(...await readParts(details.dataset.plan, "plan-table"));
   } catch {
