@@ -57,6 +57,7 @@ repeated."""
 
 _START_TIMEOUT_S = 60.0
 _ALREADY_RUNNING_EXIT_CODE = 3
+_LOG_FILE = "pipeline.log"
 
 ModelT = TypeVar("ModelT", bound=Frozen)
 
@@ -120,9 +121,11 @@ class LocalRunner:
         failure = None
         if run.result is not None and run.result.failure is not None:
             failure = _failure_of(run.result.failure)
+        directory = self._dir(job_id)
+        words = last_lines(directory / RUN_DIR / _LOG_FILE) if run.state == "gone" else ""
         return ObservedRun(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts,
-                           run_id=run.handle.run_id,
-                       failure=failure, leftovers=run.state != "running" and bool(live_processes(self._dir(job_id))))
+                           run_id=run.handle.run_id, failure=failure, last_words=words,
+                           leftovers=run.state != "running" and bool(live_processes(directory)))
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
               reuse: tuple[str, ...] = ()) -> None:
@@ -187,7 +190,7 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
     job = job_file(before, JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
     if job != before:
         write_model(job_dir / JOB_FILE, job)
-    with (run_dir / "pipeline.log").open("ab") as log:
+    with (run_dir / _LOG_FILE).open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "eyrie_pipelines.local", "--job-dir", str(job_dir), "--attempt", str(attempt)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -203,7 +206,7 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
             raise Transient(f"the run of job {job_id} was killed by signal {-code} before it wrote its record",
                             "it is started again; check the system log for the out-of-memory killer")
         if code is not None:
-            log_file = run_dir / "pipeline.log"
+            log_file = run_dir / _LOG_FILE
             raise RunNotStarted(f"the run of job {job_id} ended with {code} at once: {last_lines(log_file)}",
                                 f"read {log_file}")
         time.sleep(0.02)

@@ -49,6 +49,9 @@ class ObservedRun:
     leftovers: bool = False
     """It has a result, but processes of its group, or tasks other than the failed one, are still running."""
 
+    last_words: str = ""
+    """Of a run that is gone: the end of its log, where there is one on this machine."""
+
     @property
     def alive(self) -> bool:
         return self.state == "running" or self.leftovers

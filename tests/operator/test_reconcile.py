@@ -112,6 +112,13 @@ def test_a_run_that_vanished_is_started_again_but_not_forever() -> None:
     assert reason_of(plan.status, "Failed") == "RunKeepsDying"
 
 
+def test_a_run_that_keeps_dying_is_reported_with_the_end_of_its_log() -> None:
+    run = ObservedRun("gone", 1, MAX_STARTS, last_words="ModuleNotFoundError: No module named 'kfp'")
+    plan = reconcile(SPEC, seen(run=run), NOW)
+    (failed,) = [one for one in plan.status.conditions if one.type == "Failed"]
+    assert "its log ends with: ModuleNotFoundError: No module named 'kfp'" in failed.message
+
+
 def test_orphans_of_a_dead_leader_are_ended_before_the_run_is_started_again() -> None:
     assert reconcile(SPEC, seen(run=ObservedRun("gone", 1, 1, leftovers=True)), NOW).actions == (StopRun(),)
     result = RunFailed("train", "base", "LossDiverged", "loss was nan")

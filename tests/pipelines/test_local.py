@@ -430,6 +430,22 @@ def test_watching_runs_does_not_load_kfp() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_run_whose_leader_died_has_the_end_of_its_log(tmp_path: Path) -> None:
+    leader = subprocess.Popen(["sleep", "60"])
+    process = identify(leader.pid)
+    leader.kill()
+    leader.wait()
+    assert process is not None
+    run_dir = tmp_path / "jobs" / "job-1" / "run"
+    run_dir.mkdir(parents=True)
+    write_model(run_dir / "run.json", local.RunHandle(run_id="r", job_id="job-1", attempt=1, process=process,
+                                                      started_at=datetime.now(UTC)))
+    (run_dir / "pipeline.log").write_text("Traceback\nModuleNotFoundError: No module named 'kfp'\n")
+    seen = local.LocalRunner(tmp_path).observe("job-1")
+    assert seen.state == "gone"
+    assert seen.last_words == "Traceback | ModuleNotFoundError: No module named 'kfp'"
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b"[]"])
 def test_a_damaged_record_of_a_run_concerns_no_other_job(tmp_path: Path, damage: bytes) -> None:
     run_dir = tmp_path / "jobs" / "broken" / "run"

@@ -166,11 +166,12 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
 
 def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
+        words = f"; its log ends with: {seen.run.last_words}" if seen.run.last_words else ""
         failed = RunFailed(None, "", "RunKeepsDying",
                            f"the run was started {seen.run.starts} times and its process died each time, "
-                           "without getting further",
-                           "read run/pipeline.log and check the system log for the out-of-memory killer, then retry "
-                           "the job")
+                           f"without getting further{words}",
+                           "where the log names no error, check the system log for the out-of-memory killer; then "
+                           "retry the job")
         return _plan(seen, _failed(conditions, failed, now), now)
     if not seen.has_capacity:
         waiting = observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now)
