@@ -1,8 +1,12 @@
 """A ledger of answers larger than the disk: parts go to a real S3 server, and nothing is lost or answered twice."""
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -120,6 +124,35 @@ def test_a_program_killed_with_lines_on_its_disk_goes_on_with_all_that_are_whole
     assert not here(path)
     again.append(row(20))
     assert [entry.line for entry in in_parts(path, store, pool, 2000).entries] == list(range(1, 22))
+
+
+@pytest.mark.slow
+def test_a_program_killed_while_it_puts_the_answers_in_order_leaves_them_all_to_the_next(
+        store: ArtifactStore, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    rows = {number: row(number).model_copy(update={"text": f"{number} " * 400}) for number in range(4000)}
+    ledger = in_parts(a_pod(tmp_path / "first", store), store, pool, 2**20)
+    plain = RowLedger(tmp_path / ROWS_FILE)
+    for number in sorted(rows, key=lambda one: (one % 7, one)):
+        ledger.append(rows[number])
+        plain.append(rows[number])
+    list(plain.put_in_order(one.id for one in rows.values()))
+    pool.submit(lambda: None).result()
+    command = [sys.executable, "-m", "tests.workers.conversations.put_in_order"]
+    # While lines are read for the digest, when all are, and while the object is sent.
+    for number, (num_read, later_s) in enumerate(((1, 0.0), (2000, 0.0), (4000, 0.0), (4000, 0.1), (4000, 0.3))):
+        path = a_pod(tmp_path / f"pod-{number}", store) if number else tmp_path / "first" / ROWS_FILE
+        with subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdout is not None
+            assert list(islice(program.stdout, num_read)) == ["read\n"] * num_read
+            time.sleep(later_s)
+            program.kill()
+        left = {one.key for one in store.list(STAGE)}
+        assert f"{STAGE}/{ledger_part(0)}" in left, "parts stay until the stage has its manifest"
+        if f"{STAGE}/{ROWS_FILE}" in left:
+            assert store.read(f"{STAGE}/{ROWS_FILE}") == (tmp_path / ROWS_FILE).read_bytes(), "whole or not there"
+    last = a_pod(tmp_path / "last", store)
+    subprocess.run([*command, str(last)], check=True, stdout=subprocess.DEVNULL, timeout=120)
+    assert store.read(f"{STAGE}/{ROWS_FILE}") == (tmp_path / ROWS_FILE).read_bytes()
 
 
 def test_rows_after_a_part_that_is_lost_are_answered_again(
