@@ -12,7 +12,7 @@ An endpoint has as many windows as are kept; every fifth serves without a drafte
               (`draw`), and until the frame after it
     streams   one request of the REST API every 20 ms, at its scheduled time, in rounds without and with so many open
               pages, in turn: half of them home, half the page of a job that gets five events a second. The pages are
-              read by another process, which takes its share of the processor too.
+              read by another process at the lowest priority: browsers are on other machines
 
 A benchmark, not a test.
 """
@@ -193,7 +193,8 @@ def redrawn(address: str, job_id: str) -> dict[str, object]:
 @contextmanager
 def open_pages(urls: Sequence[str]) -> Iterator[None]:
     """Follow these streams in another process."""
-    process = subprocess.Popen([sys.executable, "-c", _READER, *urls], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", _READER, *urls], stdout=subprocess.PIPE,
+                               text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n", "the pages' streams were refused"

@@ -1,5 +1,4 @@
-"""A program that puts the answers of a ledger in the store in order of their ids; a line is printed for
-each that has been read.
+"""A program that puts the answers of a ledger in the store, in order of their ids, and prints a line per answer read.
 
     python -m tests.workers.conversations.put_in_order PATH
 """
