@@ -11,8 +11,8 @@ prompt. In float32 they are equal. Every difference must be explained: a changed
 largest logits (`decisions.near_ties`), a changed round by near-ties of the drafter that, decided the other way, give
 exactly the served rounds (`round_replay`). In half precision near-ties are common, so up to 2 % of rounds may stay
 unexplained. That share was chosen: SGLang on CPU in bfloat16 needed none of it (1 of 414 rounds differed, explained);
-SGLang on a GPU has not been tried. tau decides nothing: with layer ids shifted by one it fell only from 3.45 to 3.37 in another
-engine.
+SGLang on a GPU has not been tried. tau decides nothing: with layer ids shifted by one it fell only from 3.45 to 3.37
+in another engine.
 
 When the check fails, known misconfigurations are tried (`known_misconfigurations`); the report names the one that
 reproduces the served rounds.
