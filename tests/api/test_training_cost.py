@@ -16,7 +16,6 @@ from eyrie_api.decisions.training_cost import (
     largest_tokens,
     needed_bytes,
     step_bytes,
-    step_seconds,
     usable_bytes,
 )
 from eyrie_api.v1alpha1.families import DecoderSizes, DrafterSizes
@@ -39,10 +38,6 @@ def test_operations_are_counted_by_hand_for_one_token_and_one_root() -> None:
     attention, teacher = 3 * 2 * 2, 2 * 11
     found = eagle3_flops(TrainedDrafter("eagle3", sizes, 11), work)
     assert found == 2 * (fc + keys + token + root + attention + teacher)
-
-
-def test_a_step_takes_its_operations_over_the_rate_that_is_used() -> None:
-    assert step_seconds(9 * 10**14, 10**15, 0.45) == pytest.approx(2.0)
 
 
 @given(tokens=st.integers(256, 60_000), ranks=st.integers(1, 8), parts=st.integers(1, 4), wide=st.booleans())

@@ -19,7 +19,6 @@ BASELINE_BLUE = "#0072B2"
 BEST_GREEN = "#009E73"
 OTHER_GREY = "#999999"
 WARM_ORANGE = "#D55E00"
-SEQUENCE = "cividis"
 
 SETTINGS = {
     "font.size": 12, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",

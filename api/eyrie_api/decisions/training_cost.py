@@ -175,11 +175,6 @@ def eagle3_flops(drafter: TrainedDrafter, work: StepWork) -> int:
     return 2 * (once + token_half + unrolled + attention + teacher)
 
 
-def step_seconds(flops: int, flops_per_s: float, utilisation: float) -> float:
-    """Seconds of a step that uses this share of a device's rate."""
-    return flops / (flops_per_s * utilisation)
-
-
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 

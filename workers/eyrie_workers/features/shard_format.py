@@ -31,7 +31,6 @@ Legend: R rows, N tokens of a block, M supervised positions of a block, A aux la
 """
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -327,11 +326,6 @@ class ShardMap:
             self.rows.append(blocks)
         self.states_end = at
         """Offset of the record."""
-
-    def row_of(self, block_number: int) -> int:
-        """Row that a block belongs to."""
-        firsts = [blocks[0].number for blocks in self.rows]
-        return bisect_right(firsts, block_number) - 1
 
 
 def end_of_shard(end: ShardEnd) -> bytes:
