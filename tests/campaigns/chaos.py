@@ -339,8 +339,10 @@ def _disk_of_its_own(path: Path) -> Iterator[Path | None]:
 
 def run(campaign: Campaign, path: Path, state: Path, *, servers: bool) -> dict[str, Any]:
     """Disturb a deployment below `path` until the time is over; returns figures."""
-    before = json.loads(state.read_text()) if state.exists() else {"counts": {}, "jobs": 0, "found": 0}
-    total: dict[str, Any] = before
+    before: dict[str, Any] = {"counts": {}, "jobs": 0, "found": 0}
+    if state.exists():
+        before = json.loads(state.read_text())
+    total = before
     with _disk_of_its_own(path / "disk") as disk:
         home = path / "disk" / "home"
         home.mkdir()

@@ -238,7 +238,7 @@ class Campaigner:
                 *broken_endpoints(objects["DraftEndpoint"], self.endpoints.list().items, owned)]
 
     def _all_jobs(self) -> list[Job]:
-        found, cursor = [], None
+        found, cursor = list[Job](), None
         while True:
             page = self.jobs.list(limit=200, cursor=cursor)
             found += page.items

@@ -61,7 +61,7 @@ class Home:
         self.killed = plane.http.post("/v1alpha1/jobs", json=_BODY).json()["id"]
         training = self.home / "jobs" / self.killed / "stages/train/base/spec.json"
         assert wait_until(training.exists, END_S)
-        assert wait_until(lambda: len(rehearsal.starts()) and rehearsal.starts()[-1].startswith("train"), END_S)
+        assert wait_until(lambda: rehearsal.starts()[-1:] == ["train/base"], END_S)
         plane.kill()
         for pid in local.live_processes(self.home / "jobs" / self.killed):
             os.kill(pid, signal.SIGKILL)
@@ -140,7 +140,7 @@ class Home:
 
 def _names_damage(answer: httpx.Response) -> bool:
     """The one answer with a status of 500 that is asked for: the server's own file is damaged, and which."""
-    return answer.json().get("type") == "urn:eyrie:problem:ArtifactCorrupt"
+    return bool(answer.json().get("type") == "urn:eyrie:problem:ArtifactCorrupt")
 
 
 def _phase(plane: Plane, job: str) -> str:

@@ -6,7 +6,7 @@ process is left. Each accepted job is listed once.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class History:
     decisions: Sequence[dict[str, Any]]
     """Entries of the endpoint's history with this job's decision."""
 
-    written: dict[StageKey, Sequence[str]]
+    written: Mapping[StageKey, Sequence[str]]
     """The lines of each stage's events.jsonl."""
 
     damage: Sequence[str] = ()

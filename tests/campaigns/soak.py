@@ -270,7 +270,7 @@ class Soak:
         pids = [one.pid for one in sample_tree(self.plane.pid)]
         code = self.plane.terminate()
         left = [pid for pid in pids if identify(pid) is not None]
-        if code not in (0, -15) or left or list(list_engines(endpoint_dir(self.home, ENDPOINT))):
+        if code not in (0, -15) or left or any(list_engines(endpoint_dir(self.home, ENDPOINT))):
             self._find("the plane stops with all of its processes", code=code, left=left)
 
     def judge(self, window_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from eyrie_api.v1alpha1.records import EventRecord, ProgressRecord
 from eyrie_api.v1alpha1.stages import JOB_STAGES
-from tests.campaigns.histories import History, broken_lists, broken_rules, outcome
+from tests.campaigns.histories import History, StageKey, broken_lists, broken_rules, outcome
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DECISION = {"kind": "decided", "reason": "Faster", "figures": {"speedup": 2.5}, "job_id": "job-1"}
@@ -25,7 +25,7 @@ def whole() -> History:
         events += [event(len(events) + number, reason, stage, stage)
                    for number, reason in enumerate(("StageStarted", "Rehearsed", "StageFinished"))]
     events += [event(len(events), "Promoted"), event(len(events) + 1, "Succeeded")]
-    lines = {(stage, ""): [ProgressRecord(time=NOW, done=0, total=1).model_dump_json(),
+    lines: dict[StageKey, list[str]] = {(stage, ""): [ProgressRecord(time=NOW, done=0, total=1).model_dump_json(),
                            EventRecord(time=NOW, reason="Rehearsed", message=stage).model_dump_json()]
              for stage in JOB_STAGES}
     status = {"phase": "Succeeded", "stages": [{"stage": one, "key": "", "state": "Succeeded"} for one in JOB_STAGES],

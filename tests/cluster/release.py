@@ -130,7 +130,7 @@ class Release:
 
     def _stand(self, name: str, args: list[str], *, volumes: list[Any], mounts: list[Any], account: str,
                probe: Mapping[str, Any] | None = None) -> None:
-        container = {"name": "it", "image": self.programs.image, "command": [*self.programs.python, *args],
+        container: dict[str, Any] = {"name": "it", "image": self.programs.image, "command": [*self.programs.python, *args],
                      "workingDir": "/double" if mounts else "/tmp",
                      "env": [{"name": "PYTHONPATH", "value": "/double"}, {"name": "PYTHONUNBUFFERED", "value": "1"}],
                      "volumeMounts": [*self.programs.mounts(), *mounts]}

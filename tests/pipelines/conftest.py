@@ -64,7 +64,7 @@ def job_dir(tmp_path: Path) -> Iterator[Path]:
 
 def spec_of(**sections: object) -> JobSpec:
     least = {"target": TargetSpec(model="quickstart"), "data": DataSpec(sources=(DataSource(path="quickstart"),))}
-    return JobSpec(**(least | sections))  # type: ignore[arg-type]
+    return JobSpec(**(least | sections))
 
 
 def sweeping_spec(together: Literal["auto", "always", "never"] = "auto", **sections: object) -> JobSpec:
