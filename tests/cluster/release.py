@@ -130,10 +130,11 @@ class Release:
 
     def _stand(self, name: str, args: list[str], *, volumes: list[Any], mounts: list[Any], account: str,
                probe: Mapping[str, Any] | None = None) -> None:
-        container: dict[str, Any] = {"name": "it", "image": self.programs.image, "command": [*self.programs.python, *args],
-                     "workingDir": "/double" if mounts else "/tmp",
-                     "env": [{"name": "PYTHONPATH", "value": "/double"}, {"name": "PYTHONUNBUFFERED", "value": "1"}],
-                     "volumeMounts": [*self.programs.mounts(), *mounts]}
+        container: dict[str, Any] = {
+            "name": "it", "image": self.programs.image, "command": [*self.programs.python, *args],
+            "workingDir": "/double" if mounts else "/tmp",
+            "env": [{"name": "PYTHONPATH", "value": "/double"}, {"name": "PYTHONUNBUFFERED", "value": "1"}],
+            "volumeMounts": [*self.programs.mounts(), *mounts]}
         if probe is not None:
             container["readinessProbe"] = dict(probe)
         self.apps.create_namespaced_deployment(self.namespace, {"metadata": {"name": name}, "spec": {
