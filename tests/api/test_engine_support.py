@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
-from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.submission.devices import local_device

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from eyrie_api.decisions.hardware import ASSUMED, GPUS, Rates, gpu_rates, known_gpu
-from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, StagePlan

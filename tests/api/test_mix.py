@@ -12,7 +12,8 @@ from rich.console import Console
 
 from eyrie_api.cli.spec import read_document, validate
 from eyrie_api.cli.tables import plan_view
-from eyrie_api.decisions.plan import DataFacts, make_plan
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_facts import DataFacts
 from eyrie_api.decisions.sweep import expand, row_draw, trains_together
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings

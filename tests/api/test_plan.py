@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan, tree_shapes
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
+from eyrie_api.decisions.plan_stages import tree_shapes
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs

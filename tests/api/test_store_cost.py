@@ -7,7 +7,8 @@ import pytest
 
 from eyrie_api.artifacts.store_prices import StorePrices, store_prices
 from eyrie_api.cli.tables import plan_view
-from eyrie_api.decisions.plan import DataFacts, make_plan
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_facts import DataFacts
 from eyrie_api.decisions.store_cost import ObjectStore
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import InvalidInput

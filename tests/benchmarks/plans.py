@@ -14,7 +14,8 @@ import yaml
 
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store_prices import STORES
-from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
 from eyrie_api.decisions.store_cost import ObjectStore
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.quantities import size

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from eyrie_api.decisions.capture_support import require_block_capture, require_capture
-from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec

@@ -10,7 +10,7 @@ import os
 
 from eyrie_api.decisions.engine_support import check_heads
 from eyrie_api.decisions.hardware import GPUS, known_gpu
-from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import gpu_bytes
 from eyrie_api.errors import InvalidInput

@@ -24,13 +24,9 @@ from eyrie_api.decisions.capture_support import (
 from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.hardware import Rates
-from eyrie_api.decisions.plan import (
-    DEFAULT_DRAFT_VOCABULARY,
-    DataFacts,
-    TargetFacts,
-    make_plan,
-    require_gpu_memory,
-)
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_facts import DEFAULT_DRAFT_VOCABULARY, DataFacts, TargetFacts
+from eyrie_api.decisions.plan_work import require_gpu_memory
 from eyrie_api.decisions.reuse import asks_the_same, jobs_with_answers, stores_the_same
 from eyrie_api.decisions.store_cost import ObjectStore
 from eyrie_api.decisions.sweep import Candidate, expand, families_of

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from eyrie_api.decisions.mtp_layers import require_mtp_architecture
-from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.decisions.sweep import Candidate
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 from eyrie_api.submission.target_facts import local_path, read_config, target_dir

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
-from eyrie_api.decisions.plan import DataFacts, Experts, TargetFacts
+from eyrie_api.decisions.plan_facts import DataFacts, Experts, TargetFacts
 from eyrie_api.decisions.target_config import has_tied_embeddings, language_model
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 from eyrie_api.submission.file_reading import read_object

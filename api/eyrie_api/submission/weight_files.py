@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.decisions.plan import TargetFacts
+from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.decisions.target_config import biases
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.submission.file_reading import GIT_LFS, LFS_HINT, read_object

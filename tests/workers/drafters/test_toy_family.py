@@ -7,7 +7,8 @@ import torch
 from pydantic import ValidationError
 
 from eyrie_api.decisions.leaderboard import Measured, rank
-from eyrie_api.decisions.plan import TargetFacts, make_plan
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
