@@ -11,24 +11,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from eyrie_api import yaml_text
 from eyrie_api.errors import InvalidInput
 from eyrie_api.unknown_fields import unknown_field_hint
 from eyrie_api.v1alpha1.job import JobSpec
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key that is given twice is an error: the second value would replace the first silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node. Raises ConstructorError naming the key and its line."""
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep=deep)
 
 
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
@@ -73,7 +59,7 @@ def read_document(file: Path, option: str = "--file", begins: str = "`target:` a
     begins   the keys that such a file begins with, for the hint
     """
     try:
-        document = yaml.load(file.read_text(), _UniqueKeys)
+        document = yaml_text.load(file.read_text())
     except FileNotFoundError:
         raise InvalidInput(f"{option} {file} does not exist", f"give the path of a file with {begins}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -88,11 +74,9 @@ def read_document(file: Path, option: str = "--file", begins: str = "`target:` a
 
 
 def parse_value(setting: str, text: str) -> Any:
-    """The right side of --set, as YAML; 5e-4 is read as a number, although YAML 1.1 requires a dot."""
+    """The right side of --set, as YAML. Raises InvalidInput."""
     try:
-        return float(text) if "e" in text.lower() and "[" not in text else yaml.safe_load(text)
-    except ValueError:
-        return yaml.safe_load(text)
+        return yaml_text.load(text)
     except yaml.YAMLError:
         raise InvalidInput(f"--set {setting!r}: the value is not YAML", "quote it, or write lists as [1, 2]") from None
 

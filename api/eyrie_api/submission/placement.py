@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from eyrie_api import yaml_text
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.hardware import PlacedProfile
@@ -16,7 +17,7 @@ from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
 def read_profile(path: Path) -> ClusterProfile:
     """The cluster profile in a YAML or JSON file. Raises InvalidInput naming file, field and rule."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml_text.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInput(f"cluster profile {path} cannot be read: {error.strerror}",
                            "correct EYRIE_CLUSTER_PROFILE, or unset it to work on one machine") from None

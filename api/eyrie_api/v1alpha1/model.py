@@ -6,20 +6,56 @@ field, and the digest of a value does not change when its class gets one: a job 
 taken back to the version before, keeps its finished stages.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 API_VERSION = "eyrie.dev/v1alpha1"
 
 
+def _refusing(kind: Any, *types: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if isinstance(value, types) and not (kind == "bool_type" and isinstance(value, bool)):
+            raise PydanticKnownError(kind)
+        return value
+    return check
+
+
+# Native strictness would also refuse 5.0 for an integer, which JSON schema allows, and numpy's types.
+_REFUSED = {"bool": _refusing("bool_type", int, float, str), "int": _refusing("int_type", bool, str),
+            "float": _refusing("float_type", bool, str), "datetime": _refusing("datetime_type", int, float)}
+
+
+def _exact(schema: Any, model: type[BaseModel]) -> Any:
+    """The schema of a model with fields of exact types; those of nested models are exact already."""
+    if isinstance(schema, list):
+        return [_exact(one, model) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")  # of a schema; a mapping of fields may have one of this name
+    if kind == "model" and schema["cls"] is not model:
+        return schema
+    if isinstance(kind, str) and kind in _REFUSED:
+        return core_schema.no_info_before_validator_function(_REFUSED[kind], schema)
+    # Keys of a JSON object are texts.
+    return {name: part if name == "keys_schema" else _exact(part, model) for name, part in schema.items()}
+
+
 class Frozen(BaseModel):
-    """A value: immutable, unknown fields refused, attribute docstrings become schema descriptions."""
+    """A value: immutable, unknown fields refused, attribute docstrings become schema descriptions. Types are those of
+    its JSON schema: a number is not made from a boolean or a text, nor a boolean from a number or a text."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        exact: CoreSchema = _exact(handler(source), cls)
+        return exact
 
 
 @dataclass(frozen=True)
