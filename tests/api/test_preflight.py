@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.decisions.engine_support import with_gpu_defaults
 from eyrie_api.errors import (
     DiskTooSmall,
     EyrieError,
@@ -364,6 +365,56 @@ def test_an_accepted_job_names_the_dtype_that_auto_means(
     # A job accepted before is not resolved a second time: neither on another machine nor after config.json changed.
     again = check(checked.spec.model_copy(update={"placement": JobPlacement()}), Settings(home=tmp_path))
     assert again.spec.target == checked.spec.target
+
+
+H100 = "NVIDIA-H100-80GB-HBM3"
+
+
+def on_cluster(tmp_path: Path, **stages: Any) -> Settings:
+    """The settings of a cluster whose administrator places stages like this."""
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"kubeflow": {"url": "http://ml-pipeline:8888"}, "stages": {
+        "image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}} | stages}))
+    return Settings(home=tmp_path, cluster_profile=file)
+
+
+def test_the_gpus_of_the_clusters_profile_decide_dtype_engine_and_plan_as_those_of_the_job_do(tmp_path: Path) -> None:
+    settings = on_cluster(tmp_path, num_gpus=1, gpu_type=H100)
+    target = target_directory(tmp_path / "own", dtype="bfloat16")
+    short = job_spec(target={"model": str(target), "dtype": "auto"}, data={"sources": [{"path": "org/chats"}]})
+    checked = check(short, settings)
+    assert (checked.spec.target.dtype, checked.spec.engine.kind) == ("bfloat16", "sglang")
+    assert checked.spec.data.max_conversations == 20_000
+    assert checked.spec.placement == JobPlacement(), "what is stored requests what the job says"
+    assert checked.plan is not None
+    assert {(one.num_gpus, one.gpu_type) for one in checked.plan.stages} == {(1, "H100")}
+    assert "engine sglang, data.max_conversations 20000" in " ".join(plan(short, settings).notes)
+    declined = short.model_copy(update={"placement": JobPlacement.model_validate({"every": {"num_gpus": 0}})})
+    assert check(declined, settings).spec.target.dtype == "float32"
+
+
+def test_what_a_job_names_stays_and_the_shipped_target_needs_no_more(tmp_path: Path) -> None:
+    settings = on_cluster(tmp_path, num_gpus=1, gpu_type=H100)
+    target = target_directory(tmp_path / "own", dtype="bfloat16")
+    named = check(job_spec(target={"model": str(target)}, engine="embedded",
+                           data={"sources": [{"path": "org/chats"}], "max_conversations": 300}), settings).spec
+    assert (named.engine.kind, named.data.max_conversations) == ("embedded", 300)
+    shipped = check(job_spec(target={"model": "quickstart"}, data={"sources": [{"path": "quickstart"}]}), settings).spec
+    assert (shipped.engine.kind, shipped.data.max_conversations) == ("embedded", 1000)
+
+
+def test_sglang_on_a_cluster_without_gpus_is_asked_for_greedy_answers_alone(tmp_path: Path) -> None:
+    settings = on_cluster(tmp_path)
+    target = target_directory(tmp_path / "own")
+    assert check(job_spec(target={"model": str(target)}, engine="sglang"), settings).spec.tune.temperatures == (0.0,)
+    refused(settings, InvalidInput, "verifies drafts greedily", target={"model": str(target)}, engine="sglang",
+            tune={"temperatures": [1.0]})
+
+
+@pytest.mark.parametrize(("program", "engine"), [("python -m sglang.launch_server", "sglang"), ("", "embedded")])
+def test_on_one_machine_with_a_gpu_sglang_is_chosen_where_there_is_one(program: str, engine: str) -> None:
+    own = job_spec(target={"model": "/models/own"})
+    assert with_gpu_defaults(own, has_sglang=bool(program)).engine.kind == engine
 
 
 def test_a_target_that_cannot_be_read_at_submission_is_bfloat16_on_gpus() -> None:

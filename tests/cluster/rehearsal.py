@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import write_atomically
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.stages import JOB_STAGES
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
-from eyrie_workers.engines.sglang.process import PROGRAM
 from tests.cluster.observations import QUESTIONS, Diary, Served, chat, serving
 from tests.cluster.patience import PATIENCE
 from tests.cluster.programs import ROOT, Programs, programs
@@ -114,7 +114,7 @@ def values() -> dict[str, Any]:
     Secret because a placement takes no plain one."""
     patience_s = 600.0 * PATIENCE
     return {"cluster": {
-        "stages": {"secret_variables": [{"variable": PROGRAM, "secret": PROGRAM_SECRET, "key": "program"}]},
+        "stages": {"secret_variables": [{"variable": SGLANG_PROGRAM, "secret": PROGRAM_SECRET, "key": "program"}]},
         "serving": {"python": [str(ENVIRONMENT / "python")], "hardware_profile": "cpu",
                     "startup_timeout_s": patience_s}}}
 

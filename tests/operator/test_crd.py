@@ -9,12 +9,14 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field
 
+from eyrie_api.settings import Settings
+from eyrie_api.submission.preflight import check
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.resources import DraftEndpointSpec, DrafterJobSpec
 from eyrie_operator.manifests.crd import NotStructural, custom_resource_definitions, render, structural
-from tests.api.samples import job_body
+from tests.api.samples import job_body, target_directory
 
 CHECKED_IN = Path(__file__).parents[2] / "helm" / "eyrie" / "files" / "crds"
 DEFINITIONS = custom_resource_definitions()
@@ -104,7 +106,26 @@ def test_the_server_fills_in_what_the_contract_would(model: type[BaseModel], giv
     assert model.model_validate(filled) == model.model_validate(given)
     said = model.model_validate(given).model_dump(mode="json", exclude_none=True)
     said.get("job", {}).pop("labels", None)  # an empty map has no default: nothing to show
+    for section, name in _DEPEND:
+        said.get("job", said).get(section, {}).pop(name, None)
     assert has_all(json.loads(json.dumps(filled)), said)
+
+
+_DEPEND = (("data", "max_conversations"), ("data", "held_out_fraction"), ("engine", "kind"), ("benchmark", "suites"),
+           ("benchmark", "temperatures"), ("tune", "temperatures"), ("serve", "engine"))
+"""Section and field of what depends on the job (`model.depends`): the server does not fill it in."""
+
+
+@pytest.mark.parametrize("fields", [{}, {"engine": {"kind": "sglang"}}])
+def test_a_job_for_own_data_that_is_applied_gets_what_it_gets_by_rest(fields: dict[str, Any], tmp_path: Path) -> None:
+    target, chats = target_directory(tmp_path / "target"), tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 100)
+    given = {"target": {"model": str(target)}, "data": {"sources": [{"path": str(chats)}]}, **fields}
+    applied = with_defaults({"job": given}, structural(DrafterJobSpec))
+    settings = Settings(home=tmp_path)
+    by_rest = check(JobSpec.model_validate(given), settings).spec
+    assert check(DrafterJobSpec.model_validate(applied).job, settings).spec == by_rest
+    assert [suite.path for suite in by_rest.benchmark.suites] == ["held-out"]
 
 
 def has_all(filled: Any, said: Any) -> bool:

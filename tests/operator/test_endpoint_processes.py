@@ -13,13 +13,12 @@ import pytest
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.embedded.processes import engine_argv, read_counters
 from eyrie_workers.engines.server_memory import requests_that_fit
-from eyrie_workers.engines.sglang.process import PROGRAM
 from tests.api.samples import benchmark_report, finish_stage, target_directory
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
@@ -111,8 +110,8 @@ def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(targ
     serving = Serving(TargetSpec(model=str(target)), served)
     use = DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree))
     ready = tmp_path / "ready.json"
-    done = subprocess.run(engine_argv(serving, use, "tiny", ready), env={**os.environ, PROGRAM: "echo"}, timeout=120,
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(engine_argv(serving, use, "tiny", ready), env={**os.environ, SGLANG_PROGRAM: "echo"},
+                          timeout=120, capture_output=True, text=True, check=True)
     port = json.loads(ready.read_text())["url"].removeprefix("http://127.0.0.1:")
     assert f"--host 127.0.0.1 --port {port} " in done.stdout
     assert f"--model-path {target} --served-model-name tiny" in done.stdout

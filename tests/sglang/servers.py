@@ -18,10 +18,11 @@ import pytest
 
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.checkpoints import checkpoint_algorithm
-from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer, start_sglang
+from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def program() -> tuple[str, ...]:
 
 def let_stages_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the variables by which stage programs find this SGLang."""
-    monkeypatch.setenv(PROGRAM, shlex.join(program()))
+    monkeypatch.setenv(SGLANG_PROGRAM, shlex.join(program()))
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
 

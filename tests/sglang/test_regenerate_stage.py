@@ -13,7 +13,7 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.sampling import SamplingSpec
@@ -21,7 +21,6 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, read_rows
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
 from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it, wait_for
@@ -93,7 +92,7 @@ def test_rows_of_own_sglang_servers_equal_the_references_although_stage_and_serv
 def test_a_server_that_dies_while_loading_ends_the_stage_with_its_last_lines(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dying = [sys.executable, "-c", "raise MemoryError('no memory left for the weights')"]
-    monkeypatch.setenv(PROGRAM, shlex.join(dying))
+    monkeypatch.setenv(SGLANG_PROGRAM, shlex.join(dying))
     data = tmp_path / "chats.jsonl"
     data.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello"}]}) + "\n")
     out = stage_directory(tmp_path / "out", data, "sglang")

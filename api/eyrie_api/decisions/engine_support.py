@@ -15,11 +15,31 @@ from typing import Literal
 from eyrie_api.decisions.capture_support import require_block_capture, require_capture
 from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE
 
 Device = Literal["cpu", "gpu"]
 """What SGLang's servers compute on."""
+
+
+GPU_CONVERSATIONS = 20_000
+"""Where a job for a target of one's own computes on GPUs and names no number: an evening for 8 billion parameters on
+one H100 (docs/results/plans.md)."""
+
+
+def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool) -> JobSpec:
+    """The job with what it omits and what a target of one's own needs on GPUs: SGLang, where there is one, and more
+    conversations than are right for the shipped targets."""
+    if spec.target.model in (QUICKSTART, *TRAINED_HERE):
+        return spec
+    if has_sglang and "kind" not in spec.engine.model_fields_set:
+        spec = spec.model_copy(update={"engine": EngineSpec.model_validate({**dict(spec.engine), "kind": "sglang"})})
+    if "max_conversations" not in spec.data.model_fields_set:
+        spec = spec.model_copy(update={
+            "data": spec.data.model_copy(update={"max_conversations": GPU_CONVERSATIONS})})
+    return spec
 
 
 def with_engine_defaults(spec: JobSpec, device: Device | None) -> JobSpec:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import yaml
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from eyrie_api import yaml_text
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.hardware import PlacedProfile
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
 
@@ -37,6 +39,20 @@ def resolve_stage_placement(profile: ClusterProfile, wanted: JobPlacement, stage
     """The placement of one stage of a job. Raises InvalidInput when the merged placement is invalid."""
     given = profile.per_stage.get(stage, profile.stages).model_copy(update={"work": profile.stages.work})
     return merge_placement(merge_placement(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
+
+
+def as_placed(spec: JobSpec, profile: ClusterProfile) -> JobSpec:
+    """The job that requests the GPUs which its stages and its endpoint get: those of the profile, where it names none.
+    For decisions and plans; the job that is stored requests what it says. Raises InvalidInput."""
+    placed = {stage: resolve_stage_placement(profile, spec.placement, stage) for stage in get_args(StageKey)}
+    stages = {stage: PlacementRequest(num_gpus=one.num_gpus, gpu_type=one.gpu_type) for stage, one in placed.items()}
+    serve = spec.serve
+    if profile.serving is not None:
+        engines = merge_placement(profile.serving.placement, serve.placement)
+        serve = serve.model_copy(update={"placement": serve.placement.model_copy(
+            update={"num_gpus": engines.num_gpus, "gpu_type": engines.gpu_type})})
+    return spec.model_copy(update={"serve": serve, "placement": spec.placement.model_copy(
+        update={"every": PlacementRequest(), "stages": stages})})
 
 
 def resolve_hardware_placement(profile: ClusterProfile, wanted: JobPlacement, pool: PlacedProfile) -> Placement:

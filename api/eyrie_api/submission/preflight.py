@@ -21,7 +21,13 @@ from eyrie_api.decisions.capture_support import (
     require_layer_outputs,
     sglang_layer_ids,
 )
-from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
+from eyrie_api.decisions.engine_support import (
+    Device,
+    check_engine,
+    check_heads,
+    with_engine_defaults,
+    with_gpu_defaults,
+)
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.hardware import Rates
 from eyrie_api.decisions.plan import make_plan
@@ -44,9 +50,9 @@ from eyrie_api.errors import (
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_source
-from eyrie_api.submission.devices import computes_on_gpus, planned_device
+from eyrie_api.submission.devices import computes_on_gpus, has_sglang, planned_device
 from eyrie_api.submission.hardware_profiles import check_hardware
-from eyrie_api.submission.placement import read_profile
+from eyrie_api.submission.placement import as_placed, read_profile
 from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
     data_facts,
@@ -59,6 +65,7 @@ from eyrie_api.submission.target_facts import (
 from eyrie_api.submission.tokenizer_files import check_tokenizer
 from eyrie_api.submission.weight_files import check_weights, weights_are_here
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
+from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work
@@ -148,18 +155,27 @@ def _checked(spec: JobSpec, settings: Settings,
              earlier: Sequence[Job] = ()) -> tuple[JobSpec, Plan | None, bool]:
     """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
     sampled from the data."""
-    device = planned_device(spec, settings)
+    profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
+    requested = spec if profile is None else as_placed(spec, profile)
+
+    def placed(job: JobSpec) -> JobSpec:
+        return job.model_copy(update={"placement": requested.placement, "serve": requested.serve})
+
+    device, on_gpus = planned_device(requested, settings), computes_on_gpus(requested, settings)
     for number, source in enumerate(spec.data.sources):
         try:
             _check_source(source, spec.data.answered)
         except InvalidInput as error:
             raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
+    asked = spec
+    if on_gpus:
+        spec = with_gpu_defaults(spec, has_sglang=device == "gpu" and has_sglang(settings))
     known = data_facts(spec.data)
-    spec = _with_dtype(with_engine_defaults(_with_suites(spec, known), device), settings)
+    spec = _with_dtype(with_engine_defaults(_with_suites(spec, known), device), on_gpus=on_gpus)
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
-    facts = _check_target(spec, candidates, device)
+    facts = _check_target(placed(spec), candidates, device)
     check_published_drafters(spec, candidates, facts,
                              None if settings.artifacts.url is None else settings.home.absolute() / "jobs")
     for suite in spec.benchmark.suites:
@@ -168,18 +184,28 @@ def _checked(spec: JobSpec, settings: Settings,
     if facts is None:
         return spec, None, False
     _check_sizes(candidates, facts)
-    require_gpu_memory(spec, candidates, facts, known)
+    require_gpu_memory(placed(spec), candidates, facts, known)
     known = _with_what_is_present(known, absolute(spec), settings, earlier)
-    planned = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings),
-                        on_gpus=computes_on_gpus(spec, settings), gpu_hour_prices=settings.prices,
-                        store=_object_store(settings))
-    return (spec, planned.model_copy(update={"notes": (*planned.notes, *_unread(spec))}),
+    planned = make_plan(placed(spec), candidates, facts, free_bytes(settings.home), data_facts=known,
+                        rates=rates(settings), on_gpus=on_gpus, gpu_hour_prices=settings.prices,
+                        store=_object_store(settings, profile))
+    notes = (*planned.notes, *_chosen_for_gpus(asked, spec), *_unread(spec))
+    return (spec, planned.model_copy(update={"notes": notes}),
             known.prompt_tokens is not None)
 
 
-def _object_store(settings: Settings) -> ObjectStore | None:
+def _chosen_for_gpus(asked: JobSpec, spec: JobSpec) -> list[str]:
+    """What `with_gpu_defaults` added, for the plan's reader."""
+    chosen = [f"{name} {value}" for name, value, before in (
+        ("engine", spec.engine.kind, asked.engine.kind),
+        ("data.max_conversations", spec.data.max_conversations, asked.data.max_conversations)) if value != before]
+    return [f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}"
+            ] if chosen else []
+
+
+def _object_store(settings: Settings, profile: ClusterProfile | None) -> ObjectStore | None:
     """The store of a cluster's jobs. Raises InvalidInput where EYRIE_STORE_PRICES does not suit it."""
-    work = None if settings.cluster_profile is None else read_profile(settings.cluster_profile).stages.work
+    work = None if profile is None else profile.stages.work
     if not isinstance(work, S3Work):
         return None
     try:
@@ -233,14 +259,13 @@ def rates(settings: Settings) -> Rates | None:
                  train=settings.train_gflops, source="EYRIE_*_GFLOPS")
 
 
-def _with_dtype(spec: JobSpec, settings: Settings) -> JobSpec:
+def _with_dtype(spec: JobSpec, *, on_gpus: bool) -> JobSpec:
     """The job with the dtype that `target.dtype: auto` means: stored with it, so that every attempt computes alike."""
     if spec.target.dtype != "auto":
         return spec
     directory = target_dir(spec.target)
     stored = None if directory is None else stored_dtype(read_config(directory))
-    return spec.model_copy(update={
-        "target": resolve_dtype(spec.target, stored, on_gpus=computes_on_gpus(spec, settings))})
+    return spec.model_copy(update={"target": resolve_dtype(spec.target, stored, on_gpus=on_gpus)})
 
 
 def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.model import Frozen, Name
+from eyrie_api.v1alpha1.model import Frozen, Name, depends
 
 
 class SuiteSpec(Frozen):
@@ -32,12 +32,12 @@ QUICKSTART_SUITES = tuple(
 class BenchmarkSpec(Frozen):
     """How every checkpoint is measured in the decode engine, against the same engine without a drafter."""
 
-    suites: tuple[SuiteSpec, ...] = Field(QUICKSTART_SUITES, min_length=1, max_length=64)
+    suites: tuple[SuiteSpec, ...] = depends(QUICKSTART_SUITES, min_length=1, max_length=64)
     """Prompts that no drafter was trained on. Each suite is measured and reported by itself. Omitted: the shipped
     suites for `quickstart` data; for any other, 32 prompts held out of it (of few conversations up to a fifth)."""
 
-    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
-    """Each is measured and reported by itself; 0 is greedy."""
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = depends((0.0, 1.0), min_length=1)
+    """Each is measured and reported by itself; 0 is greedy. Omitted, 0 alone for SGLang on CPUs."""
 
     concurrencies: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field((1,), min_length=1, max_length=16)
     """Requests decoded at once. 1 is always among them: suites, ranking and promotion are decided there. At each of

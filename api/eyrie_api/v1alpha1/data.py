@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from eyrie_api.v1alpha1.model import Frozen, Name, Probability, later
+from eyrie_api.v1alpha1.model import Frozen, Name, Probability, depends, later
 
 SourceMix = dict[Name, Annotated[float, Field(ge=0.0, le=1e6)]]
 """Share of each source by its name, relative to the others; a source that is not named has none."""
@@ -89,10 +89,10 @@ class DataSpec(Frozen):
     have in these shares; without it, all rows. As an axis of a sweep (`data.mix`), every candidate trains on the same
     number of rows. A row is an answered conversation; with `turns: all`, an answered turn."""
 
-    max_conversations: int = Field(1000, ge=1, le=100_000_000)
-    """Conversations drawn from the mix."""
+    max_conversations: int = depends(1000, ge=1, le=100_000_000)
+    """Conversations drawn from the mix. Omitted, 20,000 for a target of your own on GPUs."""
 
-    held_out_fraction: Probability = 0.02
+    held_out_fraction: Probability = depends(0.02)
     """Share of prompts split off by hash before anything else; never answered for training, never trained on.
     Omitted, it is larger where suites of `held-out` need more of few conversations, up to a fifth."""
 

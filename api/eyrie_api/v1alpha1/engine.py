@@ -4,7 +4,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.model import Frozen, depends
+
+SGLANG_PROGRAM = "EYRIE_SGLANG_PROGRAM"
+"""Variable with the command that starts SGLang, in shell syntax; default `python -m sglang.launch_server`."""
 
 EngineKind = Literal["embedded", "sglang"]
 
@@ -15,8 +18,9 @@ class EngineSpec(Frozen):
     Outside Kubernetes objects the kind alone may be written: `engine: sglang` is `engine: {kind: sglang}`.
     """
 
-    kind: EngineKind = "embedded"
-    """`embedded`: Eyrie's reference engine. `sglang`: SGLang servers, which stages start and stop themselves."""
+    kind: EngineKind = depends("embedded")
+    """`embedded`: Eyrie's reference engine. `sglang`: SGLang servers, which stages start and stop themselves. In a
+    job that omits it, `sglang` for a target of your own on GPUs: on a cluster, and on a machine that has SGLang."""
 
     tp_size: int = Field(1, ge=1, le=64)
     """GPUs that compute one server together (tensor parallelism). Only for SGLang."""

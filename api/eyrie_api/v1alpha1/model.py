@@ -84,6 +84,15 @@ def later(default: Any, since: int, **bounds: Any) -> Any:
     return Field(default, exclude_if=IsDefault(default, since), **bounds)
 
 
+DEPENDS = "x-eyrie-depends"
+
+
+def depends(default: Any, **bounds: Any) -> Any:
+    """`Field(default, **bounds)` of a field for which a job that omits it may get another value when it is accepted,
+    by its data, target and hardware. So Kubernetes must not fill it in (`eyrie_operator.manifests.crd`)."""
+    return Field(default, json_schema_extra={DEPENDS: True}, **bounds)
+
+
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 """A DNS label: it becomes part of file names, URLs and Kubernetes object names."""
 

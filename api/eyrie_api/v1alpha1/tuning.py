@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_api.v1alpha1.model import Frozen, Interval, depends
 
 Method = Literal["drafter", "ngram", "off"]
 
@@ -178,8 +178,8 @@ class TuneSpec(Frozen):
     max_prompts: int = Field(8, ge=1)
     """Prompts for the prediction, and as many for the measurements, drawn evenly from the suites."""
 
-    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
-    """Temperatures at which settings are raced; all of them count equally."""
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = depends((0.0, 1.0), min_length=1)
+    """Temperatures at which settings are raced; all of them count equally. Omitted, 0 alone for SGLang on CPUs."""
 
     repeats: int = Field(1, ge=1, le=100)
     """Upper bound of how often the race answers its prompts."""

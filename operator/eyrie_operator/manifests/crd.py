@@ -9,7 +9,8 @@ pydantic generates JSON Schema; Kubernetes requires *structural* schemas. They d
 - no `additionalProperties: false`: the server prunes unknown fields. Newer kubectl and servers warn about them; our
   REST API rejects them;
 - defaults are included, and nested ones omit what the server fills in from the defaults of inner fields, so that
-  `kubectl get -o yaml` shows every value a job runs with.
+  `kubectl get -o yaml` shows the values a job runs with; those that depend on the job (`model.depends`) are left out,
+  so that a job applied here gets what the same job gets by REST.
 
 Constraints between fields, which the models check and JSON Schema cannot express, are repeated in CEL (`_RULES`) for
 servers that support it (1.25 and newer). Older servers drop the rules; the operator then rejects the object in its
@@ -26,6 +27,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from eyrie_api.v1alpha1.model import DEPENDS
 from eyrie_api.v1alpha1.resources import (
     GROUP,
     VERSION,
@@ -148,7 +150,16 @@ def _definition(*, kind: str, plural: str, short: str, spec: type[BaseModel], st
 def structural(model: type[BaseModel], *, defaults: bool = True) -> Schema:
     """The structural schema of a model. A status is generated without `defaults`: the server must not fill it in."""
     document = model.model_json_schema(by_alias=True)
-    return _Writer(document.get("$defs", {}), defaults).write(document)
+    schema: Schema = _unmarked(_Writer(document.get("$defs", {}), defaults).write(document))
+    return schema
+
+
+def _unmarked(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_unmarked(one) for one in schema]
+    if isinstance(schema, dict):
+        return {name: _unmarked(one) for name, one in schema.items() if name != DEPENDS}
+    return schema
 
 
 class _Writer:
@@ -161,7 +172,7 @@ class _Writer:
         source, nullable = self._resolve(source)
         if "oneOf" in source:
             source = self._merged_union(source)
-        unknown = set(source) - set(_KEPT) - _MET - {"x-kubernetes-validations"}
+        unknown = set(source) - set(_KEPT) - _MET - {"x-kubernetes-validations", DEPENDS}
         if unknown or "anyOf" in source or "allOf" in source or "prefixItems" in source:
             what = sorted(unknown) or "a union, or a tuple of unlike values,"
             raise NotStructural(f"{source.get('title', source)!s}: {what} cannot be said in a structural schema")
@@ -234,7 +245,8 @@ class _Writer:
 
     def _default(self, source: Schema, target: Schema) -> None:
         if self._defaults and source.get("default") is not None:
-            target["default"] = _smallest(source["default"], target)
+            # What a default that depends on the job would be, until `_smallest` has left it out of its section's.
+            target[DEPENDS if DEPENDS in source else "default"] = _smallest(source["default"], target)
 
     def _merged_union(self, source: Schema) -> Schema:
         """A tagged union as one object: the tag, required, the fields of every variant, and rules per variant."""
@@ -261,14 +273,15 @@ class _Writer:
 
 
 def _smallest(value: Any, schema: Schema) -> Any:
-    """The default without nulls and without values that the defaults of inner fields fill in."""
+    """The default without nulls, and without values that defaults of inner fields fill in or that depend on the job."""
     if not isinstance(value, dict):
         return [_smallest(one, schema.get("items", {})) for one in value] if isinstance(value, list) else value
     inside = schema.get("properties", {})
     small = {}
     for name, one in value.items():
         reduced = _smallest(one, inside.get(name, {}))
-        if one is not None and not ("default" in inside.get(name, {}) and inside[name]["default"] == reduced):
+        field = inside.get(name, {})
+        if one is not None and not any(key in field and field[key] == reduced for key in ("default", DEPENDS)):
             small[name] = reduced
     return small
 

@@ -12,9 +12,9 @@ import pytest
 
 from eyrie_api.errors import Transient
 from eyrie_api.processes import free_port
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.sglang.process import (
-    PROGRAM,
     SglangServer,
     last_error,
     launcher_command,
@@ -163,10 +163,10 @@ def test_the_last_error_is_the_last_lines_without_an_exception(tmp_path: Path) -
 
 
 def test_the_launcher_command_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PROGRAM, raising=False)
+    monkeypatch.delenv(SGLANG_PROGRAM, raising=False)
     assert launcher_command() == ("python", "-m", "sglang.launch_server")
     words = ("/opt/sglang/bin/python", "/opt/with space/serve.py")
-    monkeypatch.setenv(PROGRAM, shlex.join(words))
+    monkeypatch.setenv(SGLANG_PROGRAM, shlex.join(words))
     assert launcher_command() == words
 
 

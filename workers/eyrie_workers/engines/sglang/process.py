@@ -27,11 +27,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from eyrie_api.processes import last_lines, log_lines
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 from eyrie_workers.engines.process import EngineFailed, wait_until_ready
 from eyrie_workers.engines.sglang.plugin_files import place_plugin
 
-PROGRAM = "EYRIE_SGLANG_PROGRAM"
 _POLL_S = 0.25
 # `SomeError: text`, with or without SGLang's time stamp: the last match is the reason why a server ended.
 _RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
@@ -41,7 +41,7 @@ _AFTERMATH = ("Received sigquit", "Rank 0 scheduler", "Scheduler or DataParallel
 
 def launcher_command() -> tuple[str, ...]:
     """The command that starts SGLang's launcher, without arguments."""
-    return tuple(shlex.split(os.environ.get(PROGRAM, ""))) or ("python", "-m", "sglang.launch_server")
+    return tuple(shlex.split(os.environ.get(SGLANG_PROGRAM, ""))) or ("python", "-m", "sglang.launch_server")
 
 
 def merged_environment(variables: Mapping[str, str]) -> dict[str, str]:
