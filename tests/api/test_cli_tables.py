@@ -11,6 +11,8 @@ from eyrie_api.cli import tables
 from eyrie_api.cli.watch import JobCancelled, JobFailed, closing_words, verdict, watch_view
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.status import Event, Job, JobStatus, Phase, Progress, StageStatus
 
@@ -111,3 +113,15 @@ def test_a_sparkline_is_lowest_at_the_lowest_and_no_wider_than_its_points() -> N
     assert tables.sparkline([1.0, 1.0]) == "__"
     assert tables.sparkline([0.0, 5.0, 10.0])[0::2] == "_#"
     assert len(tables.sparkline([float(i) for i in range(1000)], width=24)) == 24
+
+
+def test_an_accepted_job_says_in_a_line_what_it_will_take() -> None:
+    on_gpus = PlannedStages(stages=(
+        StagePlan(stage="capture", tokens=1, bytes_on_disk=3 * 2**30, hours=0.5, num_gpus=1,
+                  hours_range=Interval(low=0.25, high=1.0)),
+        StagePlan(stage="train", tokens=1, bytes_on_disk=2**30, hours=1.5, num_gpus=2,
+                  hours_range=Interval(low=1.0, high=3.0))))
+    assert tables.planned_words(on_gpus) == ("planned: 2h00m (1h15m to 4h00m), 4.0 GiB on disk, 3.5 GPU hours; "
+                                             "train takes 75%; eyrie plan has the rest")
+    here = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=2**20, hours=0.1),))
+    assert tables.planned_words(here) == "planned: 6m00s, 1.0 MiB on disk; train takes 100%; eyrie plan has the rest"

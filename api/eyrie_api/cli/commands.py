@@ -10,6 +10,7 @@ import subprocess
 import sys
 import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -26,7 +27,7 @@ from eyrie_api.cli.spec import build_job
 from eyrie_api.cli.verbs import Json, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
-from eyrie_api.errors import EyrieError, InvalidInput, TargetNotFound
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import HistoryKind
@@ -137,6 +138,8 @@ def train(
         start_local(server, screen)
     with connect(server) as client:
         created = client.create_job(job)
+        with suppress(NotFound):  # the target's sizes are not known here
+            screen.note(tables.planned_words(client.planned(created.id)))
         if not follow:
             screen.show(created, f"Job {created.id} accepted. Follow it: eyrie watch {created.id}")
             return

@@ -15,7 +15,7 @@ from rich.text import Text
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import (
@@ -300,6 +300,22 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.fits_disk is False:
         parts.append(Text("This does not fit the free disk space.", "bold red"))
     return Group(*parts)
+
+
+def planned_words(planned: PlannedStages) -> str:
+    """What an accepted job will take, in a line: time with its range on GPUs, disk, GPU hours, the longest stage."""
+    stages = planned.stages
+    total = sum(one.hours for one in stages)
+    ranges = [one.hours_range for one in stages if one.hours_range is not None]
+    ends = ""
+    if len(ranges) == len(stages):
+        low, high = sum(one.low for one in ranges), sum(one.high for one in ranges)
+        ends = f" ({duration(3600 * low)} to {duration(3600 * high)})"
+    gpu_hours = sum(one.gpu_hours for one in stages)
+    longest = max(stages, key=lambda one: one.hours)
+    return (f"planned: {duration(3600 * total)}{ends}, {size(sum(one.bytes_on_disk for one in stages))} on disk"
+            + (f", {gpu_hours:,.1f} GPU hours" if gpu_hours else "")
+            + (f"; {longest.stage} takes {longest.hours / total:.0%}" if total else "") + "; eyrie plan has the rest")
 
 
 def _store_view(plan: Plan) -> list[RenderableType]:
