@@ -389,6 +389,8 @@ def test_the_gpus_of_the_clusters_profile_decide_dtype_engine_and_plan_as_those_
     assert checked.plan is not None
     assert {(one.num_gpus, one.gpu_type) for one in checked.plan.stages} == {(1, "H100")}
     assert "engine sglang, data.max_conversations 20000" in " ".join(plan(short, settings).notes)
+    exact = check(short.model_copy(update={"target": JobTarget(model=str(target), dtype="float32")}), settings)
+    assert exact.spec.engine.kind == "embedded", "SGLang's kernels on GPUs have no float32"
     declined = short.model_copy(update={"placement": JobPlacement.model_validate({"every": {"num_gpus": 0}})})
     assert check(declined, settings).spec.target.dtype == "float32"
 

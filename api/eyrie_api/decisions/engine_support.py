@@ -30,11 +30,11 @@ one H100 (docs/results/plans.md)."""
 
 
 def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool) -> JobSpec:
-    """The job with what it omits and what a target of one's own needs on GPUs: SGLang, where there is one, and more
-    conversations than are right for the shipped targets."""
+    """The job with what it omits and what a target of one's own needs on GPUs: SGLang, where there is one (it computes
+    no float32 there), and more conversations than are right for the shipped targets."""
     if spec.target.model in (QUICKSTART, *TRAINED_HERE):
         return spec
-    if has_sglang and "kind" not in spec.engine.model_fields_set:
+    if has_sglang and "kind" not in spec.engine.model_fields_set and spec.target.dtype != "float32":
         spec = spec.model_copy(update={"engine": EngineSpec.model_validate({**dict(spec.engine), "kind": "sglang"})})
     if "max_conversations" not in spec.data.model_fields_set:
         spec = spec.model_copy(update={

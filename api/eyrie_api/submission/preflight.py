@@ -167,11 +167,11 @@ def _checked(spec: JobSpec, settings: Settings,
             _check_source(source, spec.data.answered)
         except InvalidInput as error:
             raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
-    asked = spec
+    asked, spec = spec, _with_dtype(spec, on_gpus=on_gpus)
     if on_gpus:
         spec = with_gpu_defaults(spec, has_sglang=device == "gpu" and has_sglang(settings))
     known = data_facts(spec.data)
-    spec = _with_dtype(with_engine_defaults(_with_suites(spec, known), device), on_gpus=on_gpus)
+    spec = with_engine_defaults(_with_suites(spec, known), device)
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
