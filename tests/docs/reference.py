@@ -38,6 +38,7 @@ def job_page() -> str:
     parts = [_GENERATED, "# Job reference\n",
              "The document of `eyrie train --file job.yaml`, the body of `POST /v1alpha1/jobs` and `spec.job` of a "
              "DrafterJob are the same. Fields are named by their path: `--set train.learning_rate=5e-4` sets one. "
+             "Values have the type of their field: a number in quotes is text and is refused where a number is meant. "
              "[Examples](../examples/README.md) are complete documents.\n"]
     parts += _model("", schema, schema["$defs"])
     return "\n".join(parts)
