@@ -1,5 +1,5 @@
 """Every line of the documentation's shell blocks is run, in order, or is listed here with what runs it instead; so is
-every Python program.
+every Python program. Commands are in fenced blocks, never in indented ones.
 
 Commands and control plane are the real ones; the stages of jobs are rehearsed (tests.pipelines.rehearsal), because what
 they compute is tested elsewhere. A page's placeholders are replaced by what a reader would put there (`_STAND_FOR`).
@@ -21,10 +21,12 @@ from tests.campaigns.chaos import rehearsed
 from tests.campaigns.live_servers import Plane
 from tests.house.sources import ROOT
 
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("*.md")])
 
 NOT_RUN = {
     r"make (demo|test)\b": "CI runs them: .ci/wheel and .ci/run",
+    r"make (setup|lint)\b": "CI runs them: .ci/run",
+    r"\.ci/run\b": "is what CI runs",
     r"make compare\b": "minutes: tests/workers/comparison runs its program",
     r"make image-": "needs a container engine: make test-images",
     r"for part in .* docker push": "needs a registry",
@@ -63,6 +65,28 @@ def programs_of(page: Path) -> list[str]:
 def reason_of(line: str) -> str | None:
     """Why a line is not run here; None when it is."""
     return next((why for pattern, why in NOT_RUN.items() if re.match(pattern, line)), None)
+
+
+_PROGRAM = re.compile(r"(\$ )?(\w+=\S* )*(\.ci/\w+|bash|cat|cd|cp|curl|docker|export|eyrie|git|helm|kubectl|make|mkdir|"
+                      r"openssl|pg_dump|pip|podman|pytest|python3?|source|sudo)( |$)")
+"""The beginning of a line that is a command."""
+
+
+def indented_commands(text: str) -> list[str]:
+    """The commands of a page in blocks that are indented instead of fenced: nothing runs those."""
+    outside = re.sub(r"^ *```.*?^ *``` *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"(?:\A|\n)[ \t]*\n((?:(?: {4}|\t).*\n)+)", outside)
+    return [line.strip() for block in blocks for line in block.splitlines() if _PROGRAM.match(line.strip())]
+
+
+def test_commands_are_in_fenced_blocks() -> None:
+    found = {str(page.relative_to(ROOT)): indented_commands(page.read_text()) for page in PAGES}
+    assert {page: lines for page, lines in found.items() if lines} == {}
+
+
+def test_an_indented_command_is_found_and_indented_text_is_not() -> None:
+    text = "Text\n\n    make x\n    $ A=1 kubectl get\n    makes it\n\n```sh\n\n    make y\n```\n- item\n    eyrie is\n"
+    assert indented_commands(text) == ["make x", "$ A=1 kubectl get"]
 
 
 def test_every_reason_not_to_run_a_line_is_still_needed() -> None:

@@ -478,6 +478,32 @@ def test_an_external_store_takes_the_bundled_ones_place() -> None:
     assert len(render(values).of("StatefulSet")) == 2
 
 
+def test_an_ingress_sends_its_host_with_tls_to_the_http_port_of_the_api() -> None:
+    assert render().of("Ingress") == []
+    rendered = render(SETS["everything on"][0])
+    (ingress,) = rendered.of("Ingress")
+    spec = ingress["spec"]
+    assert ingress["metadata"]["annotations"] == {"a": "b"}
+    assert spec["ingressClassName"] == "nginx"
+    assert spec["tls"] == [{"hosts": ["eyrie.example"], "secretName": "tls"}]
+    (rule,) = spec["rules"]
+    assert rule["host"] == "eyrie.example"
+    (path,) = rule["http"]["paths"]
+    assert (path["path"], path["pathType"]) == ("/", "Prefix")
+    backend = path["backend"]["service"]
+    (port,) = rendered.the("Service", backend["name"])["spec"]["ports"]
+    assert backend["port"] == {"name": port["name"]}
+    (container,) = rendered.the("Deployment", backend["name"])["spec"]["template"]["spec"]["containers"]
+    assert port["targetPort"] in {one["name"] for one in container["ports"]}
+
+
+def test_an_ingress_without_a_secret_of_tls_serves_plain_http() -> None:
+    (ingress,) = render({"api": {"ingress": {"enabled": True, "host": "eyrie.example"}}}).of("Ingress")
+    assert "tls" not in ingress["spec"]
+    assert "ingressClassName" not in ingress["spec"]
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == ["eyrie.example"]
+
+
 def test_a_part_with_several_replicas_has_a_budget_in_the_servers_own_version() -> None:
     assert render().of("PodDisruptionBudget") == []
     budgets = render(from_file("values-ha.yaml")).of("PodDisruptionBudget")

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from itertools import takewhile
+from pathlib import Path
 
 from tests.house.sources import COMPONENTS, ROOT
 
@@ -31,11 +32,43 @@ def test_the_architecture_page_shows_the_layers_of_the_import_contract() -> None
     assert len(contract["layers"]) == layers_table().count("\n") - 2
 
 
+def _prose(text: str) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^ *(```|~~~).*?^ *\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors GitHub gives to a document's headings: lower case, punctuation removed, spaces as hyphens, the second
+    of the same text with `-1`."""
+    slugs: list[str] = []
+    for heading in re.findall(r"^#{1,6} +(.+?)[ #]*$", _prose(text), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slugs.append(re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-"))
+    return {f"{slug}-{before}" if (before := slugs[:num].count(slug)) else slug for num, slug in enumerate(slugs)}
+
+
+def _links(path: Path) -> list[tuple[str, str]]:
+    """The relative links of a document: path (empty: the same page) and anchor (empty: none)."""
+    return re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)", _prose(path.read_text()))
+
+
 def test_every_relative_link_of_a_document_leads_to_a_file() -> None:
-    broken = [(str(path.relative_to(ROOT)), link) for path in DOCUMENTS
-              for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", path.read_text())
+    broken = [(str(path.relative_to(ROOT)), link) for path in DOCUMENTS for link, _ in _links(path)
               if not (path.parent / link).exists()]
     assert broken == []
+
+
+def test_every_anchor_of_a_link_is_one_of_a_heading_of_its_page() -> None:
+    pages = [(path, path.parent / link if link else path, anchor) for path in DOCUMENTS
+             for link, anchor in _links(path) if anchor]
+    assert pages
+    assert [f"{path.relative_to(ROOT)}: {page.name}#{anchor}" for path, page, anchor in pages
+            if page.suffix == ".md" and anchor not in anchors(page.read_text())] == []
+
+
+def test_anchors_are_those_of_github() -> None:
+    text = "# `eyrie up`: what, when?\n## A [link](page.md)\n## Same\n```sh\n# no heading\n```\n## Same\n## a_b C-d\n"
+    assert anchors(text) == {"eyrie-up-what-when", "a-link", "same", "same-1", "a_b-c-d"}
 
 
 def test_every_make_target_and_module_that_a_document_names_exists() -> None:

@@ -1,0 +1,64 @@
+"""The examples of docs/examples are planned as `eyrie plan` plans them, next to the files that they name."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eyrie_api import yaml_text
+from eyrie_api.decisions.sweep import expand
+from eyrie_api.errors import InvalidInput
+from eyrie_api.settings import Settings
+from eyrie_api.submission.preflight import check, plan
+from eyrie_api.v1alpha1.job import JobSpec
+from tests.house.sources import ROOT
+
+CANDIDATES = {"own_data": 1, "sweep": 8, "families": 4, "rivals": 1, "streaming": 1, "mixes": 3}
+"""Examples whose files a test can make, with the drafters that each trains."""
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a target, data in the three formats, and the config of a published head."""
+    rows = [{"messages": [{"role": "user", "content": f"Name {number} towns of the north."}]} for number in range(500)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "chats.jsonl").write_text(lines)
+    (tmp_path / "code.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "tool-calls.parquet")
+    target = ROOT / "workers/eyrie_workers/quickstart/target"
+    (tmp_path / "my-model").symlink_to(target)
+    sizes = json.loads((target / "config.json").read_text())
+    (tmp_path / "published-eagle3-head").mkdir()
+    (tmp_path / "published-eagle3-head/config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": sizes["hidden_size"],
+        "vocab_size": sizes["vocab_size"], "draft_vocab_size": 16}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def example(name: str) -> JobSpec:
+    return JobSpec.model_validate(yaml_text.load((ROOT / f"docs/examples/{name}.yaml").read_text()))
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_an_example_is_accepted_and_planned_where_its_files_are(name: str, files: Path) -> None:
+    spec, settings = example(name), Settings(home=files / "home")
+    planned = plan(spec, settings)
+    assert check(spec, settings).spec.target.model == str(files / "my-model")
+    assert len(expand(spec)) == CANDIDATES[name]
+    stages = {one.stage: one for one in planned.stages}
+    assert {"regenerate", "capture", "train", "benchmark", "tune", "prove"} <= stages.keys()
+    assert planned.total_hours > 0.0
+    states = stages["capture"].tokens * planned.bytes_per_token
+    assert (stages["capture"].bytes_on_disk < states) == (name == "streaming")
+    assert len(planned.candidate_rows) == (3 if name == "mixes" else 0)
+
+
+@pytest.mark.parametrize(("name", "missing"), [("own_data", "tool-calls.parquet"), ("rivals", "published-eagle3-head")])
+def test_an_example_is_refused_naming_the_file_that_is_missing(name: str, missing: str, files: Path) -> None:
+    (files / missing).rename(files / "elsewhere")
+    with pytest.raises(InvalidInput, match=missing):
+        plan(example(name), Settings(home=files / "home"))
