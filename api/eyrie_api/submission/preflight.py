@@ -414,10 +414,12 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
             raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is not shipped with Eyrie",
                                f"quickstart suites are {', '.join(QUICKSTART_SUITE_NAMES)}")
         return
+    if is_remote(suite.path):
+        return
     path = local_path(suite.path)
     if path is None and not is_hub_id(suite.path):
         raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is neither a file here nor a Hub id",
-                           "give a JSONL file, a Hub id, quickstart:<suite>, or held-out")
+                           "give a JSONL file, an s3:// or https:// URL, a Hub id, quickstart:<suite>, or held-out")
     if path is not None and not path.is_file():
         raise InvalidInput(f"benchmark suite {suite.name!r}: no file {suite.path!r} on the server",
                            "give a JSONL file of messages or prompt rows")
