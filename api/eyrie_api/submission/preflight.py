@@ -244,10 +244,16 @@ def _with_dtype(spec: JobSpec, settings: Settings) -> JobSpec:
 
 
 def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:
-    """The job with suites for its data, where it names none (the shipped ones are of the shipped conversations), and
-    with enough held out for suites of `held-out`: of few conversations a larger part, unless the job names the part."""
+    """The job with suites for its data, where it names none, and with enough held out for suites of `held-out`: of few
+    conversations a larger part, unless the job names the part.
+
+    The shipped suites are of the shipped conversations: they are used where there are no others, or where the shipped
+    target has some of them. Any other target is measured on its own data.
+    """
     data, suites = spec.data, spec.benchmark.suites
-    if "suites" not in spec.benchmark.model_fields_set and not any(one.path == QUICKSTART for one in data.sources):
+    shipped = [one.path == QUICKSTART for one in data.sources]
+    if "suites" not in spec.benchmark.model_fields_set and not (
+            all(shipped) or (any(shipped) and spec.target.model == QUICKSTART)):
         if data.held_out_fraction == 0.0:
             raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts "
                                "from what is held out", "name suites, or omit data.held_out_fraction")
