@@ -26,7 +26,7 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.model import FromVariables
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
@@ -37,7 +37,7 @@ _FERNET_KEYS = re.compile(r"\s*[\w-]{43}=(\s*,\s*[\w-]{43}=)*\s*", re.ASCII)
 _NOT_KEYS = "must be one or more Fernet keys (32 bytes each, in URL-safe base64), separated by commas"
 
 
-class Settings(Frozen):
+class Settings(FromVariables):
     """Settings of one machine or one deployment."""
 
     home: Path = Path(".eyrie")

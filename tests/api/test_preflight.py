@@ -231,6 +231,15 @@ def test_quickstart_data_and_named_suites_are_left_as_they_are(settings: Setting
             data=data(tmp_path / "chats.jsonl", held_out_fraction=0.0))
 
 
+@pytest.mark.parametrize(("model", "suite"), [("own", "held-out"), ("quickstart", "quickstart:chat")])
+def test_own_data_next_to_quickstart_is_held_out_in_part_except_with_the_shipped_target(
+        settings: Settings, target: Path, tmp_path: Path, model: str, suite: str) -> None:
+    (tmp_path / "chats.jsonl").write_text(ROW * 400)
+    sources = {"sources": [{"path": str(tmp_path / "chats.jsonl")}, {"path": "quickstart"}]}
+    checked = check(job_spec(target={"model": str(target) if model == "own" else model}, data=sources), settings)
+    assert checked.spec.benchmark.suites[0].path == suite
+
+
 def test_a_held_out_suite_needs_held_out_prompts(settings: Settings) -> None:
     suites = {"suites": [{"name": "s", "path": "held-out"}]}
     refused(settings, InvalidInput, "held_out_fraction", benchmark=suites,

@@ -1,10 +1,12 @@
 """What may be deleted: nothing of a job that may go on, nothing an endpoint may serve; and only that is."""
 
+import io
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.storage_usage import (
@@ -23,6 +25,7 @@ from eyrie_api.artifacts.storage_usage import (
     states_of,
     that_have_not,
 )
+from eyrie_api.cli.storage import storage_view
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Phase, Revision
 from tests.api.samples import NOW
@@ -140,6 +143,16 @@ def test_answers_are_read_by_jobs_that_have_none_of_their_own_yet(tmp_path: Path
     expected = {"j0": ("j2",), "j1": ("j2",)}
     assert reused_by(that_have_not("Regenerated", jobs), lambda place: read_in_home(tmp_path, place)) == expected
     assert reused_by(that_have_not("Regenerated", jobs), LocalStore(tmp_path).read) == expected
+
+
+def test_the_table_names_the_jobs_that_read_the_answers_of_another(tmp_path: Path) -> None:
+    text = io.StringIO()
+    Console(file=text, width=120).print(
+        storage_view(judged(make_home(tmp_path, "j1"), {"j1": JobFacts("Succeeded", "c0-step-9")}), None,
+                     {"j1": ("j2", "j5")}))
+    *_, shared, end = text.getvalue().splitlines()
+    assert shared == "j1: its answers are read by j2, j5"
+    assert end.endswith("removable: eyrie storage --clean")
 
 
 def test_captured_states_stay_while_a_job_that_has_not_captured_may_copy_them(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.model import FromVariables
 
 PREFIX = "EYRIE_ARTIFACTS_"
 MIN_PART_BYTES = 5 * 2**20
 """S3's smallest part, the last one excepted."""
 
 
-class StoreOptions(Frozen):
+class StoreOptions(FromVariables):
     """One artifact store."""
 
     url: str | None = None

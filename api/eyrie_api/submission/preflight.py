@@ -269,10 +269,16 @@ def _with_dtype(spec: JobSpec, *, on_gpus: bool) -> JobSpec:
 
 
 def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:
-    """The job with suites for its data, where it names none (the shipped ones are of the shipped conversations), and
-    with enough held out for suites of `held-out`: of few conversations a larger part, unless the job names the part."""
+    """The job with suites for its data, where it names none, and with enough held out for suites of `held-out`: of few
+    conversations a larger part, unless the job names the part.
+
+    The shipped suites are of the shipped conversations: they are used where there are no others, or where the shipped
+    target has some of them. Any other target is measured on its own data.
+    """
     data, suites = spec.data, spec.benchmark.suites
-    if "suites" not in spec.benchmark.model_fields_set and not any(one.path == QUICKSTART for one in data.sources):
+    shipped = [one.path == QUICKSTART for one in data.sources]
+    if "suites" not in spec.benchmark.model_fields_set and not (
+            all(shipped) or (any(shipped) and spec.target.model == QUICKSTART)):
         if data.held_out_fraction == 0.0:
             raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts "
                                "from what is held out", "name suites, or omit data.held_out_fraction")
@@ -439,10 +445,12 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
             raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is not shipped with Eyrie",
                                f"quickstart suites are {', '.join(QUICKSTART_SUITE_NAMES)}")
         return
+    if is_remote(suite.path):
+        return
     path = local_path(suite.path)
     if path is None and not is_hub_id(suite.path):
         raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is neither a file here nor a Hub id",
-                           "give a JSONL file, a Hub id, quickstart:<suite>, or held-out")
+                           "give a JSONL file, an s3:// or https:// URL, a Hub id, quickstart:<suite>, or held-out")
     if path is not None and not path.is_file():
         raise InvalidInput(f"benchmark suite {suite.name!r}: no file {suite.path!r} on the server",
                            "give a JSONL file of messages or prompt rows")

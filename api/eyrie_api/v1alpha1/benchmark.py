@@ -2,8 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+from eyrie_api.v1alpha1.data import without_credentials
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Name, depends
 
@@ -14,9 +15,10 @@ class SuiteSpec(Frozen):
     name: Name
     """In reports, on the leaderboard and in promotion's reasons."""
 
-    path: str = Field(min_length=1, max_length=4096)
-    """`quickstart:<suite>`, a JSONL file of `messages` or `prompt` rows, `held-out` for the prompts split off the
-    data, or a Hub data set. Files of MT-Bench, GSM8K, HumanEval, Alpaca and BFCL are read as published."""
+    path: Annotated[str, AfterValidator(without_credentials)] = Field(min_length=1, max_length=4096)
+    """`quickstart:<suite>`, a file of `messages` or `prompt` rows (also `s3://` or `https://`), `held-out` for the
+    prompts split off the data, or a Hub data set. Files of MT-Bench, GSM8K, HumanEval, Alpaca and BFCL are read as
+    published."""
 
     max_prompts: int = Field(8, ge=1, le=100_000)
     """Prompts taken from the suite, the first ones of the file."""
@@ -34,7 +36,8 @@ class BenchmarkSpec(Frozen):
 
     suites: tuple[SuiteSpec, ...] = depends(QUICKSTART_SUITES, min_length=1, max_length=64)
     """Prompts that no drafter was trained on. Each suite is measured and reported by itself. Omitted: the shipped
-    suites for `quickstart` data; for any other, 32 prompts held out of it (of few conversations up to a fifth)."""
+    suites for `quickstart` data; where a target other than the shipped one has other data too, or there is no
+    `quickstart` data, 32 prompts held out of the data (of few conversations up to a fifth)."""
 
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = depends((0.0, 1.0), min_length=1)
     """Each is measured and reported by itself; 0 is greedy. Omitted, 0 alone for SGLang on CPUs."""

@@ -7,7 +7,7 @@ union. `mix` decides which of the captured rows a candidate trains on, and may d
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from eyrie_api.v1alpha1.model import Frozen, Name, Probability, depends, later
 
@@ -19,10 +19,26 @@ _MAX_DERIVED_NAME = 48
 """Characters of a name made from a path: room for a number within a DNS label."""
 
 
+def without_credentials(path: str) -> str:
+    """The path of data, or ValueError for a URL that is not read or holds a credential."""
+    if "://" not in path:
+        return path
+    scheme, _, rest = path.partition("://")
+    if scheme not in ("s3", "https"):
+        raise ValueError(f"data of {scheme}:// is not read; give s3://, https://, a path or a Hub id")
+    host, _, key = rest.partition("/")
+    if not host or (scheme == "https" and not key):
+        raise ValueError(f"{scheme}:// is followed by {'a bucket' if scheme == 's3' else 'a host and a path'}")
+    # A presigned URL is a credential, and a spec is shown to everyone who may read the job.
+    if "@" in host or (scheme == "https" and ("?" in rest or "#" in rest)):
+        raise ValueError("a URL of data has no user, query or fragment: credentials are not part of a job")
+    return path
+
+
 class DataSource(Frozen):
     """One source of conversations."""
 
-    path: str = Field(min_length=1, max_length=4096)
+    path: Annotated[str, AfterValidator(without_credentials)] = Field(min_length=1, max_length=4096)
     """A file (JSON lines or a JSON array, also compressed as .gz or .zst; parquet), a directory of such files, a
     pattern (`chats/*.jsonl.gz`); the same in a bucket (`s3://bucket/chats/*.parquet`), a file of a web server
     (`https://...`); a Hub data set id, or `quickstart` for locally generated conversations."""
@@ -34,22 +50,6 @@ class DataSource(Frozen):
     format: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
     """Row layout: OpenAI `messages`, ShareGPT `conversations`, Alpaca's `instruction`, or decided by the first readable
     row."""
-
-    @field_validator("path")
-    @classmethod
-    def _without_credentials(cls, path: str) -> str:
-        if "://" not in path:
-            return path
-        scheme, _, rest = path.partition("://")
-        if scheme not in ("s3", "https"):
-            raise ValueError(f"data of {scheme}:// is not read; give s3://, https://, a path or a Hub id")
-        host, _, key = rest.partition("/")
-        if not host or (scheme == "https" and not key):
-            raise ValueError(f"{scheme}:// is followed by {'a bucket' if scheme == 's3' else 'a host and a path'}")
-        # A presigned URL is a credential, and a spec is shown to everyone who may read the job.
-        if "@" in host or (scheme == "https" and ("?" in rest or "#" in rest)):
-            raise ValueError("a source's URL has no user, query or fragment: credentials are not part of a job")
-        return path
 
     config: str | None = Field(None, min_length=1, max_length=256)
     """Configuration (subset) of a Hub data set."""

@@ -58,6 +58,15 @@ class Frozen(BaseModel):
         return exact
 
 
+class FromVariables(Frozen):
+    """A value whose fields are read from environment variables, which are texts: numbers and booleans are made from
+    them."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(source)
+
+
 @dataclass(frozen=True)
 class IsDefault:
     """`exclude_if` of a field that was added later."""

@@ -58,6 +58,25 @@ class QuarantinedRow(Frozen):
     truncated."""
 
 
+class SampledRow(Frozen):
+    """One input row, by its place."""
+
+    source: str
+    line: int = Field(ge=1)
+
+
+class QuarantineReason(Frozen):
+    """Input rows that could not be used for one reason."""
+
+    reason: str
+    """Numbers in it are written as N, so that rows with one fault count together."""
+
+    kind: QuarantineKind
+    rows: int
+    samples: tuple[SampledRow, ...]
+    """The first three."""
+
+
 class Lengths(Frozen):
     """How long texts are, in tokens."""
 
@@ -114,6 +133,9 @@ class RegenerateReport(Frozen):
     tokens_per_s: float
     quarantined: tuple[QuarantinedRow, ...] = ()
     """The first hundred; the file holds all."""
+
+    quarantine_reasons: tuple[QuarantineReason, ...] = later((), 5)
+    """The hundred commonest reasons for which rows could not be used, the commonest first."""
 
 
 class LayerChoice(Frozen):

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import io
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,35 @@ TOOL_CHAT: dict[str, Any] = {
     ],
     "tools": TOOLS, "category": "tools",
 }
+
+
+_STREAMED_ROWS, _STREAMED_CHARACTERS = 2000, 8000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_file_is_read_in_a_fraction_of_the_memory_of_its_rows(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    chats = ({"messages": [user(f"{number} " + "x" * _STREAMED_CHARACTERS)]} for number in range(_STREAMED_ROWS))
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(chats)), path, row_group_size=64)
+    else:
+        lines = "\n".join(map(json.dumps, chats))
+        data = (f"[{','.join(lines.splitlines())}]" if name == "a.json" else lines).encode()
+        path.write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else
+                         pyarrow.compress(data, "zstd", asbytes=True) if name.endswith(".zst") else data)
+        del lines, data
+    held, count, most = pyarrow.total_allocated_bytes(), 0, 0
+    tracemalloc.start()
+    try:
+        for one in read_conversations(DataSource(path=str(path))):
+            assert isinstance(one, Conversation)
+            count, most = count + 1, max(most, pyarrow.total_allocated_bytes() - held)
+        traced = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == _STREAMED_ROWS
+    # Parquet is held by 256 rows, in Arrow's memory and as Python's values.
+    assert max(traced, most) < _STREAMED_ROWS * _STREAMED_CHARACTERS / 2.5
 
 
 def read(path: Path, **fields: Any) -> list[Conversation | QuarantinedRow]:

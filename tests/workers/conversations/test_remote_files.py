@@ -5,11 +5,12 @@ import io
 import ipaddress
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -24,10 +25,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pyarrow import parquet
 
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
-from eyrie_api.v1alpha1.data import DataSource
+from eyrie_api.v1alpha1.benchmark import SuiteSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_workers.conversations.conversation import Conversation
 from eyrie_workers.conversations.readers import check_source, read_conversations
+from eyrie_workers.conversations.split import BenchmarkPrompts
+from eyrie_workers.conversations.suites import excluded_prompts, load_suite
+from eyrie_workers.regeneration import selection
+from eyrie_workers.targets.templates import ChatTokenizer
 from tests.api.artifacts.conftest import Bucket, make_bucket
+from tests.tiny import tiny_target
 
 ROWS = [{"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "A number."}]}
         for n in range(300)]
@@ -73,6 +80,25 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_every_form_of_file_is_read_from_a_bucket(name: str, bucket: Bucket) -> None:
     bucket.client.put_object(Bucket=bucket.name, Key=f"chats/{name}", Body=FORMS[name])
     assert questions(f"s3://{bucket.name}/chats/{name}") == EXPECTED
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_suite_in_a_bucket_is_measured_and_kept_out_of_training(name: str, bucket: Bucket) -> None:
+    bucket.client.put_object(Bucket=bucket.name, Key=f"suites/{name}", Body=FORMS[name])
+    suite = SuiteSpec(name="s", path=f"s3://{bucket.name}/suites/{name}")
+    assert {prompt.messages[0]["content"] for prompt in load_suite(suite)} == set(EXPECTED)
+    assert [messages[0]["content"] for messages in excluded_prompts([suite.path], pytest.fail)] == EXPECTED
+
+
+def test_a_suite_that_is_not_in_its_bucket_or_is_damaged_is_named(bucket: Bucket) -> None:
+    bucket.client.put_object(Bucket=bucket.name, Key="cut.jsonl.gz", Body=FORMS["a.jsonl.gz"][:-20])
+    for name, says in (("none.jsonl", "is not there"), ("none.parquet", "is not there"),
+                       ("cut.jsonl.gz", "cannot be read")):
+        path = f"s3://{bucket.name}/{name}"
+        with pytest.raises(InvalidInput, match=f"{path}.*{says}"):
+            load_suite(SuiteSpec(name="s", path=path))
+        with pytest.raises(InvalidInput, match=f"{path}.*{says}"):
+            list(excluded_prompts([path], pytest.fail))
 
 
 def test_a_prefix_and_a_pattern_name_the_objects_directly_below(bucket: Bucket) -> None:
@@ -121,6 +147,44 @@ def test_a_store_that_does_not_answer_is_tried_again_later(monkeypatch: pytest.M
         questions("s3://bucket/1.jsonl")
 
 
+def test_an_object_that_vanishes_between_listing_and_reading_ends_the_selection_and_leaves_no_part_of_it(
+        bucket: Bucket, tmp_path: Path) -> None:
+    for name in ("1.jsonl", "2.jsonl"):
+        bucket.client.put_object(Bucket=bucket.name, Key=f"c/{name}", Body=lines(ROWS))
+    rules = selection.Rules(DataSpec(sources=(DataSource(path=f"s3://{bucket.name}/c"),), held_out_fraction=0.0),
+                            BenchmarkPrompts.of([]), 100)
+    work = tmp_path / "work"
+    work.mkdir()
+    tokenizer = ChatTokenizer(tiny_target(tmp_path / "target"))
+
+    def select(progress: Callable[[int], None]) -> selection.SelectionSummary:
+        return selection.select(work, rules, tokenizer, lambda: None, progress)
+
+    def remove(_read: int) -> None:
+        bucket.client.delete_object(Bucket=bucket.name, Key="c/2.jsonl")
+
+    with pytest.raises(InvalidInput, match=r"/c/2\.jsonl' is not there"):
+        select(remove)
+    assert not list(work.iterdir())
+    # Retried, the stage lists again and answers what there is.
+    assert select(lambda _: None).rows_selected == 300
+
+
+def test_valid_credentials_without_permission_for_an_object_are_an_error_that_names_it(
+        moto_s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_bucket(moto_s3, tmp_path)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", made.server.endpoint_url)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(made.secret))
+    made.client.put_object(Bucket=made.name, Key="c/1.jsonl", Body=lines(ROWS))
+    path = f"s3://{made.name}/c/1.jsonl"
+    assert questions(path) == EXPECTED
+    made.client.put_bucket_policy(Bucket=made.name, Policy=json.dumps({"Version": "2012-10-17", "Statement": [{
+        "Effect": "Deny", "Principal": "*", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{made.name}/*"}]}))
+    with pytest.raises(InvalidInput, match=re.escape(path) + ".*may not be read") as caught:
+        questions(path)
+    assert "s3:GetObject" in caught.value.hint
+
+
 # A web server
 
 
@@ -144,12 +208,33 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Address, directory and certificate of a server with TLS. It answers no ranges."""
+class _Ranges(_Quiet):
+    """Answers ranges of a file's bytes."""
+
+    def do_GET(self) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is None:
+            super().do_GET()
+            return
+        data, first = Path(self.translate_path(self.path)).read_bytes(), int(asked[1])
+        part = data[first:int(asked[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def end_headers(self) -> None:
+        self.send_header("Accept-Ranges", "bytes")
+        super().end_headers()
+
+
+@pytest.fixture(params=[_Quiet])
+def web(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Address, directory and certificate of a server with TLS. It answers no ranges, unless the test asks for that."""
     files, pem = tmp_path / "files", certificate(tmp_path)
     files.mkdir()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(files)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(request.param, directory=str(files)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)
     server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -187,6 +272,19 @@ def test_files_of_a_web_server_are_streamed_and_what_is_not_there_is_named(web: 
     assert f"{address}/none.jsonl" in refused
 
 
+@pytest.mark.parametrize(("web", "says"), [(_Ranges, "300"), (_Quiet, "InvalidInput")], indirect=["web"])
+def test_parquet_of_a_web_server_is_read_where_it_answers_ranges(web: tuple[str, Path, Path], says: str) -> None:
+    address, files, pem = web
+    # Larger than a block of the client, so that it cannot have it whole by accident.
+    rows = [{**row, "noise": os.urandom(30_000)} for row in ROWS]
+    (files / "a.parquet").write_bytes(as_parquet(rows))
+    done = subprocess.run([sys.executable, "-c", _READ, f"{address}/a.parquet"],
+                          env=os.environ | {"SSL_CERT_FILE": str(pem)}, capture_output=True, text=True, check=True,
+                          timeout=120)
+    assert done.stdout.startswith(says)
+    assert says == "300" or "a.parquet" in done.stdout
+
+
 def test_a_certificate_that_is_not_trusted_is_not_ignored(web: tuple[str, Path, Path]) -> None:
     address, files, _ = web
     (files / "a.jsonl").write_bytes(FORMS["a.jsonl"])
@@ -200,3 +298,5 @@ def test_a_certificate_that_is_not_trusted_is_not_ignored(web: tuple[str, Path, 
 def test_urls_that_are_not_read_or_hold_credentials_are_refused_in_the_job(path: str) -> None:
     with pytest.raises(ValueError, match=r"URL|not read|followed"):
         DataSource(path=path)
+    with pytest.raises(ValueError, match=r"URL|not read|followed"):
+        SuiteSpec(name="s", path=path)

@@ -58,13 +58,17 @@ def test_turns_and_functions_of_bfcl_are_a_prompt_with_tools_and_further_turns(t
         ({"type": "function", "function": function},), ("And Bergen?",))]
 
 
-def test_gzip_json_and_parquet_files_hold_the_same_prompts(tmp_path: Path) -> None:
+def test_lines_arrays_compressed_and_parquet_files_hold_the_same_prompts_whatever_their_names(tmp_path: Path) -> None:
     rows = [{"question": f"{i}?"} for i in range(5)]
     plain = load_suite(write(tmp_path / "a.jsonl", rows))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     (tmp_path / "c.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
-    for name in ("b.jsonl.gz", "c.json", "d.parquet"):
+    # As BFCL publishes its rows: JSON lines in a file of another name.
+    (tmp_path / "BFCL_v4_parallel.json").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "e.jsonl").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
+    (tmp_path / "f.jsonl.zst").write_bytes(pyarrow.compress((tmp_path / "a.jsonl").read_bytes(), "zstd", asbytes=True))
+    for name in ("b.jsonl.gz", "c.json", "d.parquet", "BFCL_v4_parallel.json", "e.jsonl", "f.jsonl.zst"):
         assert load_suite(SuiteSpec(name="s", path=str(tmp_path / name))) == plain
 
 
@@ -110,7 +114,11 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Path, bad: Any, says: str) -
 def test_a_missing_file_an_empty_one_and_bytes_that_are_not_text_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "noise.jsonl").write_bytes(b"\xff\xfe\x00")
-    for name, kind in (("gone.jsonl", ArtifactMissing), ("empty.jsonl", NoUsableData), ("noise.jsonl", InvalidInput)):
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 50)[:-9])
+    (tmp_path / "plain.jsonl.gz").write_bytes(b'{"prompt": "x"}\n')
+    (tmp_path / "open.json").write_text('[{"prompt": "x"}')
+    for name, kind in (("gone.jsonl", ArtifactMissing), ("empty.jsonl", NoUsableData), ("noise.jsonl", InvalidInput),
+                       ("cut.jsonl.gz", InvalidInput), ("plain.jsonl.gz", InvalidInput), ("open.json", InvalidInput)):
         with pytest.raises(kind) as caught:
             load_suite(SuiteSpec(name="s", path=str(tmp_path / name)))
         assert isinstance(caught.value, EyrieError)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eyrie_api.artifacts.directories import upload_dir
-from eyrie_api.errors import ArtifactCorrupt
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 from eyrie_workers.features.row_sources import read_row_sources, write_row_sources
 from eyrie_workers.features.shard_format import INDEX, TokenRow, shard_name
@@ -72,6 +72,37 @@ def test_damage_behind_s3_is_found_when_the_row_is_read_and_noted_there(rclone_s
     with pytest.raises(StoreDamaged, match="shard-00001"):
         store.read([1, 2, 3])
     assert remote.stat("capture/shard-00001.damaged") is not None
+
+
+def test_a_shard_that_vanishes_behind_s3_is_named_by_whoever_reads_it_and_made_again_by_capture(
+        rclone_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, near, of = tmp_path / "here", tmp_path / "near", layout("int8", hidden=64)
+    rows = store_of(near, of, [40, 90, 7, 120], rows_per_shard=2)
+    bucket = make_bucket(rclone_s3, tmp_path)
+    remote, key = bucket.store("eyrie"), f"capture/{shard_name(1)}"
+    upload_dir(remote, near, "capture", unfinished=True)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", rclone_s3.endpoint_url)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(bucket.secret))
+    here.mkdir()
+    (here / STORE_ADDRESS_FILE).write_text(f"s3://{bucket.name}/eyrie/capture\n")
+    (here / INDEX).write_bytes((near / INDEX).read_bytes())
+    assert is_whole(here)
+
+    reader = FeatureStore(open_backend(here))
+    bucket.client.delete_object(Bucket=bucket.name, Key=f"eyrie/{key}")
+    with pytest.raises(ArtifactMissing, match=f"no {key}"):
+        reader.read([1, 2, 3])
+    assert torch.equal(reader.read([0, 1]).aux, FeatureStore(near).read([0, 1]).aux)
+    with pytest.raises(StoreDamaged, match="shard-00001"):
+        FeatureStore(open_backend(here))
+    assert not is_whole(here)
+
+    writer = FeatureWriter(here, of)
+    assert sorted(writer.shards) == [0]
+    writer.write_shard(rows[2:4], 1)
+    writer.finish()
+    assert is_whole(here)
+    assert remote.read(key) == (near / shard_name(1)).read_bytes()
 
 
 def test_the_verify_program_names_every_damaged_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

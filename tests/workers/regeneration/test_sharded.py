@@ -323,6 +323,7 @@ def test_what_is_not_set_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InvalidInput, match="broker"):
         broker_url()
     assert ShardingConfig.from_env({}).shard_rows is None
+    assert ShardingConfig.from_env({"EYRIE_SHARD_ROWS": "64"}).shard_rows == 64
     with pytest.raises(InvalidInput, match="EYRIE_SHARD_ROWS = '0'"):
         ShardingConfig.from_env({"EYRIE_SHARD_ROWS": "0"})
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -100,21 +101,51 @@ def test_each_answer_is_what_the_target_says_to_the_prompt_alone(tmp_path: Path,
 
 
 def test_the_report_counts_every_row(tmp_path: Path, target: Path) -> None:
-    path = chats_file(tmp_path / "chats.jsonl", 20)
+    path = chats_file(tmp_path / "chats.jsonl", 30)
     path.write_text(path.read_text() + "broken\n" + path.read_text().splitlines()[0] + "\n")
     write_spec(tmp_path / "out", target, path, data={"held_out_fraction": 0.2})
     assert run(tmp_path / "out") == 0
     found, got = report(tmp_path / "out"), rows(tmp_path / "out")
-    assert (found.rows_read, found.rows_quarantined, found.duplicates) == (22, 1, 1)
-    assert found.rows_answered == len(got) == 20 - found.rows_held_out
+    assert (found.rows_read, found.rows_quarantined, found.duplicates) == (32, 1, 1)
+    assert found.rows_answered == len(got) == 30 - found.rows_held_out
     assert found.rows_held_out > 0
     assert found.answer_tokens == sum(len(row.answer_ids) for row in got)
     assert found.prompt_tokens == sum(len(row.prompt_ids) for row in got)
     assert sum(found.finish_reasons.values()) == len(got)
     assert found.sources == {str(path): len(got)}
-    assert [(row.line, row.reason.split(":")[0]) for row in found.quarantined] == [(21, "bad JSON at column 1")]
+    assert [(row.line, row.reason.split(":")[0]) for row in found.quarantined] == [(31, "bad JSON at column 1")]
     assert lines(tmp_path / "out" / "quarantine.jsonl") == [row.model_dump() for row in found.quarantined]
+    # One row of 32 is below the share that an event reports.
+    (reason,) = found.quarantine_reasons
+    assert reason.reason.startswith("bad JSON at column N")
+    assert (reason.kind, reason.rows) == ("malformed", 1)
+    assert [(at.source, at.line) for at in reason.samples] == [(str(path), 31)]
+    assert not [event for event in lines(tmp_path / "out" / "events.jsonl") if event.get("reason") == "RowsLost"]
     assert not list((tmp_path / "out").glob("selection*"))
+
+
+def test_a_source_that_loses_many_rows_is_reported_before_the_first_request(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 8)
+    path.write_text(path.read_text() + "broken\n" * 4 + "{}\n")
+    gate = threading.Event()
+    with openai_double(Troubles(gate=gate)) as service:
+        write_spec(tmp_path / "out", target, path, engine="openai", base_url=service.url, concurrency=1,
+                   data={"held_out_fraction": 0.0})
+        process = start(tmp_path / "out")
+        try:
+            while service.at_gate == 0 and process.poll() is None:
+                time.sleep(0.02)
+            # The first request is held, and nothing was answered.
+            assert service.at_gate == 1
+            (event,) = [one for one in lines(tmp_path / "out" / "events.jsonl") if one.get("reason") == "RowsLost"]
+            assert "5 rows (38%) cannot be used, 8 are answered" in event["message"]
+            gate.set()
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+            process.wait()
+    (malformed, other) = report(tmp_path / "out").quarantine_reasons
+    assert (malformed.rows, [at.line for at in malformed.samples], other.rows) == (4, [9, 10, 11], 1)
 
 
 def test_what_is_held_out_is_never_answered(tmp_path: Path, target: Path) -> None:

@@ -120,7 +120,7 @@ def _file_rows(file: Path | RemoteFile) -> Iterator[Any]:
             if file.suffix == PARQUET:
                 yield from _parquet_rows(file)
                 return
-            with _opened(file) as rows:
+            with opened(file) as rows:
                 if begins_array(rows.peek(_PEEKED_BYTES)):
                     yield from array_rows(rows, MAX_ROW_BYTES)
                 else:
@@ -137,7 +137,7 @@ def _unreadable(file: Path | RemoteFile, error: Exception) -> InvalidInput:
     return InvalidInput(f"data source {file} cannot be read: {error}", "copy or write it again")
 
 
-def _opened(file: Path | RemoteFile) -> io.BufferedReader:
+def opened(file: Path | RemoteFile) -> io.BufferedReader:
     """The file, unpacked. `peek` reads at least what its first read returns."""
     packed = file.open() if isinstance(file, RemoteFile) else file.open("rb")
     if file.suffix == GZIP:

@@ -103,11 +103,11 @@ def _translated(url: str, error: Exception) -> EyrieError:
     status = getattr(error, "status", None)
     text = f"HTTP status {status}" if status is not None else str(error)
     if isinstance(error, FileNotFoundError) or any(one in text for one in _ABSENT):
-        return InvalidInput(f"data source {url!r} is not there", "correct the path; the bucket has to exist")
+        return InvalidInput(f"the data at {url!r} is not there", "correct the path; the bucket has to exist")
     if isinstance(error, PermissionError) or any(one in text for one in _DENIED):
-        return InvalidInput(f"data source {url!r} may not be read with the credentials of the stage",
+        return InvalidInput(f"the data at {url!r} may not be read with the credentials of the stage",
                             "permit s3:GetObject and s3:ListBucket, or set EYRIE_ARTIFACTS_CREDENTIALS_DIR or AWS_*")
-    return Transient(f"data source {url!r} cannot be read now: {type(error).__name__}: {text[:300]}",
+    return Transient(f"the data at {url!r} cannot be read now: {type(error).__name__}: {text[:300]}",
                      "check the address and the network", _RETRY_S)
 
 

@@ -3,7 +3,9 @@
 The path of a suite names its source:
 
     quickstart:<name>          package data: suites/<name>.jsonl of eyrie_workers.quickstart
-    /some/file.jsonl[.gz]      also .json (an array) and .parquet
+    /some/file.jsonl           rows of one line each or a JSON array, by its content, also compressed as .gz or .zst;
+                               parquet (.parquet)
+    s3://..., https://...      such a file, read as `remote_files` reads data sources
     org/name[:split]           a Hub data set, when the `datasets` package is installed
 
 The format of a row is recognised by its fields, so that a downloaded gsm8k, HumanEval or MT-Bench file needs no
@@ -16,16 +18,20 @@ BFCL, with `function` for its tools), `turns` (MT-Bench), `instruction` and `inp
 import gzip
 import importlib.resources
 import json
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from eyrie_api.data_files import PARQUET, SUFFIXES, begins_array, is_remote
 from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_workers.conversations.conversation import Message
+from eyrie_workers.conversations.readers import opened
+from eyrie_workers.conversations.remote_files import RemoteFile, translating_errors
 
 QUICKSTART = "quickstart:"
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 # Configuration names that `load_dataset` demands for the data sets the contract mentions.
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _TEXT_FIELDS = ("prompt", "question", "turns")
@@ -44,6 +50,8 @@ def read_suite_rows(path: str, owner: str) -> Iterator[Located]:
     """
     if path.startswith(QUICKSTART):
         yield from _quickstart_rows(path, owner)
+    elif is_remote(path):
+        yield from file_rows(RemoteFile(path), owner)
     elif is_file(path):
         yield from file_rows(Path(path), owner)
     else:
@@ -52,7 +60,7 @@ def read_suite_rows(path: str, owner: str) -> Iterator[Located]:
 
 def is_file(path: str) -> bool:
     """Whether a suite's path names a file, existing or not, and not a Hub data set."""
-    return path.endswith(_SUFFIXES) or Path(path).exists()
+    return path.endswith(SUFFIXES) or Path(path).exists()
 
 
 def is_hub_id(path: str) -> bool:
@@ -60,22 +68,29 @@ def is_hub_id(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith(("/", ".", "~"))
 
 
-def file_rows(path: Path, owner: str) -> Iterator[Located]:
-    """Rows of one file. Raises as `read_suite_rows`."""
-    if not path.is_file():
-        raise ArtifactMissing(f"{owner}: there is no file {path}", "check the suite's path")
-    try:
-        if path.name.endswith(".parquet"):
-            yield from _parquet_rows(path)
-        elif path.name.endswith(".json"):
-            yield from _json_array(path)
-        else:
-            data = path.read_bytes()
-            text = (gzip.decompress(data) if path.name.endswith(".gz") else data).decode()
-            yield from _json_lines(text, str(path))
-    except (UnicodeDecodeError, OSError) as error:
-        raise InvalidInput(f"{owner}: {path} cannot be read: {error}",
-                           f"give UTF-8 text in one of {', '.join(_SUFFIXES)}") from error
+def file_rows(file: Path | RemoteFile, owner: str) -> Iterator[Located]:
+    """Rows of one file. Raises as `read_suite_rows`, and Transient for a URL where nothing answers."""
+    if isinstance(file, Path) and not file.is_file():
+        raise ArtifactMissing(f"{owner}: there is no file {file}", "check the suite's path")
+    with translating_errors(file.url) if isinstance(file, RemoteFile) else nullcontext():
+        try:
+            if file.suffix == PARQUET:
+                return _parquet_rows(file)
+            with opened(file) as rows:
+                data = rows.read()
+            text = data.decode("utf-8-sig")
+        except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise _unreadable(file, owner, error) from error
+        except OSError as error:
+            if isinstance(file, RemoteFile):
+                raise
+            raise _unreadable(file, owner, error) from error
+    return _json_array(text, str(file)) if begins_array(data) else _json_lines(text, str(file))
+
+
+def _unreadable(file: Path | RemoteFile, owner: str, error: Exception) -> InvalidInput:
+    return InvalidInput(f"{owner}: {file} cannot be read: {error}",
+                        f"give UTF-8 text in one of {', '.join(SUFFIXES)}")
 
 
 def evaluation_hub_rows(path: str) -> Iterator[Located]:
@@ -158,7 +173,8 @@ def _json_object(text: str, location: str) -> Row:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidInput(f"{location} is not JSON: {error}", "one JSON object per line") from error
+        raise InvalidInput(f"{location} is not JSON: {error}",
+                           "give one JSON object per line, or one array of rows") from error
     return _object(row, location)
 
 
@@ -169,28 +185,26 @@ def _object(row: object, location: str) -> Row:
     return row
 
 
-def _json_array(path: Path) -> Iterator[Located]:
+def _json_array(text: str, source: str) -> Iterator[Located]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidInput(f"{path} is not JSON: {error}", "a .json suite is one array of rows") from error
-    if not isinstance(rows, list):
-        raise InvalidInput(f"{path} holds a JSON {type(rows).__name__}, not an array of rows",
-                           "use an array, or one object per line in a .jsonl file")
+        raise InvalidInput(f"{source} is not JSON: {error}",
+                           "a file that begins with [ is one array of rows") from error
     for number, row in enumerate(rows, start=1):
-        yield f"{path} row {number}", _object(row, f"{path} row {number}")
+        yield f"{source} row {number}", _object(row, f"{source} row {number}")
 
 
-def _parquet_rows(path: Path) -> Iterator[Located]:
+def _parquet_rows(file: Path | RemoteFile) -> Iterator[Located]:
     import pyarrow
-    import pyarrow.parquet
+    from pyarrow.parquet import ParquetFile
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        with ParquetFile(file.open_at_any_place() if isinstance(file, RemoteFile) else file) as table:
+            rows = table.read().to_pylist()
     except pyarrow.ArrowException as error:
-        raise InvalidInput(f"{path} is not readable parquet: {error}", "check the download") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{path} row {number}", row
+        raise InvalidInput(f"{file} is not readable parquet: {error}", "check the download") from error
+    return ((f"{file} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _hub_rows(path: str, owner: str) -> Iterator[Located]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from eyrie_api.data_files import is_remote
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_workers.conversations.conversation import Message
@@ -93,7 +94,7 @@ def excluded_prompts(paths: Iterable[str], warn: Callable[[str], None]) -> Itera
 
 def _excluded(path: str, warn: Callable[[str], None]) -> Iterator[list[Message]]:
     owner = "exclude_prompts"
-    if path.startswith(QUICKSTART) or Path(path).is_file():
+    if path.startswith(QUICKSTART) or is_remote(path) or Path(path).is_file():
         yield from map(_texts_of, read_suite_rows(path, owner))
     elif is_file(path) or not is_hub_id(path):
         raise InvalidInput(f"{owner}: {path!r} does not exist", "give a JSONL file or quickstart:<suite>")

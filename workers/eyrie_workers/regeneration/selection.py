@@ -25,7 +25,7 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, NoChatTemplate
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import QuarantinedRow, QuarantineKind
+from eyrie_api.v1alpha1.reports import QuarantinedRow, QuarantineKind, QuarantineReason, SampledRow
 from eyrie_workers.catalog import SELECTION_FILE
 from eyrie_workers.conversations.conversation import Conversation
 from eyrie_workers.conversations.language import guess
@@ -45,6 +45,7 @@ SUMMARY = "selection.json"
 REPORTED_LOSS = 0.05
 """Share of a source's rows beyond which their loss is reported before anything is answered."""
 
+_SAMPLES = 3
 _NUMBER = re.compile(r"\d+")
 
 
@@ -134,24 +135,48 @@ def rejected(directory: Path) -> Iterator[QuarantinedRow]:
             yield QuarantinedRow.model_validate_json(line)
 
 
+class ByReason:
+    """Unusable rows counted per reason, with the first `_SAMPLES` of each."""
+
+    def __init__(self) -> None:
+        self._rows: Counter[tuple[QuarantineKind, str]] = Counter()
+        self._samples: dict[tuple[QuarantineKind, str], list[SampledRow]] = defaultdict(list)
+
+    @property
+    def rows(self) -> int:
+        """All of them."""
+        return self._rows.total()
+
+    def add(self, row: QuarantinedRow) -> None:
+        """Count one row."""
+        key = (row.kind, _NUMBER.sub("N", row.reason))
+        self._rows[key] += 1
+        if len(self._samples[key]) < _SAMPLES:
+            self._samples[key].append(SampledRow(source=row.source, line=row.line))
+
+    def commonest(self, most: int) -> tuple[QuarantineReason, ...]:
+        """Reasons by their number of rows; of equal ones, the first seen first."""
+        return tuple(QuarantineReason(reason=reason, kind=kind, rows=rows, samples=tuple(self._samples[kind, reason]))
+                     for (kind, reason), rows in self._rows.most_common(most))
+
+
 def losses(rejected_rows: Iterable[QuarantinedRow], usable: Mapping[str, int]) -> list[str]:
     """A sentence for each source that loses more than `REPORTED_LOSS` of its rows: reasons by number, with the first
     lines of each. Pure.
 
     usable   rows to answer, by source
     """
-    by_source: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    by_source: dict[str, ByReason] = defaultdict(ByReason)
     for row in rejected_rows:
         if row.kind in ("malformed", "too-long"):
-            by_source[row.source][_NUMBER.sub("N", row.reason)].append(row.line)
+            by_source[row.source].add(row)
     found = []
     for source, reasons in by_source.items():
-        lost = sum(map(len, reasons.values()))
+        lost = reasons.rows
         total = lost + usable.get(source, 0)
         if lost > REPORTED_LOSS * total:
-            most = sorted(reasons.items(), key=lambda item: -len(item[1]))
-            words = "; ".join(f"{reason} ({len(lines)} rows, lines {', '.join(map(str, lines[:3]))})"
-                              for reason, lines in most[:5])
+            words = "; ".join(f"{one.reason} ({one.rows} rows, lines {', '.join(str(at.line) for at in one.samples)})"
+                              for one in reasons.commonest(5))
             found.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: "
                          f"{words}")
     return found

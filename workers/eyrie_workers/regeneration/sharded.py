@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 from eyrie_api.artifacts import digest_bytes, digest_model
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, Permanent, Transient
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.model import FromVariables, Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.endpoint import endpoint_of
@@ -52,7 +52,7 @@ _LARGEST_TOKENIZER_FILE = 64 * 2**20
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
-class ShardingConfig(Frozen):
+class ShardingConfig(FromVariables):
     """Settings of a deployment's shards, read from EYRIE_SHARD_* by the stage and by the shard workers."""
 
     shard_rows: int | None = Field(None, ge=1, le=100_000)

@@ -397,8 +397,10 @@ def _finish(stage: Stage, rows: Rows, refused: list[QuarantinedRow]) -> Regenera
     quarantined = [*selection.rejected(stage.out_dir), *late]
     write_atomically(stage.out_dir / QUARANTINE, "".join(row.model_dump_json() + "\n" for row in quarantined))
     selection.forget(stage.out_dir)
+    reasons = selection.ByReason()
     for quarantined_row in quarantined:
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
+        reasons.add(quarantined_row)
     return RegenerateReport(
         engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=tally.rows,
         rows_reused=tally.reused, rows_held_out=summary.rows_held_out,
@@ -408,7 +410,8 @@ def _finish(stage: Stage, rows: Rows, refused: list[QuarantinedRow]) -> Regenera
         prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),
         languages=summary.languages, prompt_tokens=tally.prompt_tokens,
         answer_tokens=tally.answer_tokens, finish_reasons=dict(tally.finish_reasons), sources=dict(tally.sources),
-        seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_REPORTED]))
+        seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_REPORTED]),
+        quarantine_reasons=reasons.commonest(_QUARANTINE_REPORTED))
 
 
 if __name__ == "__main__":
