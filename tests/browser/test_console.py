@@ -122,7 +122,8 @@ def test_the_page_says_when_the_server_is_gone_and_goes_on_when_it_is_back(
     os.kill(plane.pid, signal.SIGKILL)
     note = page.locator("#stale")
     note.wait_for(state="visible", timeout=_PATIENCE_MS)
-    assert "No answer since" in note.inner_text()
+    assert "Not current since" in note.inner_text()
+    assert "the server does not answer" in note.inner_text()
     assert plane.start() is None
     note.wait_for(state="hidden", timeout=_PATIENCE_MS)
     plane.http.post(f"/v1alpha1/jobs/{job}/cancel", json={})

@@ -1,0 +1,87 @@
+"""A page that is followed, in a real Chromium: its stream breaks, falls silent or is refused while the server answers
+everything else, and the page says so or goes on."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.migrations import upgrade
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.status import Progress, StageStatus
+from tests.api.conftest import Running, serving
+from tests.api.samples import job_spec
+from tests.api.test_live_pages import rename_table
+from tests.browser.conftest import TOKEN
+from tests.servers.cutting import Relay, relaying
+
+OpenPage = Callable[..., Any]
+STREAM = b"/live HTTP/1.1"
+_PATIENCE_MS = 150_000
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """The API with a token, quick heartbeats, and credentials that are looked up again at once."""
+    monkeypatch.setattr("eyrie_api.http.authentication.CACHED_S", 0.0)
+    monkeypatch.setattr("eyrie_api.http.middleware._REAUTHENTICATE_S", 0.1)
+    settings = Settings(home=tmp_path / "home", token=TOKEN, sse_heartbeat_s=1.0)
+    settings.home.mkdir()
+    database = Database(settings.resolved_database_url)
+    upgrade(database)
+    with serving(settings, database) as running:
+        yield running
+    database.close()
+
+
+@pytest.fixture
+def relay(server: Running) -> Iterator[Relay]:
+    """Between the browser and the server."""
+    with relaying(int(server.url.rpartition(":")[2])) as running:
+        yield running
+
+
+def opened(relay: Relay, open_page: OpenPage, job_id: str, secret: str = TOKEN) -> Any:
+    """The page of a job, signed in and followed."""
+    page, url = open_page(), f"http://127.0.0.1:{relay.port}"
+    page.set_default_timeout(_PATIENCE_MS)
+    answer = page.request.post(f"{url}/console/sign-in", headers={"authorization": f"Bearer {secret}"})
+    assert answer.status == 204
+    with page.expect_response("**/live"):
+        page.goto(f"{url}/console/jobs/{job_id}")
+    page.evaluate("window.stays = true")
+    return page
+
+
+def advance(server: Running, job_id: str, done: int) -> None:
+    Jobs(server.control.database).set_stage(job_id, StageStatus(
+        stage="capture", state="Running", progress=Progress(done=done, total=100, unit="rows")))
+
+
+def shows(page: Any, done: int) -> None:
+    """What `advance` has set, on the page as it was loaded, which says that it is current."""
+    page.locator(".pipeline", has_text=f"{done} % of 100 rows").wait_for()
+    page.locator("#stale").wait_for(state="hidden")
+    assert page.evaluate("window.stays"), "the page was loaded again"
+
+
+def test_a_page_says_since_when_it_is_not_current_while_its_database_fails_or_nothing_arrives_and_goes_on_by_itself(
+        server: Running, relay: Relay, open_page: OpenPage) -> None:
+    job = Jobs(server.control.database).submit(job_spec()).id
+    page = opened(relay, open_page, job)
+    advance(server, job, 10)
+    shows(page, 10)
+    said = page.locator("#stale", has_text="Not current since")
+    rename_table(server, "stages", "elsewhere")
+    said.filter(has_text="the database is unavailable").wait_for()
+    rename_table(server, "elsewhere", "stages")
+    advance(server, job, 20)
+    shows(page, 20)
+    relay.silent_at = STREAM
+    said.filter(has_text="the server does not answer; trying again").wait_for()
+    advance(server, job, 30)
+    relay.silent_at = None
+    shows(page, 30)
