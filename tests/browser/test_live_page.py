@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.tables import JobRow
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Progress, StageStatus
 from tests.api.conftest import Running, serving
-from tests.api.samples import job_spec
+from tests.api.samples import ended, job_spec
 from tests.api.test_live_pages import rename_table
 from tests.browser.conftest import TOKEN
 from tests.servers.cutting import Relay, relaying
@@ -68,6 +70,18 @@ def shows(page: Any, done: int) -> None:
     assert page.evaluate("window.stays"), "the page was loaded again"
 
 
+def test_a_stream_that_is_cut_is_opened_again_and_shows_what_has_changed_without_a_reload(
+        server: Running, relay: Relay, open_page: OpenPage) -> None:
+    job = Jobs(server.control.database).submit(job_spec()).id
+    page = opened(relay, open_page, job)
+    advance(server, job, 10)
+    shows(page, 10)
+    for done in (20, 30):
+        relay.cut(STREAM)
+        advance(server, job, done)
+        shows(page, done)
+
+
 def test_a_page_says_since_when_it_is_not_current_while_its_database_fails_or_nothing_arrives_and_goes_on_by_itself(
         server: Running, relay: Relay, open_page: OpenPage) -> None:
     job = Jobs(server.control.database).submit(job_spec()).id
@@ -85,3 +99,36 @@ def test_a_page_says_since_when_it_is_not_current_while_its_database_fails_or_no
     advance(server, job, 30)
     relay.silent_at = None
     shows(page, 30)
+
+
+@pytest.mark.parametrize("how", ["key-revoked", "cookie-gone"])
+def test_a_page_whose_session_has_ended_says_that_it_is_signed_out(
+        how: str, server: Running, relay: Relay, open_page: OpenPage) -> None:
+    keys = ApiKeys(server.control.database)
+    job = Jobs(server.control.database).submit(job_spec()).id
+    key, secret = keys.create(KeyRequest(name="k", role="viewer", everywhere=True))
+    page = opened(relay, open_page, job, secret)
+    if how == "key-revoked":
+        keys.revoke(key.id)
+    else:
+        page.context.clear_cookies()
+        relay.cut(STREAM)
+    page.locator("#stale", has_text="Signed out: load the page again").wait_for()
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_page_says_that_its_job_was_deleted_also_when_its_stream_was_cut_before(
+        is_followed: bool, server: Running, relay: Relay, open_page: OpenPage) -> None:
+    jobs = Jobs(server.control.database)
+    job = jobs.submit(job_spec()).id
+    page = opened(relay, open_page, job)
+    if is_followed:
+        with server.control.database.writing() as session:
+            session.delete(session.get(JobRow, job))
+    else:
+        relay.silent_at = STREAM
+        jobs.save_status(job, ended("Cancelled"))
+        assert jobs.delete(job)
+        relay.silent_at = None
+        relay.cut(STREAM)
+    page.locator("#stale", has_text="Deleted").wait_for()
