@@ -16,7 +16,7 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines.processes import wait_until
 from tests.api.figures.job_values import NAMES, finish_job
 from tests.api.samples import job_spec
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, within
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
 from tests.campaigns.live_servers import Plane
 from tests.pipelines.conftest import Rehearsal, spec_of
 
@@ -152,6 +152,18 @@ def test_signing_in_with_a_key_shows_its_projects_jobs_and_no_others(
     page.get_by_role("button", name="Cancel").click()
     assert wait_until(lambda: Jobs(database).get(own.id).status.phase in ("Cancelling", "Cancelled"), 20.0)
     page.get_by_role("link", name="Sign out").click()
+    page.get_by_label("API key").wait_for()
+
+
+def test_a_page_that_is_refused_leads_to_signing_out_and_a_link_from_elsewhere_signs_nobody_out(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    page = signed_in(open_page(), url, key_in(database, "team", "viewer"))
+    page.goto(f"{url}/console/sign-out?to=/console/reports")
+    page.goto(f"{url}/console/jobs/job-none")
+    page.get_by_role("link", name="sign out").click()
+    page.get_by_text("Signed in as key:").wait_for()
+    page.get_by_role("button", name="Sign out").click()
     page.get_by_label("API key").wait_for()
 
 

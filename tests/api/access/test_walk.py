@@ -66,6 +66,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/console/static/{file}"): ("nobody's", None),
     ("POST", "/console/sign-in"): ("nobody's", None),
     ("GET", "/console/sign-out"): ("nobody's", None),
+    ("POST", "/console/sign-out"): ("nobody's", None),
     ("GET", "/console/oidc/start"): ("nobody's", None),
     ("GET", "/console/oidc/callback"): ("nobody's", None),
     ("GET", "/healthz"): ("nobody's", None),

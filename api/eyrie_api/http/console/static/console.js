@@ -309,6 +309,16 @@ function send(method, path, body) {
   return fetch(path, { method, headers, body });
 }
 
+async function signOut(to) {
+  try {
+    const answer = await send("POST", "/console/sign-out");
+    if (answer.ok || answer.status === 401) return location.assign(to);
+    warn(`Not signed out: ${(await answer.json()).detail}`);
+  } catch {
+    warn("Not signed out: the server does not answer");
+  }
+}
+
 async function act(button) {
   if (!confirm(button.dataset.question)) return;
   const outcome = document.getElementById("outcome");
@@ -406,6 +416,11 @@ function newJob(form) {
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button[data-path]");
   if (button !== null) act(button);
+  const out = event.target.closest("[data-sign-out]");
+  if (out !== null) {  // a link without script leads to a page with the button
+    event.preventDefault();
+    signOut(out.dataset.signOut);
+  }
 });
 localTimes(document);
 showFigures();
