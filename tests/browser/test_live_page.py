@@ -2,6 +2,7 @@
 everything else, and the page says so or goes on."""
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from eyrie_api.database.tables import JobRow
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Progress, StageStatus
 from tests.api.conftest import Running, serving
-from tests.api.samples import ended, job_spec
+from tests.api.samples import NOW, ended, job_spec
 from tests.api.test_live_pages import rename_table
+from tests.api.test_waiting import waiting
 from tests.browser.conftest import TOKEN
 from tests.servers.cutting import Relay, relaying
 
@@ -132,3 +134,14 @@ def test_a_page_says_that_its_job_was_deleted_also_when_its_stream_was_cut_befor
         relay.silent_at = None
         relay.cut(STREAM)
     page.locator("#stale", has_text="Deleted").wait_for()
+
+
+def test_what_waits_is_listed_with_its_time_in_the_zone_of_the_viewer(
+        server: Running, relay: Relay, open_page: OpenPage) -> None:
+    server.control.waiting.record(waiting())
+    page, url = open_page(timezone_id="Asia/Tokyo", locale="en-GB"), f"http://127.0.0.1:{relay.port}"
+    page.set_default_timeout(_PATIENCE_MS)
+    page.request.post(f"{url}/console/sign-in", headers={"authorization": f"Bearer {TOKEN}"})
+    page.goto(url)
+    since = f"{NOW + timedelta(hours=9):%d/%m/%Y, %H:%M:%S}"
+    page.locator(".attention li", has_text=f"since {since}, in project team").wait_for()
