@@ -55,6 +55,7 @@ def text_of(page: httpx.Response) -> str:
 
 def test_an_empty_installation_says_what_to_do(client: httpx.Client) -> None:
     shown = text_of(client.get("/"))
+    assert "Nothing needs a person." in shown
     assert "No endpoint yet" in shown
     assert "eyrie train --target" in shown
 
@@ -75,6 +76,8 @@ def test_a_running_job_shows_its_stages_with_progress_rate_and_time_left(
                   "shard 3", f"eyrie cancel {job.id}"):
         assert words in shown, words
     assert f'data-stream="/console/jobs/{job.id}/live"' in page.text, "until it ends"
+    assert ("Not there yet: the leaderboard (after benchmark), the tuning (after tune), the proof (after prove), the "
+            "decision (at the end).") in shown
     assert "nightly" in text_of(client.get("/"))
 
 
@@ -85,10 +88,12 @@ def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Cl
                          hint="free some")
     jobs.set_stage(job.id, failed)
     jobs.save_status(job.id, JobStatus(phase="Failed", stages=(failed,)))
+    assert "Nothing needs a person" not in text_of(client.get("/"))
     assert "Needs a person Job broken failed in capture 40 GB are needed; hint: free some" in text_of(client.get("/"))
     page = client.get(f"/console/jobs/{job.id}")
     assert "DiskTooSmall : 40 GB are needed free some" in text_of(page)
     assert "data-stream" not in page.text, "an ended job is not followed"
+    assert "Not there yet" not in page.text
 
 
 def test_a_tuned_and_proven_job_shows_its_operating_map_and_its_proof(

@@ -81,7 +81,16 @@ def test_a_key_is_exchanged_for_a_cookie_that_reads_and_changes_nothing(client: 
         assert client.request(method, path).status_code == 401
     assert client.post("/v1alpha1/jobs", json=job_body()).status_code == 401
     assert client.get("/", headers=PAGE | {"origin": "https://evil.example"}).status_code == 403
-    assert client.get("/console/sign-out", follow_redirects=False).status_code == 303
+
+
+def test_signing_out_takes_the_token_of_a_page_and_a_link_does_not_sign_out(
+        client: httpx.Client, database: Database) -> None:
+    change = change_of(signed_in(client, key_of(database)[1]))
+    for refused in (client.get("/console/sign-out"), client.post("/console/sign-out"),
+                    client.post("/console/sign-out", headers=change | {"origin": "https://evil.example"})):
+        assert "set-cookie" not in refused.headers
+        assert client.get("/", headers=PAGE).status_code == 200
+    assert client.post("/console/sign-out", headers=change).status_code == 204
     assert client.get("/", headers=PAGE).status_code == 401
 
 

@@ -3,15 +3,18 @@
 import json
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import text
 
+from eyrie_api.clock import utc_now
 from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.http.console import live, pages
+from eyrie_api.http.console import pages
 from eyrie_api.http.live_pages import is_due
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -27,7 +30,15 @@ Message = tuple[str, str]
 
 
 def messages(answer: httpx.Response) -> Iterator[Message]:
-    """(event, its data) of an event stream."""
+    """(event, its data) of an event stream, without its heartbeats."""
+    return ((event, str(data)) for event, data in events(answer) if event != "heartbeat")
+
+
+def heartbeats(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    return (data for event, data in events(answer) if event == "heartbeat")
+
+
+def events(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
     assert answer.status_code == 200, answer.read()
     assert answer.headers["content-type"].startswith("text/event-stream")
     event = ""
@@ -35,7 +46,12 @@ def messages(answer: httpx.Response) -> Iterator[Message]:
         if line.startswith("event: "):
             event = line.removeprefix("event: ")
         elif line.startswith("data: "):
-            yield event, str(json.loads(line.removeprefix("data: ")))
+            yield event, json.loads(line.removeprefix("data: "))
+
+
+def part(received: Iterator[tuple[str, Any]]) -> str:
+    """The next live part."""
+    return next(str(data) for event, data in received if event == "live")
 
 
 def shows(received: Iterator[Message], *words: str) -> str:
@@ -92,12 +108,74 @@ def test_home_and_an_endpoint_arrive_as_they_change(server: Running, monkeypatch
         shows(at_one, "base-step-7", "Roll back")
 
 
-def test_a_silent_stream_sends_heartbeats_and_nothing_else(server: Running) -> None:
+def test_a_silent_stream_sends_heartbeats_with_their_interval_and_nothing_else(server: Running) -> None:
     job = server.client.create_job(job_spec())
     with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
-        lines = (line for line in answer.iter_lines() if line)
-        next(line for line in lines if line.startswith("data: "))
-        assert [next(lines) for _ in range(4)] == [": heartbeat"] * 4
+        received = events(answer)
+        beat = ("heartbeat", {"interval_s": 0.2, "stale": None})
+        assert next(received) == beat
+        part(received)
+        assert [next(received) for _ in range(4)] == [beat] * 4
+
+
+def test_a_stream_says_while_the_database_fails_since_when_its_page_is_not_current_and_goes_on_by_itself(
+        server: Running) -> None:
+    job = server.client.create_job(job_spec(name="nightly"))
+    path, opened = f"{server.url}/console/jobs/{job.id}/live", utc_now()
+    with httpx.stream("GET", path, timeout=60) as answer, httpx.stream("GET", path, timeout=60) as waiting:
+        received = events(answer)
+        assert next(received)[1]["stale"] is None
+        assert "nightly" in part(received)
+        rename_table(server, "stages", "elsewhere")
+        stale = next(data["stale"] for event, data in received if event == "heartbeat" and data["stale"] is not None)
+        assert stale["reason"] == "the database is unavailable"
+        assert opened < datetime.fromisoformat(stale["since"]) < utc_now()
+        assert [next(received)[1]["stale"] for _ in range(3)] == [stale] * 3, "the time stays"
+        assert next(one["stale"] for one in heartbeats(waiting) if one["stale"]) == stale, "to each reader"
+        rename_table(server, "elsewhere", "stages")
+        advance(server, job.id, "capture", 25)
+        assert any("25 % of 100 rows" in one for one in until_current(received))
+
+
+def test_a_stream_says_that_its_page_is_not_rendered_without_the_reason_inside_until_it_is(
+        server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.http.live_pages._REFRESH_S", {True: 30.0, False: 0.1})
+    job, original, is_broken = server.client.create_job(job_spec()), pages.rendered, threading.Event()
+
+    def rendered(template: str, values: Any) -> str:
+        if is_broken.is_set():
+            raise ValueError("a secret of the server")
+        return original(template, values)
+
+    monkeypatch.setattr(pages, "rendered", rendered)
+    with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
+        received = events(answer)
+        part(received)
+        is_broken.set()
+        advance(server, job.id, "capture", 25)
+        stale = next(data["stale"] for event, data in received if event == "heartbeat" and data["stale"] is not None)
+        assert stale["reason"] == "the server cannot render this page; its log says why"
+        is_broken.clear()
+        after = until_current(received)
+        assert any("25 % of 100 rows" in one for one in after)
+        assert "secret" not in str(after)
+
+
+def until_current(received: Iterator[tuple[str, Any]]) -> list[str]:
+    """The live parts until a heartbeat says that the page is current and it shows a progress."""
+    parts, is_current = list[str](), False
+    for event, data in received:
+        parts += [data] if event == "live" else []
+        is_current = data["stale"] is None if event == "heartbeat" else is_current
+        if is_current and any(" % of " in one for one in parts):
+            break
+    return parts
+
+
+def rename_table(server: Running, name: str, to: str) -> None:
+    """A database that fails in reading what pages show."""
+    with server.control.database.engine.begin() as connection:
+        connection.execute(text(f"ALTER TABLE {name} RENAME TO {to}"))
 
 
 def test_a_page_is_rendered_once_for_all_who_may_see_the_same(
@@ -108,7 +186,7 @@ def test_a_page_is_rendered_once_for_all_who_may_see_the_same(
         rendered.append(template)
         return original(template, values)
 
-    monkeypatch.setattr(live.pages, "rendered", counted)
+    monkeypatch.setattr(pages, "rendered", counted)
     seen: list[list[str]] = [[] for _ in range(12)]
 
     def read(into: list[str]) -> None:

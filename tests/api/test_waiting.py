@@ -85,9 +85,11 @@ def test_the_api_lists_what_waits(server: Running) -> None:
 
 def test_home_names_object_project_time_reason_and_hint(server: Running) -> None:
     server.control.waiting.record(waiting())
-    text = " ".join(unescape(re.sub(r"<[^>]+>", " ", httpx.get(server.url).text)).split())
-    assert ("DrafterJob team-a/night waits: QuotaReached in project team, since 2026-11-21 12:00 UTC: project 'team' "
-            "may have 8 GPUs and has 8; hint: wait until a job ends") in text
+    page = httpx.get(server.url).text
+    text = " ".join(unescape(re.sub(r"<[^>]+>", " ", page)).split())
+    assert ("DrafterJob team-a/night waits: QuotaReached since 2026-11-21 12:00:00 UTC , in project team: project "
+            "'team' may have 8 GPUs and has 8; hint: wait until a job ends") in text
+    assert f'since <time datetime="{NOW.isoformat()}">' in page, "which script shows in the viewer's time zone"
 
 
 def test_home_shows_twenty_objects_and_says_how_many_more_wait(server: Running) -> None:

@@ -16,7 +16,7 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines.processes import wait_until
 from tests.api.figures.job_values import NAMES, finish_job
 from tests.api.samples import job_spec
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, within
+from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
 from tests.campaigns.live_servers import Plane
 from tests.pipelines.conftest import Rehearsal, spec_of
 
@@ -122,7 +122,8 @@ def test_the_page_says_when_the_server_is_gone_and_goes_on_when_it_is_back(
     os.kill(plane.pid, signal.SIGKILL)
     note = page.locator("#stale")
     note.wait_for(state="visible", timeout=_PATIENCE_MS)
-    assert "No answer since" in note.inner_text()
+    assert "Not current since" in note.inner_text()
+    assert "the server does not answer" in note.inner_text()
     assert plane.start() is None
     note.wait_for(state="hidden", timeout=_PATIENCE_MS)
     plane.http.post(f"/v1alpha1/jobs/{job}/cancel", json={})
@@ -151,6 +152,18 @@ def test_signing_in_with_a_key_shows_its_projects_jobs_and_no_others(
     page.get_by_role("button", name="Cancel").click()
     assert wait_until(lambda: Jobs(database).get(own.id).status.phase in ("Cancelling", "Cancelled"), 20.0)
     page.get_by_role("link", name="Sign out").click()
+    page.get_by_label("API key").wait_for()
+
+
+def test_a_page_that_is_refused_leads_to_signing_out_and_a_link_from_elsewhere_signs_nobody_out(
+        guarded: tuple[str, Database], open_page: OpenPage) -> None:
+    url, database = guarded
+    page = signed_in(open_page(), url, key_in(database, "team", "viewer"))
+    page.goto(f"{url}/console/sign-out?to=/console/reports")
+    page.goto(f"{url}/console/jobs/job-none")
+    page.get_by_role("link", name="sign out").click()
+    page.get_by_text("Signed in as key:").wait_for()
+    page.get_by_role("button", name="Sign out").click()
     page.get_by_label("API key").wait_for()
 
 

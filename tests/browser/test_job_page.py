@@ -220,8 +220,16 @@ def test_a_leaderboard_by_suite_and_temperature_has_their_ranks_and_its_address_
     assert section.locator("select").count() == 2, "what occurs once is no choice"
     suite, temperature = section.get_by_label("Suite"), section.get_by_label("Temperature")
     assert suite.locator("option").all_inner_texts() == ["all", "chat", "math"]
+    held = list[Any]()
+    page.route("**/live?suite=math", lambda route: held.append(route), times=1)
     suite.select_option("math")
+    loading = section.get_by_text("Loading this selection.")
+    loading.wait_for()
+    while not held:  # the words are there before the request; the test's time limit ends this
+        page.wait_for_timeout(20)
+    held[0].continue_()
     section.locator("tbody tr", has_text="2.65x").wait_for()
+    assert loading.count() == 0
     assert rows() == [("b-step-1", "2.65x"), ("a-step-1", "2.10x")]
     figure.filter(has_text="b-step-1 leads with 2.65x").wait_for()
     temperature.select_option(label="1")

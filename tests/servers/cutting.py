@@ -21,10 +21,23 @@ class Relay:
     cut_at: bytes | None = None
     """A request with these bytes ends its connection."""
 
+    silent_at: bytes | None = None
+    """Of requests with these bytes no answer is passed on, and their connections stay open."""
+
+    asked: dict[socket.socket, bytes] = field(default_factory=dict)
+    """The latest request of each connection."""
+
     sent: int = 0
     answered: int = 0
     held: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cut(self, asked: bytes) -> None:
+        """End the connections whose latest request has these bytes."""
+        for client, data in list(self.asked.items()):
+            if asked in data:
+                with suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -51,6 +64,7 @@ def relaying(port: int) -> Iterator[Relay]:
     def up(client: socket.socket, server: socket.socket) -> None:
         with suppress(OSError):
             while data := client.recv(1 << 16):
+                relay.asked[client] = data
                 with relay.lock:
                     relay.sent += len(data)
                 if relay.hold_at is not None and relay.hold_at in data:
@@ -70,6 +84,8 @@ def relaying(port: int) -> Iterator[Relay]:
                 if cut is not None and passed + len(data) > cut:
                     client.sendall(data[: cut - passed])
                     break
+                if relay.silent_at is not None and relay.silent_at in relay.asked[client]:
+                    continue
                 client.sendall(data)
                 passed += len(data)
                 with relay.lock:

@@ -11,6 +11,10 @@ process renders, in one thread of its own, and every stream of a page passes the
 
 Readers with equal rights share a page. A stream holds neither a thread nor a database connection; access that was
 revoked ends it in the middleware, as every stream. While the database is unavailable nothing is rendered.
+
+    heartbeat   an event, which script sees: the first message of a stream, then after each silent interval, and when
+                a page ceases to be current or is so again. It has the interval, since when the page is not current,
+                and why
 """
 
 import asyncio
@@ -19,11 +23,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
 from anyio import CapacityLimiter, to_thread
 from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.database.tables import EventRow, JobRow, StageRow
 from eyrie_api.errors import NotFound
@@ -52,6 +58,13 @@ _MAX_BATCH = 500
 """Jobs in one statement."""
 
 _RETRY_MS = 1000
+
+_LATE = timedelta(seconds=30)
+"""A page is polled every half second. One that was not for so long waits for a database that does not answer, or for
+the rendering of others."""
+
+_NO_DATABASE, _NOT_RENDERED, _NOT_POLLED = (
+    "the database is unavailable", "the server cannot render this page; its log says why", "the server is too slow")
 
 
 @dataclass(frozen=True)
@@ -96,8 +109,35 @@ class _OpenPage:
     """The newest one; empty before the first rendering. Encoded once for all readers."""
 
     is_last: bool = False
+    is_broken: bool = False
+    """The last rendering failed."""
+
+    current_at: datetime = field(default_factory=utc_now)
+    """When the newest message was last known to show what is so."""
+
+    problem: str = ""
+    """Why it is not known now."""
+
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Replaced whenever it is set."""
+
+    def stale(self) -> tuple[datetime, str] | None:
+        """Since when the page is not current, and why."""
+        problem = self.problem or (_NOT_POLLED if utc_now() - self.current_at > _LATE else "")
+        return (self.current_at, problem) if problem else None
+
+    def wake(self) -> None:
+        """Let the streams look at the page."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def polled(self, problem: str = "") -> None:
+        """The page is current, or is not for this reason."""
+        if not problem:
+            self.current_at = utc_now()
+        if problem != self.problem:
+            self.problem = problem
+            self.wake()
 
 
 class LivePages:
@@ -118,6 +158,8 @@ class LivePages:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
         try:
+            stale = page.stale()
+            yield self._heartbeat(stale)
             sent = b""
             while True:
                 changed = page.changed
@@ -127,10 +169,15 @@ class LivePages:
                     if page.is_last and sent == page.message:
                         return
                     continue  # the page may have changed while the message was sent
+                if page.stale() != stale:
+                    stale = page.stale()
+                    yield self._heartbeat(stale)
+                    continue
                 try:
                     await asyncio.wait_for(changed.wait(), self._heartbeat_s)
                 except TimeoutError:
-                    yield b": heartbeat\n\n"
+                    stale = page.stale()
+                    yield self._heartbeat(stale)
                 else:
                     await asyncio.sleep(behind_s)
         finally:
@@ -138,25 +185,37 @@ class LivePages:
             if not page.readers and self._pages.get(key) is page:
                 del self._pages[key]
 
+    def _heartbeat(self, stale: tuple[datetime, str] | None) -> bytes:
+        said = None if stale is None else {"since": stale[0].isoformat(), "reason": stale[1]}
+        return f"event: heartbeat\ndata: {json.dumps({'interval_s': self._heartbeat_s, 'stale': said})}\n\n".encode()
+
     async def _poll(self) -> None:
         """Poll for as long as there are readers."""
         while self._pages:
+            unpolled = dict(self._pages)
             try:
                 job_ids = {key.job_id for key in self._pages if key.job_id is not None}
                 versions = await to_thread.run_sync(self._versions, job_ids, limiter=self._limiter)
                 for key, page in list(self._pages.items()):
-                    version = versions.get(key.job_id) if key.job_id is not None else None
-                    age = time.monotonic() - page.rendered_at
-                    stale_s = _REFRESH_S[key.job_id is not None]
-                    if is_due(version != page.version, age, stale_s, page.took_s):
-                        took_s, message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
-                        self._deliver(key, page, message)
-                        is_first = page.rendered_at == float("-inf")  # it compiles templates: no measure of the next
-                        page.took_s = 0.0 if is_first else took_s
-                        page.version, page.rendered_at = version, time.monotonic()
+                    await self._refresh(key, page, versions.get(key.job_id) if key.job_id is not None else None)
+                    unpolled.pop(key, None)
             except SQLAlchemyError as error:
                 log.warning("the database is unavailable (%s): pages wait", type(error).__name__)
+                for page in unpolled.values():
+                    page.polled(_NO_DATABASE)
             await asyncio.sleep(_POLL_S)
+
+    async def _refresh(self, key: PageKey, page: _OpenPage, version: object) -> None:
+        """Render the page if that is due."""
+        age = time.monotonic() - page.rendered_at
+        stale_s = _REFRESH_S[key.job_id is not None and not page.is_broken]
+        if is_due(version != page.version, age, stale_s, page.took_s):
+            took_s, message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
+            self._deliver(key, page, message)
+            is_first = page.rendered_at == float("-inf")  # it compiles templates: no measure of the next
+            page.took_s = 0.0 if is_first else took_s
+            page.version, page.rendered_at, page.is_broken = version, time.monotonic(), not message[0]
+        page.polled(_NOT_RENDERED if page.is_broken else "")
 
     def _deliver(self, key: PageKey, page: _OpenPage, message: tuple[bytes, bool]) -> None:
         if message[0] in (b"", page.message):
@@ -164,8 +223,7 @@ class LivePages:
         page.message, page.is_last = message
         if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
             del self._pages[key]
-        page.changed.set()
-        page.changed = asyncio.Event()
+        page.wake()
 
     # The functions below run in a thread.
 

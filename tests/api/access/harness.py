@@ -47,14 +47,14 @@ class Harness:
     b: Tenant
 
     def ask(self, secret: str, method: str, path: str, **options: Any) -> httpx.Response:
-        """A request with a bearer token; of the stream of a page, up to its first message."""
+        """A request with a bearer token; of the stream of a page, up to its first part."""
         headers = {"Authorization": f"Bearer {secret}"} | options.pop("headers", {})
         if path.partition("?")[0].endswith("/live"):
             with self.http.stream(method, path, headers=headers, **options) as answer:
                 text = "" if answer.is_success else answer.read().decode()
                 for line in answer.iter_lines() if answer.is_success else ():
                     text += line
-                    if line.startswith("data: "):
+                    if line.startswith('data: "'):  # not a heartbeat
                         break
                 return httpx.Response(answer.status_code, text=text)
         return self.http.request(method, path, headers=headers, **options)

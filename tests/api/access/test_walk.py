@@ -42,7 +42,7 @@ OPEN = ("/healthz", "/readyz", "/console/static/{file}")
 SIGN_IN = ("/console/oidc/start", "/console/oidc/callback")
 """Open too; there is no issuer here, and no such page."""
 
-CHANGING_NOTHING = ("/v1alpha1/plans", "/console/sign-in", ENDPOINTS + "/{name}/compare")
+CHANGING_NOTHING = ("/v1alpha1/plans", "/console/sign-in", "/console/sign-out", ENDPOINTS + "/{name}/compare")
 ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/openapi.json"): ("nobody's", None),
     ("GET", "/docs"): ("nobody's", None),
@@ -66,6 +66,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/console/static/{file}"): ("nobody's", None),
     ("POST", "/console/sign-in"): ("nobody's", None),
     ("GET", "/console/sign-out"): ("nobody's", None),
+    ("POST", "/console/sign-out"): ("nobody's", None),
     ("GET", "/console/oidc/start"): ("nobody's", None),
     ("GET", "/console/oidc/callback"): ("nobody's", None),
     ("GET", "/healthz"): ("nobody's", None),

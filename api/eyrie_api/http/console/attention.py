@@ -32,11 +32,12 @@ NOTHING_WAITS = WaitingList(items=(), total=0)
 
 
 class Item(NamedTuple):
-    """One thing to look at: what it is, the page to go to, what was seen and what to do."""
+    """One thing to look at: what it is, the page to go to, what was seen and what to do, and since when."""
 
     title: str
     link: str
     words: str
+    since: datetime | None = None
 
 
 def attention(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
@@ -132,7 +133,7 @@ def _waiting(waiting: WaitingList) -> Iterable[Item]:
 
 def _waiting_object(one: WaitingObject) -> Item:
     return Item(f"DrafterJob {one.namespace}/{one.name} waits: {one.reason}", WAITING,
-                f"in project {one.project}, since {one.since:%Y-%m-%d %H:%M} UTC: {one.message}; hint: {one.hint}")
+                f"in project {one.project}: {one.message}; hint: {one.hint}", one.since)
 
 
 def _has_newer(jobs: Iterable[Job], endpoint: str, since: datetime) -> bool:

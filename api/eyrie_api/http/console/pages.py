@@ -254,11 +254,16 @@ def _redirect_uri(request: Request) -> str:
     return f"{scheme}://{request.url.netloc}{SIGN_IN_END}"
 
 
-@router.get(SIGN_OUT)
-def sign_out(to: str = "/") -> Response:
-    """Drop the cookie, and go to the page `to`, which asks to sign in. It is a link, because a cookie is accepted for
-    GET alone."""
-    answer = RedirectResponse(local_path(to), status_code=303)
+@router.get(SIGN_OUT, response_class=HTMLResponse)
+def ask_to_sign_out(control: Here, request: Request, to: str = "/") -> Response:
+    """A button that signs out and goes to the page `to`, for pages without the token of a change and without script."""
+    return render_page("sign_out.html", control, request, to=local_path(to))
+
+
+@router.post(SIGN_OUT, status_code=204)
+def sign_out() -> Response:
+    """Drop the cookie."""
+    answer = Response(status_code=204)
     answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
     return answer
 

@@ -1,9 +1,9 @@
 // Times in the reader's zone, the stream of the live part, figures, signing in, actions, and the document of a new job.
 "use strict";
 
+const TIME_FORMAT = new Intl.DateTimeFormat(undefined, { dateStyle: "short", timeStyle: "medium" });
 function localTimes(root) {
-  const format = new Intl.DateTimeFormat(undefined, { dateStyle: "short", timeStyle: "medium" });
-  for (const one of root.querySelectorAll("time")) one.textContent = format.format(new Date(one.dateTime));
+  for (const one of root.querySelectorAll("time")) one.textContent = TIME_FORMAT.format(new Date(one.dateTime));
 }
 
 // Figures: Vega-Lite specifications of the API. The libraries are loaded by the first page that has one.
@@ -167,14 +167,25 @@ addEventListener("resize", () => {
   }, 200);
 });
 
-// The live part of a page: a stream has it whole, whenever it has changed.
+// The live part of a page: a stream has it whole, whenever it has changed. Its heartbeats say whether it is current.
 const REDRAWN_MS = 5000, RETRY_MS = 2000;
 const stale = document.getElementById("stale");
-let stream = null, followed = null, answered = null, drawn = Date.now(), due = 0;
+let stream = null, followed = null, drawn = Date.now(), due = 0;
+let heard = new Date(), staleSince = null, silent = 0, intervalMs = 15000;  // until the first heartbeat has it
 
 function warn(text) {
-  stale.textContent = text;
+  if (stale.textContent !== text) stale.textContent = text;
   stale.hidden = text === "";
+}
+
+function notCurrent(since, reason) {
+  staleSince ??= since;
+  warn(`Not current since ${TIME_FORMAT.format(staleSince)}: ${reason}`);
+}
+
+function current() {
+  staleSince = null;
+  warn("");
 }
 
 function ownText(node) {
@@ -222,22 +233,41 @@ function drawAgain(now) {
 }
 
 function stop() {
+  clearTimeout(silent);
   stream?.close();
   stream = null;
+}
+
+// A connection of which one end is gone stays open without an error: two intervals without a message end it.
+function listen(path) {
+  clearTimeout(silent);
+  silent = setTimeout(() => {
+    notCurrent(heard, "the server does not answer; trying again");
+    stop();
+    follow(path);
+  }, 2 * intervalMs);
 }
 
 function follow(path) {
   followed = path;
   if (stream !== null || document.hidden) return;
-  stream = new EventSource(path);
-  stream.addEventListener("open", () => { answered = null; warn(""); });
-  stream.addEventListener("live", (event) => { put(JSON.parse(event.data)); drawAgain(false); });
-  stream.addEventListener("end", () => { stop(); drawAgain(true); });
-  stream.addEventListener("deleted", () => { stop(); warn("Deleted"); });
-  stream.addEventListener("error", () => {
-    answered ??= new Date();
-    warn(`No answer since ${answered.toLocaleTimeString()}; trying again`);
-    if (stream.readyState !== EventSource.CLOSED) return;  // else the browser connects again
+  const one = stream = new EventSource(path), hear = (type, act) => one.addEventListener(type, (event) => {
+    heard = new Date();
+    listen(path);
+    act(JSON.parse(event.data));
+  });
+  heard = new Date();
+  listen(path);
+  hear("heartbeat", ({ interval_s, stale }) => {
+    intervalMs = 1000 * interval_s;
+    if (stale === null) current(); else notCurrent(new Date(stale.since), stale.reason);
+  });
+  hear("live", (html) => { put(html); drawAgain(false); });
+  hear("end", () => { stop(); current(); drawAgain(true); });
+  hear("deleted", () => { stop(); warn("Deleted"); });
+  one.addEventListener("error", () => {
+    notCurrent(new Date(), "the server does not answer; trying again");
+    if (one.readyState !== EventSource.CLOSED) return;  // else the browser connects again
     stop();
     setTimeout(check, RETRY_MS, path);
   });
@@ -245,12 +275,12 @@ function follow(path) {
 
 // A refusal ends an EventSource and has no status: one more request shows it.
 async function check(path) {
-  const request = new AbortController();
   try {
-    const { status } = await fetch(path, { signal: request.signal });
-    request.abort();
-    if (status === 401 || status === 403) return warn("Signed out: load the page again");
-    if (status === 404) return warn("Deleted");
+    const answer = await fetch(path, { signal: AbortSignal.timeout(2 * intervalMs) });
+    if (path !== followed) return;
+    if (answer.status === 401 || answer.status === 403) return warn("Signed out: load the page again");
+    if (answer.status === 404) return warn("Deleted");
+    if (answer.ok) answer.body.cancel(); else notCurrent(new Date(), (await answer.json()).detail);
   } catch { /* nobody answered: followed again until somebody does */ }
   if (path === followed) follow(path);
 }
@@ -277,6 +307,16 @@ function send(method, path, body) {
   const token = document.querySelector("meta[name=eyrie-change]"), headers = { "content-type": "application/json" };
   if (token !== null) headers["eyrie-change"] = token.content;
   return fetch(path, { method, headers, body });
+}
+
+async function signOut(to) {
+  try {
+    const answer = await send("POST", "/console/sign-out");
+    if (answer.ok || answer.status === 401) return location.assign(to);
+    warn(`Not signed out: ${(await answer.json()).detail}`);
+  } catch {
+    warn("Not signed out: the server does not answer");
+  }
 }
 
 async function act(button) {
@@ -376,6 +416,11 @@ function newJob(form) {
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button[data-path]");
   if (button !== null) act(button);
+  const out = event.target.closest("[data-sign-out]");
+  if (out !== null) {  // a link without script leads to a page with the button
+    event.preventDefault();
+    signOut(out.dataset.signOut);
+  }
 });
 localTimes(document);
 showFigures();

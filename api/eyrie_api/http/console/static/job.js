@@ -136,6 +136,7 @@ function selectRows(form) {
   const query = chosen.size ? `?${chosen}` : "";
   history.replaceState(null, "", location.pathname + query);
   form.closest(LEADERBOARD).setAttribute("aria-busy", "true");
+  document.getElementById("selecting").textContent = "Loading this selection.";
   stop();
   follow(`${location.pathname}/live${query}`);
   showFigures();
