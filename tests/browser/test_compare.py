@@ -18,6 +18,17 @@ from tests.workers.engines.request_fields import behind_gateway
 OpenPage = Callable[..., Any]
 _PATIENCE_MS = 150_000
 TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=8)
+# Speeds of the runs at each change before the end; the answer without the drafter follows the one with it.
+WATCHED = """() => {
+  window.watched = { drafted: [], undrafted: [] };
+  const said = document.getElementById('said');
+  for (const [run, speeds] of Object.entries(watched)) {
+    const place = document.querySelector(`[data-run=${run}] [data-figure=tokens_per_s]`);
+    new MutationObserver(() => {
+      if (said.textContent.startsWith('Answering')) speeds.push(Number(place.textContent));
+    }).observe(place, { childList: true });
+  }
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +55,7 @@ def test_both_answers_appear_side_by_side_equal_and_with_the_tree_of_a_round(
         page.get_by_role("link", name="Compare answers").click()
         page.get_by_label("Prompt").fill("Explain electricity in three sentences.")
         page.get_by_label("Tokens of an answer").fill("96")
+        page.evaluate(WATCHED)
         page.get_by_role("button", name="Run").click()
         page.locator("#said", has_text="Both answers are equal").wait_for(timeout=_PATIENCE_MS)
         drafted, undrafted = page.locator("[data-run=drafted]"), page.locator("[data-run=undrafted]")
@@ -52,6 +64,9 @@ def test_both_answers_appear_side_by_side_equal_and_with_the_tree_of_a_round(
         assert undrafted.locator(".token.drafted").count() == 0
         assert float(drafted.locator("[data-figure=tau]").inner_text()) > 1.0
         assert float(undrafted.locator("[data-figure=tau]").inner_text()) == 1.0
+        for run in (drafted, undrafted):
+            assert float(run.locator("[data-figure=tokens_per_s]").inner_text()) > 0.0
+        assert any(speed > 0.0 for speed in page.evaluate("watched.drafted")), "before the end"
         assert page.locator("#tree li li").count() > 0, "the round with most accepted drafts is chosen at the end"
         first = drafted.locator(".round").first
         first.focus()

@@ -5,14 +5,18 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.http.console import pages
 from eyrie_api.quantities import size as size_in_words
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines.processes import wait_until
 from tests.api.figures.job_values import NAMES, finish_job
 from tests.api.samples import job_spec
@@ -256,14 +260,14 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
     captured = plane.home / "jobs" / whole / "stages" / "capture" / "shard-00099.states"
     captured.write_bytes(bytes(3 << 20))
     SHOTS.mkdir(parents=True, exist_ok=True)
-    pages = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
+    looked_at = {"home": address(plane), "job": address(plane, f"/console/jobs/{whole}"),
              "failed-job": address(plane, f"/console/jobs/{broken}"), "new-job": address(plane, "/console/new"),
              "admin": address(plane, "/console/admin"), "audit": address(plane, "/console/admin/audit"),
              "project": address(plane, "/console/admin/projects/default"), "sign-in": guarded[0],
              "api": address(plane, "/docs"), "refused": address(plane, "/console/jobs/job-none")}
     for width, height in SIZES:
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        for name, url in pages.items():
+        for name, url in looked_at.items():
             page.goto(url)
             page.wait_for_load_state("networkidle")
             page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=True)
@@ -271,6 +275,54 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
             assert_accessible(page, f"{name} at {width}, {scheme}")
     refusals = [one for one in faults if "401" not in one and "404" not in one]
     assert refusals == [], "Chromium logs the sign-in page, a 401, and the page of a job that is not there"
+
+
+def answer_with(text: str, route: Any) -> None:
+    route.fulfill(body=text, content_type="text/html")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_refusals_and_the_pages_of_a_viewer_are_accessible_and_fit_a_phone_and_a_screen(
+        scheme: str, guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+    url, database = guarded
+    job = Jobs(database, scope=within("team", database)).submit(job_spec(name="ours")).id
+    Endpoints(database).create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart", "team")
+    keys = {role: key_in(database, "team", role) for role in ("viewer", "operator")}
+    off = "/console/endpoints/chat/compare"
+    paths = {"viewer": ("/", f"/console/jobs/{job}", "/console/new", f"/console/jobs/{job}/again", "/console/reports",
+                        "/console/admin", "/console/admin/audit", "/console/admin/projects/team",
+                        "/console/endpoints/chat", off, f"/console/curves?job={job}", "/console/jobs/job-none"),
+             "operator": (off, f"/console/jobs/{job}/again")}
+    # The pages on the way back from an issuer, of which these servers have none. Nothing answers the way on.
+    nobody = {"who": None, "change": "", "administers": False}
+    refused = pages.sign_in_page("https://issuer.example", problem="the issuer refused: access_denied; sign in again")
+    returned = {"/signed-in": pages.rendered("signed_in.html", nobody | {"to": "/stay"}),
+                "/refused-sign-in": bytes(refused.body).decode()}
+
+    def look(page: Any, path: str, who: str, width: int) -> None:
+        page.goto(url + path)
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path} is wider than {width}"
+        assert_accessible(page, f"{path} of {who} at {width}, {scheme}")
+
+    for width, height in (SIZES[0], SIZES[-1]):
+        options = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+        for who, shown in paths.items():
+            page = signed_in(open_page(**options), url, keys[who])
+            for path in shown:
+                look(page, path, who, width)
+        page = open_page(**options)
+        page.route("**/stay", lambda route: route.fulfill(status=204))
+        for path, text in returned.items():
+            page.route(f"**{path}", partial(answer_with, text))
+            look(page, path, "nobody", width)
+        page.goto(url)
+        page.get_by_label("API key").fill("not-a-key")
+        page.get_by_role("button", name="Sign in").click()
+        page.locator("#refused", has_text="token").wait_for()
+        assert_accessible(page, f"a refused key at {width}, {scheme}")
+    refusals = [one for one in faults if not any(status in one for status in ("401", "404"))]
+    assert refusals == [], "Chromium logs answers that refuse"
 
 
 def test_administration_shows_what_the_api_says_of_storage(plane: Plane, open_page: OpenPage) -> None:

@@ -1,5 +1,6 @@
 """Training curves as a person uses them: a real Chromium, the real API, metrics of made-up trainings."""
 
+import itertools
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -204,6 +205,112 @@ def test_a_line_that_is_pointed_at_says_its_value_and_dragging_zooms_in_and_a_do
     assert drawn(page, "training-learning-rate")["x"] == pytest.approx([100, 300], abs=3)
     page.mouse.dblclick(*at(200, rate))
     assert drawn(page, "training-learning-rate")["x"] == whole
+
+
+def test_steps_are_chosen_by_keyboard_alone_for_all_charts_and_follow_the_mouse(
+        guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+    url, database = guarded
+    job = trained(Jobs(database), "sweep", {"a": 400, "b": 600})
+    page = signed_in(open_page(), url, TOKEN, f"/console/curves?job={job}")
+    charts(page).nth(6).wait_for()
+    start, end = page.get_by_label("From step"), page.get_by_label("to step", exact=True)
+    refused = page.locator("#curves-steps-refused")
+
+    def shown() -> list[list[float]]:
+        return [drawn(page, name)["x"] for name in ("training-loss", "training-acceptance", "training-gradient-norm")]
+
+    assert page.evaluate("[...plots.values()].every(({ plot, figure }) => plot.width < figure.clientWidth)")
+    whole = shown()
+    assert whole == [[10, 600], [100, 600], [10, 600]]
+    assert (start.get_attribute("placeholder"), end.get_attribute("placeholder")) == ("10", "600")
+    page.get_by_label("Smoothing").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.type("200")
+    page.keyboard.press("Enter")
+    assert shown() == 3 * [[200, 600]], "an end that is left empty is that of the runs"
+    page.keyboard.press("Tab")
+    page.keyboard.type("100")
+    page.keyboard.press("Enter")
+    refused.filter(has_text="from step 200 to step 100: the chosen runs have steps 10 to 600").wait_for()
+    assert end.get_attribute("aria-invalid") == "true"
+    assert shown() == 3 * [[200, 600]]
+    page.keyboard.press("Control+a")
+    page.keyboard.type("300")
+    page.keyboard.press("Tab")
+    assert shown() == 3 * [[200, 300]]
+    assert (refused.inner_text(), end.get_attribute("aria-invalid")) == ("", "false")
+    page.keyboard.press("Enter")
+    assert (shown(), start.input_value(), end.input_value()) == (whole, "", "")
+    over = charts(page).first.locator(".u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50, steps=5)
+    page.mouse.up()
+    dragged = shown()
+    assert dragged == 3 * [dragged[0]]
+    assert dragged[0] == pytest.approx([10 + 590 / 4, 10 + 590 / 2], abs=5)
+    assert [int(start.input_value()), int(end.input_value())] == pytest.approx(dragged[0], abs=0.5)
+    page.get_by_label("Logarithmic y axis").check()
+    assert shown() == dragged
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    page.mouse.dblclick(box["x"] + box["width"] / 2, box["y"] + 50)
+    assert (shown(), start.input_value(), end.input_value()) == (whole, "", "")
+    assert [one for one in faults if "401" not in one] == []
+
+
+def cells(chart: Any, number: int) -> list[list[str]]:
+    """Texts of a table below a chart, the head's first."""
+    found = chart.locator("table").nth(number).evaluate(
+        "(table) => [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent))")
+    return [[str(text) for text in row] for row in found]
+
+
+def test_the_table_by_step_below_a_chart_has_the_values_of_the_api_and_is_made_when_opened(
+        guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+    url, database = guarded
+    job = trained(Jobs(database), "sweep", {"a": 400, "b": 1000})
+    page = signed_in(open_page(), url, TOKEN, f"/console/curves?job={job}")
+    charts(page).nth(6).wait_for()
+    assert page.locator("#curves-charts table").count() == 0
+    answer = page.request.get(f"{url}/v1alpha1/jobs/{job}/curves").json()
+
+    def compare(number: int) -> list[int]:
+        """The steps of a table whose every cell is the API's value at its step, or empty where it has none."""
+        head, *rows = cells(charts(page).nth(number), 1)
+        curves = [(f"{one['key']} {one['name']}", dict(zip(one["steps"], one["values"], strict=True)))
+                  for one in answer["charts"][number]["curves"]]
+        assert head == ["Step", *(label for label, _ in curves)]
+        for step, *texts in rows:
+            for text, (label, values) in zip(texts, curves, strict=True):
+                value = values.get(int(step))
+                assert text == "" if value is None else float(text) == pytest.approx(value, rel=1e-3), (label, step)
+        return [int(step) for step, *_ in rows]
+
+    for number, chart in enumerate(answer["charts"]):
+        charts(page).nth(number).locator("summary").click()
+        charts(page).nth(number).locator("table").nth(1).wait_for()
+        steps, had = compare(number), sorted({step for one in chart["curves"] for step in one["steps"]})
+        if len(had) <= 50:
+            assert steps == had
+        else:
+            assert len(steps) == 50
+            assert steps[-1] == had[-1]
+            assert max(after - before for before, after in itertools.pairwise(steps)) <= 40, "evenly"
+    charts(page).first.get_by_text("Values of 50 of the 100 steps that are shown").wait_for()
+    assert [one for one in compare(0) if one % 100 == 0] == list(range(100, 1001, 100)), "where most have a value"
+    page.get_by_label("From step").fill("205")
+    page.get_by_label("to step", exact=True).fill("250")
+    page.keyboard.press("Enter")
+    charts(page).first.get_by_text("Values of all 5 steps that are shown").wait_for()
+    assert compare(0) == list(range(210, 251, 10)), "fewer steps have all of them"
+    record(Jobs(database), job, "c", range(10, 301, 10), 1.4)
+    charts(page).first.locator("th", has_text="c loss").wait_for()
+    answer = page.request.get(f"{url}/v1alpha1/jobs/{job}/curves").json()
+    assert compare(0) == list(range(210, 251, 10)), "open tables get newer values"
+    assert [one for one in faults if "401" not in one] == []
 
 
 def test_what_is_loading_refused_or_without_an_answer_is_said_and_goes_away_when_values_arrive(

@@ -2,7 +2,7 @@
 // there are, with their words and values; uPlot draws them.
 "use strict";
 
-const MAX_COLUMNS = 10000, MAX_LEGEND = 12, REFRESH_MS = 5000;
+const MAX_COLUMNS = 10000, MAX_LEGEND = 12, MAX_ROWS = 50, REFRESH_MS = 5000;
 
 // Pure functions.
 
@@ -34,6 +34,19 @@ function smoothed(values, weight) {
     share = weight * share + (1 - weight);
     return sum / share;
   });
+}
+
+// The steps from first to last that series have, and how many there are. Of more than most, one of each of equal parts:
+// the latest of those at which most series have a value.
+function someSteps(series, first, last, most = MAX_ROWS) {
+  const having = new Map();
+  for (const { steps } of series) {
+    for (const step of steps) if (first <= step && step <= last) having.set(step, (having.get(step) ?? 0) + 1);
+  }
+  const all = [...having.keys()].sort((a, b) => a - b), parts = Math.min(most, all.length);
+  const part = (number) => all.slice(Math.floor(number * all.length / parts), Math.floor((number + 1) * all.length / parts));
+  const chosen = (steps) => steps.reduce((best, step) => having.get(step) >= having.get(best) ? step : best);
+  return [Array.from({ length: parts }, (_, number) => chosen(part(number))), all.length];
 }
 
 function nearest(values, place) {
@@ -69,8 +82,11 @@ function rungsOf(answers) {
 const curves = document.getElementById("curves");
 const inScheme = matchMedia("(prefers-color-scheme: dark)");
 const log = document.getElementById("curves-log"), smoothing = document.getElementById("curves-smoothing");
+const ends = ["from", "to"].map((end) => document.getElementById(`curves-${end}`));
 const plots = new Map(), rows = new Map();
 let definition = null, runs = [], rungs = [], rungSteps = [];
+// The first and last step of the chosen runs, and those that all charts show: null where they show all up to that end.
+let whole = [0, 0], shown = [null, null];
 
 // Colours are those of the charts that are files.
 function colourOf(number) {
@@ -156,28 +172,59 @@ function drawRungs(plot) {
   ctx.restore();
 }
 
+function tableOf(heads) {
+  const table = document.createElement("table"), head = table.createTHead().insertRow();
+  heads.forEach((text, column) => head.append(Object.assign(document.createElement("th"),
+    { scope: "col", textContent: text, className: column > 0 ? "n" : "" })));
+  return [table, table.createTBody()];
+}
+
+function summaryOf(series) {
+  const [table, body] = tableOf(["Series", "Latest", "at step", "First", "Least", "Greatest"]);
+  for (const one of series) {
+    const row = body.insertRow(), { steps, values } = one;
+    cellOf(row, one.label, false);
+    for (const text of [short(values.at(-1)), steps.at(-1), short(values[0]), short(Math.min(...values)), short(Math.max(...values))]) {
+      cellOf(row, text, true);
+    }
+  }
+  return table;
+}
+
+function byStepOf(series, note) {
+  const listed = series.slice(0, MAX_LEGEND), [steps, count] = someSteps(listed, ...stepsShown());
+  const [table, body] = tableOf(["Step", ...listed.map((one) => one.label)]);
+  const columns = listed.map((one) => new Map(one.steps.map((step, place) => [step, one.values[place]])));
+  for (const step of steps) {
+    const row = body.insertRow();
+    row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: step }));
+    for (const values of columns) cellOf(row, short(values.get(step)), true);
+  }
+  note.textContent = (steps.length === count ? `Values of all ${count} steps that are shown`
+    : `Values of ${steps.length} of the ${count} steps that are shown; with fewer shown, it has all of them`)
+    + (listed.length < series.length ? `; of the first ${listed.length} of ${series.length} series: choose fewer runs for others` : "");
+  return table;
+}
+
+// Below a chart, and made when opened: tables of 100 runs take longer than drawing them.
 function valuesOf(series) {
   const details = document.createElement("details"), summary = document.createElement("summary");
-  const scroll = document.createElement("div");
   summary.textContent = "Values";
-  Object.assign(scroll, { className: "scroll tall", tabIndex: 0 });
-  scroll.setAttribute("role", "region");
-  details.append(summary, scroll);
+  details.append(summary);
+  const tables = [["Values", summaryOf], ["Values by step", byStepOf]].map(([name, made]) => {
+    const scroll = Object.assign(document.createElement("div"), { className: "scroll tall", tabIndex: 0 });
+    const note = Object.assign(document.createElement("p"), { className: "quiet" });
+    scroll.setAttribute("role", "region");
+    details.append(note, scroll);
+    return { scroll, note, name, made };
+  });
   details.fill = () => {
     if (!details.open) return;
-    const table = document.createElement("table"), head = table.createTHead().insertRow(), body = table.createTBody();
-    scroll.setAttribute("aria-label", `Values: ${details.closest("figure").querySelector("figcaption").textContent}`);
-    for (const name of ["Series", "Latest", "at step", "First", "Least", "Greatest"]) {
-      head.append(Object.assign(document.createElement("th"), { scope: "col", textContent: name }));
+    const title = details.closest("figure").querySelector("figcaption").textContent;
+    for (const { scroll, note, name, made } of tables) {
+      scroll.setAttribute("aria-label", `${name}: ${title}`);
+      scroll.replaceChildren(made(details.series, note));
     }
-    for (const one of details.series) {
-      const row = body.insertRow(), { steps, values } = one;
-      cellOf(row, one.label, false);
-      for (const text of [short(values.at(-1)), steps.at(-1), short(values[0]), short(Math.min(...values)), short(Math.max(...values))]) {
-        cellOf(row, text, true);
-      }
-    }
-    scroll.replaceChildren(table);
   };
   details.series = series;
   details.addEventListener("toggle", details.fill);
@@ -199,6 +246,55 @@ function drawing(series, isLog, weight) {
   return { options: [...faint, ...series.map(style)], data: [steps, ...values, ...averaged] };
 }
 
+// All charts show the same steps, chosen by number or by dragging across one of them.
+function showSteps(chosen, by = null) {
+  shown = chosen;
+  ends.forEach((input, number) => { input.value = shown[number] === null ? "" : Math.round(shown[number]); });
+  sayNoSteps("");
+  for (const { plot, values } of plots.values()) {
+    if (plot !== by) renew(plot, plot.data);
+    values.fill();
+  }
+}
+
+function isWhole() {
+  return shown.every((step) => step === null);
+}
+
+function stepsShown() {
+  return shown.map((step, number) => step ?? whole[number]);
+}
+
+function renew(plot, data) {
+  plot.setData(data, isWhole());
+  zoom(plot);
+}
+
+function zoom(plot) {
+  const [min, max] = stepsShown();
+  if (!isWhole()) plot.setScale("x", { min, max });
+}
+
+function followZoom(plot, scale) {
+  if (scale !== "x") return;
+  const { min, max } = plot.scales.x, steps = plot.data[0], [first, last] = stepsShown();
+  const isAll = min <= steps[0] && max >= steps.at(-1);
+  if (isAll && isWhole() || min === first && max === last) return;
+  showSteps(isAll ? [null, null] : [min, max], plot);
+}
+
+function showTyped() {
+  const typed = ends.map(({ value }) => value === "" ? null : Number(value));
+  const [first, last] = typed.map((step, number) => step ?? whole[number]);
+  if (first < last || typed.every((step) => step === null)) showSteps(typed);
+  else sayNoSteps(`Nothing is from step ${first} to step ${last}: the chosen runs have steps ${whole[0]} to ${whole[1]}.`);
+}
+
+function sayNoSteps(text) {
+  document.getElementById("curves-steps-refused").textContent = text;
+  for (const input of ends) input.setAttribute("aria-invalid", text !== "");
+}
+
 function newPlot(chart, figure, series, made, isLog, said) {
   const style = getComputedStyle(document.body), ink = style.color, rule = style.getPropertyValue("--rule").trim();
   const line = { stroke: rule, width: 1 }, axis = { stroke: ink, grid: line, ticks: line, labelFont: `12px ${style.fontFamily}` };
@@ -217,7 +313,7 @@ function newPlot(chart, figure, series, made, isLog, said) {
     focus: { alpha: 0.25 },
     cursor: { focus: { prox: 24 }, dataIdx: (plot, number, place) =>
       number === 0 ? place : made.options[number - 1].class === "raw" ? null : nearest(plot.data[number], place) },
-    hooks: { draw: [drawRungs], setCursor: [say], setSeries: [(plot, number, options) => {
+    hooks: { draw: [drawRungs], setScale: [followZoom], setCursor: [say], setSeries: [(plot, number, options) => {
       if (options.focus) pointed = number;
       say(plot);
     }] },
@@ -229,10 +325,8 @@ function place(chart, series, isLog, weight) {
   const shape = JSON.stringify([series.map((one) => [one.label, one.colour, one.ended]), isLog, weight > 0, inScheme.matches, innerWidth]);
   const made = drawing(series, isLog, weight), before = plots.get(chart.name);
   if (before?.shape === shape) {
-    const { plot, values } = before, { min, max } = plot.scales.x, steps = plot.data[0];
-    const zoomed = min > steps[0] || max < steps.at(-1);
-    plot.setData(made.data, !zoomed);
-    if (zoomed) plot.setScale("x", { min, max });
+    const { plot, values } = before;
+    renew(plot, made.data);
     values.series = series;
     values.fill();
     return;
@@ -242,7 +336,7 @@ function place(chart, series, isLog, weight) {
     const after = definition.charts.slice(definition.charts.indexOf(chart) + 1).map(({ name }) => plots.get(name)?.figure).find(Boolean);
     document.getElementById("curves-charts").insertBefore(figure, after ?? null);
   }
-  const open = before?.values.open ?? false, { min, max } = before?.plot.scales.x ?? {}, steps = before?.plot.data[0];
+  const open = before?.values.open ?? false;
   before?.plot.destroy();
   figure.replaceChildren(Object.assign(document.createElement("figcaption"), { textContent: chart.title }));
   const said = Object.assign(document.createElement("p"), { className: "quiet nearest" }), values = valuesOf(series);
@@ -251,7 +345,7 @@ function place(chart, series, isLog, weight) {
     ? `Lines: ${[...dashes].map(([name, dash]) => `${name} ${dash.name}`).join(", ")}` : "";
   said.textContent = said.dataset.key;
   const plot = newPlot(chart, figure, series, made, isLog, said);
-  if (before && (min > steps[0] || max < steps.at(-1))) plot.setScale("x", { min, max });
+  zoom(plot);
   figure.append(said, Object.assign(document.createElement("p"), { className: "quiet", textContent: chart.caption }), values);
   values.open = open;
   plots.set(chart.name, { figure, plot, values, shape });
@@ -263,7 +357,9 @@ function draw() {
   all.indeterminate = chosen.length > 0 && !all.checked;
   document.getElementById("curves-empty").hidden = chosen.length > 0;
   document.getElementById("curves-empty").textContent = runs.length ? "No run is chosen." : "No metrics yet.";
-  const weight = Number(smoothing.value);
+  const weight = Number(smoothing.value), drawn = chosen.flatMap((run) => run.curves.flat()).filter(({ steps }) => steps.length > 0);
+  if (drawn.length > 0) whole = [Math.min(...drawn.map(({ steps }) => steps[0])), Math.max(...drawn.map(({ steps }) => steps.at(-1)))];
+  ends.forEach((input, number) => { input.placeholder = whole[number]; });
   rungSteps = new Set(rungs.filter((rung) => chosen.some((run) => [...rung.on, ...rung.ended].includes(run.id))).map((rung) => rung.step));
   for (const { row, swatch, number } of rows.values()) swatch.style.background = colourOf(number);
   for (const [index, chart] of (definition?.charts ?? []).entries()) {
@@ -356,6 +452,8 @@ if (curves !== null) {
     for (const { box } of rows.values()) box.checked = event.target.checked;
     draw();
   });
+  for (const input of ends) input.addEventListener("change", showTyped);
+  document.getElementById("curves-whole").addEventListener("click", () => showSteps([null, null]));
   inScheme.addEventListener("change", draw);
   let waiting = 0;
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(draw, 200); });
