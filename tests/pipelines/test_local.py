@@ -29,6 +29,7 @@ from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identif
 from eyrie_pipelines.run_failure import StageFailed, read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
 from eyrie_pipelines.tasks import load_job
+from eyrie_pipelines.work_done import Attempts
 from eyrie_workers.catalog import CATALOG
 from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
 
@@ -280,6 +281,39 @@ def test_what_does_not_pass_is_not_tried_forever_and_always_explained(
     assert failure.reason == reason
     assert words in failure.message
     assert failure.hint
+
+
+def test_a_stage_that_gets_further_is_started_again_however_often_it_is_killed(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["further"] * 4 + ["ok"], capture=["further", "die", "die", "die"])
+    local.start(job_dir, "job-1", spec_of())
+    seen = wait_for(job_dir, "succeeded", "failed", "gone")
+    assert rehearsal.starts() == ["regenerate"] * 5 + ["capture"] * 4, log_of(job_dir)
+    assert seen.result is not None
+    assert seen.result.failure is not None
+    assert "killed by SIGKILL 3 times and got no further" in seen.result.failure.failure.message
+
+
+def test_kills_are_counted_from_the_furthest_position_and_recorded_failures_always() -> None:
+    rows, steps = ("regenerate", "rows"), ("regenerate", "steps")
+    attempts, counts = Attempts(), []
+    for now in ({}, {rows: 0.0}, {rows: 0.0}, {rows: 7.0}, {rows: 5.0}, {rows: 6.0}, {steps: 0.0}, {steps: 0.0}):
+        attempts = attempts.after_kill(now)
+        counts.append(attempts.count)
+    assert counts == [1, 1, 2, 1, 2, 3, 1, 2]
+    assert attempts.after_failure().count == 3
+
+
+@pytest.mark.slow
+def test_candidates_trained_together_are_started_again_while_one_of_them_gets_further(
+        job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The box runs in this process: what `sitecustomize` does for others.
+    monkeypatch.setitem(CATALOG, "train", dataclasses.replace(CATALOG["train"], together="rehearsal_stage"))
+    rehearsal.plan(**{"train__c2-lr-0p002": ["further"] * 4 + ["ok"]})
+    job = JobFile(id="job-1", spec=sweeping_spec())
+    write_model(job_dir / JOB_FILE, job)
+    tasks.sweep(str(job_dir), digest_model(job), "stages/capture")
+    assert len(rehearsal.sweeps()) == 5
 
 
 @pytest.mark.parametrize("manner", ["hang", "stubborn"])
