@@ -30,7 +30,7 @@ from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.jobs.events import changes
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.processes import group_members, wait_until
+from eyrie_pipelines.processes import group_members, identify, wait_until
 from eyrie_pipelines.tasks import load_job
 from tests.pipelines.conftest import Rehearsal, spec_of
 
@@ -272,6 +272,64 @@ def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(harness: Harne
     assert found is not None
     assert found.reason == "ArtifactCorrupt"
     assert "delete the stage's directory" in found.message
+
+
+def test_a_run_is_stopped_before_its_job_fails_for_a_manifest_that_cannot_be_read(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    pids = local.live_processes(harness.directory(job_id))
+    assert pids
+    broken = harness.directory(job_id) / "stages" / "capture" / "manifest.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{")
+    harness.driver.advance(job_id)
+    found = find(harness.jobs.get(job_id).status.conditions, "Failed")
+    assert found is not None
+    assert found.reason == "ArtifactCorrupt"
+    assert [pid for pid in pids if identify(pid) is not None] == []
+
+
+def test_a_job_with_damaged_records_goes_on_and_is_cancelled_with_its_processes(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    directory = harness.directory(job_id)
+    pids = local.live_processes(directory)
+    assert pids
+    for name in ("run/run.json", "run/result.json", "run/failure.json", "stages/regenerate/failure.json",
+                 "outcome.json"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(b"{")
+    harness.driver.advance(job_id)
+    status = harness.jobs.get(job_id).status
+    assert (status.phase, status.decision) == ("Running", None)
+    harness.jobs.cancel(job_id)
+    harness.driver.advance(job_id)
+    assert harness.jobs.get(job_id).status.phase == "Cancelled"
+    assert [pid for pid in pids if identify(pid) is not None] == []
+
+
+def test_a_damaged_outcome_is_restored_from_the_row_and_nothing_is_proposed_twice(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    job_id, endpoints = harness.submit(spec_of()), Endpoints(harness.database)
+
+    def promoted() -> bool:
+        harness.driver.advance(job_id)
+        found = find(harness.jobs.get(job_id).status.conditions, "Serving")
+        return found is not None and found.reason == "Deploying"
+
+    assert wait_until(promoted, LIMIT_S), harness.jobs.get(job_id).status
+    outcome = harness.directory(job_id) / "outcome.json"
+    before, decision = outcome.read_text(), harness.jobs.get(job_id).status.decision
+    endpoints.activate("default", 2, "http://127.0.0.1:1/v1")  # the drafter is the incumbent now
+    outcome.write_text(before[:40])
+    status = harness.drive(job_id).status
+    assert (status.phase, status.decision) == ("Succeeded", decision)
+    assert outcome.read_text() == before
+    assert [one.number for one in endpoints.get("default").revisions] == [1, 2]
 
 
 def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(harness: Harness, rehearsal: Rehearsal) -> None:

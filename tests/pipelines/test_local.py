@@ -26,7 +26,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local, tasks
 from eyrie_pipelines.gpu_shares import gpu_shares, written
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
-from eyrie_pipelines.run_failure import StageFailed, read_failure
+from eyrie_pipelines.run_failure import StageFailed, read_failure, read_stage_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
 from eyrie_pipelines.tasks import load_job
 from eyrie_pipelines.work_done import Attempts
@@ -408,6 +408,47 @@ def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal:
         os.killpg(handle.process.pid, signal.SIGKILL)
         assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
     assert counted == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("damage", [None, b"{", b"\xff\xfe"])
+def test_a_run_whose_record_is_damaged_or_lost_is_followed_and_stopped_all_the_same(
+        tmp_path: Path, rehearsal: Rehearsal, damage: bytes | None) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    runner, job_dir = local.LocalRunner(tmp_path), tmp_path / "jobs" / "job-1"
+    try:
+        runner.start("job-1", spec_of(), 2, None)
+        first = runner.observe("job-1")
+        record = job_dir / "run" / "run.json"
+        record.unlink() if damage is None else record.write_bytes(damage)
+        assert runner.observe("job-1") == first
+        assert (first.state, first.attempt) == ("running", 2)
+        pids = local.live_processes(job_dir)
+        assert pids
+        runner.stop("job-1")
+        assert [pid for pid in pids if identify(pid) is not None] == []
+        assert runner.observe("job-1").state == "none"
+    finally:
+        local.stop(job_dir, grace_s=0.5)
+
+
+def test_a_damaged_job_file_is_written_again_by_the_next_start(job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    (job_dir / JOB_FILE).write_bytes(b"{")
+    local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
+    job = load_job(str(job_dir))
+    assert (job.id, job.spec, job.incumbent) == ("job-1", spec_of(), INCUMBENT)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b"[]"])
+def test_a_damaged_record_of_a_failure_counts_as_none_and_is_logged(
+        job_dir: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    for path in (job_dir / "run" / "failure.json", job_dir / "stages" / "capture" / "failure.json"):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(damage)
+    assert read_failure(job_dir) is None
+    assert read_stage_failure(job_dir / "stages" / "capture") is None
+    assert [str(record.args[0]) for record in caplog.records if record.args] == [  # type: ignore[index]
+        str(job_dir / "run" / "failure.json"), str(job_dir / "stages" / "capture" / "failure.json")]
 
 
 def test_a_leader_that_is_killed_before_its_record_is_started_again(
