@@ -43,6 +43,7 @@ from eyrie_api.v1alpha1.targets import is_hub_id
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR, read_failure
+from eyrie_pipelines.run_records import read_record
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, job_file, run_parameters
 from eyrie_pipelines.work_area import RUN_FAILURE
@@ -134,7 +135,7 @@ class KubeflowRunner:
         path = self._dir(job_id) / _COUNTING
         if fetch:
             self._fetch(path)
-        found = Counting.model_validate_json(path.read_text()) if path.is_file() else None
+        found = read_record(path, Counting)
         return found if found is not None and found.attempt == attempt else Counting(attempt=attempt)
 
     def stop(self, job_id: str) -> None:
@@ -225,7 +226,7 @@ class KubeflowRunner:
     def _write_job(self, new: JobFile) -> JobFile:
         path = self._dir(new.id) / JOB_FILE
         self._fetch(path)
-        before = JobFile.model_validate_json(path.read_text()) if path.is_file() else None
+        before = read_record(path, JobFile)
         job = job_file(before, new)
         if job != before:
             write_model(path, job)

@@ -3,7 +3,7 @@
 kfp.local keeps its state in globals of the process (configuration, log handlers, a patched `print`) and cannot be
 cancelled. So every run has its own process, which leads a session: `start` spawns it, `observe` reads its files, `stop`
 ends the whole group within seconds, stages included. None of the three needs the process that called `start`: a
-restarted control plane finds the run through `run/run.json`.
+restarted control plane finds the run through `run/run.json`, or, where that is damaged, by the leader's command line.
 
     <job>/job.json              the job, as the run reads it
     <job>/run/lock              locked by the leader while it runs: a job cannot have two runs at once
@@ -31,7 +31,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
@@ -43,8 +43,17 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.gpu_shares import SHARES, gpu_shares, written
-from eyrie_pipelines.processes import ProcessId, group_members, identify, is_alive, stop_group
+from eyrie_pipelines.processes import (
+    ProcessId,
+    arguments_of,
+    find_process,
+    group_members,
+    identify,
+    is_alive,
+    stop_group,
+)
 from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
+from eyrie_pipelines.run_records import read_record
 from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.steps import JOB_FILE, JobFile, job_file, run_parameters
@@ -58,8 +67,8 @@ repeated."""
 _START_TIMEOUT_S = 60.0
 _ALREADY_RUNNING_EXIT_CODE = 3
 _LOG_FILE = "pipeline.log"
-
-ModelT = TypeVar("ModelT", bound=Frozen)
+_MODULE = "eyrie_pipelines.local"
+"""Of the leader's command line."""
 
 
 class RunHandle(Frozen):
@@ -186,17 +195,17 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
         stop_group(seen.handle.process, GRACE_S)
     run_dir = job_dir / RUN_DIR
     run_dir.mkdir(parents=True, exist_ok=True)
-    before = _read(job_dir / JOB_FILE, JobFile)
+    before = read_record(job_dir / JOB_FILE, JobFile)
     job = job_file(before, JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
     if job != before:
         write_model(job_dir / JOB_FILE, job)
     with (run_dir / _LOG_FILE).open("ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "eyrie_pipelines.local", "--job-dir", str(job_dir), "--attempt", str(attempt)],
+            [sys.executable, "-m", _MODULE, "--job-dir", str(job_dir), "--attempt", str(attempt)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
-        handle = _read(run_dir / "run.json", RunHandle)
+        handle = read_record(run_dir / "run.json", RunHandle)
         if handle is not None and handle.process.pid == child.pid:
             return handle
         code = child.poll()
@@ -217,13 +226,13 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
 def observe(job_dir: Path) -> RunObservation:
     """The latest run, from files and the process table; works in any process, not only the one that started it."""
     run_dir = job_dir / RUN_DIR
-    handle = _read(run_dir / "run.json", RunHandle)
+    handle = read_record(run_dir / "run.json", RunHandle) or _find_leader(job_dir)
     if handle is None:
         return RunObservation(state="none")
     alive = is_alive(handle.process)
     # Race: the leader may end between the two reads. Its result is read last, so that a finished run never reads as
     # gone.
-    result = _read(run_dir / "result.json", RunResult)
+    result = read_record(run_dir / "result.json", RunResult)
     if result is not None and result.run_id == handle.run_id:
         # Without a stage's own record a process between leader and stage program died: that run is gone, not failed.
         lost = result.state == "failed" and result.failure is None
@@ -250,14 +259,22 @@ def live_processes(job_dir: Path) -> list[int]:
     return [] if handle is None else group_members(handle.process.pid)
 
 
-def _read(path: Path, kind: type[ModelT]) -> ModelT | None:
-    """The record in a file; None where there is none or it is damaged. Every record can be written again: a run without
-    one is started again and finds its finished stages, and the lock keeps it from running twice. An error here would
-    stop every job, since each looks at the runs of the others."""
-    try:
-        return kind.model_validate_json(path.read_text())
-    except (FileNotFoundError, ValueError):
+def _find_leader(job_dir: Path) -> RunHandle | None:
+    """The leader of a run without a readable record, by its command line; None when no such process is running. Jobs
+    that were never started are left out: every process of the machine is looked at."""
+    if not (job_dir / RUN_DIR).is_dir():
         return None
+    process = find_process(_MODULE, str(job_dir.resolve()))
+    arguments = [] if process is None else arguments_of(process.pid)
+    if process is None or "--attempt" not in arguments:
+        return None
+    attempt = int(arguments[arguments.index("--attempt") + 1])
+    return RunHandle(run_id=_run_id(job_dir.name, attempt, process), job_id=job_dir.name, attempt=attempt,
+                     process=process, started_at=datetime.now(UTC))
+
+
+def _run_id(job_id: str, attempt: int, process: ProcessId) -> str:
+    return f"{job_id}-{attempt}-{process.started_ticks}-{process.pid}"
 
 
 # The leader's process.
@@ -274,8 +291,8 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
         job = load_job(str(job_dir))
         process = identify(os.getpid())
         assert process is not None
-        run_id = f"{job.id}-{attempt}-{process.started_ticks}-{process.pid}"
-        before = _read(run_dir / "run.json", RunHandle)
+        run_id = _run_id(job.id, attempt, process)
+        before = read_record(run_dir / "run.json", RunHandle)
         work = work_done(job_dir)
         starts = before.starts + 1 if before is not None and (before.attempt, before.work) >= (attempt, work) else 1
         handle = RunHandle(run_id=run_id, job_id=job.id, attempt=attempt, starts=starts, work=work, process=process,

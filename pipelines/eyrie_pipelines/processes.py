@@ -51,19 +51,23 @@ def identify(pid: int) -> ProcessId | None:
     return ProcessId(pid=pid, started_ticks=int(fields[19]), boot=boot_id())
 
 
-def find_process(argument: str) -> ProcessId | None:
-    """The leader of a session of this user whose command line has this argument; None when there is none."""
+def find_process(*wanted: str) -> ProcessId | None:
+    """The leader of a session of this user whose command line has these arguments; None when there is none."""
     for entry in _PROC.iterdir():
         if not entry.name.isdigit():
             continue
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it ended, or is another user's
-            continue
-        fields = _stat(int(entry.name))
-        if argument.encode() in arguments and fields is not None and fields[3] == entry.name:
+        arguments, fields = arguments_of(int(entry.name)), _stat(int(entry.name))
+        if set(wanted) <= set(arguments) and fields is not None and fields[3] == entry.name:
             return identify(int(entry.name))
     return None
+
+
+def arguments_of(pid: int) -> list[str]:
+    """The command line of a process; empty when it has ended or is another user's."""
+    try:
+        return [os.fsdecode(one) for one in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
+    except OSError:
+        return []
 
 
 def is_alive(process: ProcessId) -> bool:

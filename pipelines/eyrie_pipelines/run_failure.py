@@ -7,6 +7,7 @@ from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.stages import StageName
+from eyrie_pipelines.run_records import read_record
 
 RUN_DIR = "run"
 FAILURE_FILE = "failure.json"
@@ -28,19 +29,14 @@ class RunFailure(Frozen):
 
 
 def read_failure(job_dir: Path) -> RunFailure | None:
-    """The failure of the run in this job directory; None when no stage has failed."""
-    try:
-        return RunFailure.model_validate_json((job_dir / RUN_DIR / FAILURE_FILE).read_text())
-    except FileNotFoundError:
-        return None
+    """The failure of the run in this job directory; None when no stage has failed. Damaged, the failed stage is run and
+    fails again, which writes it again."""
+    return read_record(job_dir / RUN_DIR / FAILURE_FILE, RunFailure)
 
 
 def read_stage_failure(directory: Path) -> Failure | None:
-    """The failure a stage program wrote into its directory; None when there is none."""
-    try:
-        return Failure.model_validate_json((directory / FAILURE_FILE).read_text())
-    except FileNotFoundError:
-        return None
+    """The failure a stage program wrote into its directory; None when there is none, or it is damaged."""
+    return read_record(directory / FAILURE_FILE, Failure)
 
 
 def failure_of(error: EyrieError, directory: Path) -> Failure:

@@ -5,7 +5,8 @@ laptop.
 
 - stdout and stderr are appended to `log.txt` next to the spec; the program writes its progress to `events.jsonl`;
 - SIGTERM is forwarded, and this process then exits with 143 (interrupted; the stage resumes when it is run again);
-- a transient failure, or a program killed by a signal, is retried up to three times with growing pauses;
+- a transient failure, or a program killed by a signal, is retried up to three times with growing pauses; after a kill
+  the count starts again if the program has got further than ever before (`work_done`);
 - a program that met a full disk is run again when there is space, however long that takes;
 - a capture or training on several GPUs of this machine is torchrun and its processes. torchrun ends with 1 whichever
   way one of them ended: without a failure record that is retried like a signal;
@@ -29,6 +30,7 @@ from eyrie_api.processes import log_lines
 from eyrie_api.v1alpha1.stages import StageSpec
 from eyrie_pipelines.run_failure import FAILURE_FILE, StageFailed, read_stage_failure
 from eyrie_pipelines.torchrun import is_first_node, is_node, under_torchrun
+from eyrie_pipelines.work_done import Attempts, positions
 from eyrie_workers.catalog import command, sweep_command
 
 INTERRUPTED_EXIT_CODE = 143
@@ -46,7 +48,7 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
 
     processes   of this machine, for the stages of `torchrun.DIVIDED_STAGES`.
 
-    Raises StageFailed when it ended without one after MAX_ATTEMPTS transient failures. Exits this process with 143
+    Raises StageFailed when it ended without one MAX_ATTEMPTS times and got no further. Exits this process with 143
     after SIGTERM or SIGINT.
     """
     alone = command(spec.stage, directory)
@@ -66,8 +68,8 @@ def _run_until_done(spec: StageSpec, directory: Path, arguments: list[str], *, s
     directory.mkdir(parents=True, exist_ok=True)
     wait_for_room(directory)
     write_model(directory / "spec.json", spec)
-    node = is_node()
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    node, attempts = is_node(), Attempts()
+    while True:
         code, interrupted = _run_with_room(arguments, directory, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             return
@@ -81,11 +83,12 @@ def _run_until_done(spec: StageSpec, directory: Path, arguments: list[str], *, s
         # Killed from outside (out of memory, kill): the stage resumes from its ledger or checkpoint.
         killed = code < 0 or code == INTERRUPTED_EXIT_CODE or several
         retryable = failure.transient if failure is not None else killed
-        if not retryable or attempt == MAX_ATTEMPTS:
+        attempts = attempts.after_kill(positions([directory])) if failure is None else attempts.after_failure()
+        if not retryable or attempts.count == MAX_ATTEMPTS:
             if failure is None:
                 raise StageFailed(*_explain(code, directory))
             raise StageFailed(failure.message, failure.hint)
-        _wait(spec.stage, attempt, code)
+        _wait(spec.stage, attempts.count, code)
 
 
 def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], processes: int = 1) -> None:
@@ -100,7 +103,8 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], proce
         (directory / FAILURE_FILE).unlink(missing_ok=True)
         if directory != first:
             (directory / "log.txt").write_text(f"trained in one process with {first.name}: see its log\n")
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    attempts = Attempts()
+    while True:
         code, interrupted = _run_with_room(arguments, first, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             for directory in directories:
@@ -111,12 +115,13 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], proce
         failures = [failure for directory in directories if (failure := read_stage_failure(directory)) is not None]
         killed = code < 0 or code == INTERRUPTED_EXIT_CODE or several
         retryable = all(each.transient for each in failures) if failures else killed
-        if not retryable or attempt == MAX_ATTEMPTS:
+        attempts = attempts.after_failure() if failures else attempts.after_kill(positions(directories))
+        if not retryable or attempts.count == MAX_ATTEMPTS:
             if failures:
                 return
             message, hint = _explain(code, first)
             raise StageFailed(message, f"{hint}; or set sweep.together to never: candidates then train one by one")
-        _wait("sweep", attempt, code)
+        _wait("sweep", attempts.count, code)
 
 
 def _wait(what: str, attempt: int, code: int) -> None:
@@ -131,7 +136,7 @@ def _explain(code: int, directory: Path) -> tuple[str, str]:
     lines = [line for line in log_lines(log) if any(map(str.isalnum, line))]  # torchrun's last line is "====="
     last = f"; last line of its log: {lines[-1]}" if lines else ""
     if code < 0:
-        return (f"the program was killed by {signal.Signals(-code).name} {MAX_ATTEMPTS} times{last}",
+        return (f"the program was killed by {signal.Signals(-code).name} {MAX_ATTEMPTS} times and got no further{last}",
                 "if memory ran out, lower the batch sizes of this stage; then retry the job")
     return f"the program ended with exit code {code}{last}", f"read {log}, then retry the job"
 

@@ -13,13 +13,15 @@ from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.stage_manifests import StageManifest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.errors import InvalidInput
-from eyrie_api.http.job_files import PIECE_BYTES
+from eyrie_api.errors import ArtifactCorrupt, InvalidInput
+from eyrie_api.http.job_files import PIECE_BYTES, JobFiles
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.stages import FileEntry
 from tests.api.samples import benchmark_report, finish_stage, job_spec
 from tests.servers.s3 import S3Server
 
@@ -30,6 +32,28 @@ def profile(path: Path, work: dict[str, Any]) -> Path:
     """The administrator's file."""
     path.write_text(yaml.safe_dump({"kubeflow": {"url": "http://nowhere"}, "stages": {"image": "a", "work": work}}))
     return path
+
+
+def found(settings: Settings, job_id: str, path: str) -> tuple[StageManifest, FileEntry]:
+    """A file of the job's first finished stage, as its manifest lists it."""
+    one = JobFiles.of(settings).manifests(job_id)[0]
+    return one, next(entry for entry in one.manifest.files if entry.path == path)
+
+
+@pytest.mark.parametrize("changed", [b"[1]", b"[1, 2]", b""])
+def test_a_changed_file_in_the_home_is_refused_and_not_served(
+        settings: Settings, database: Database, changed: bytes) -> None:
+    job = Jobs(database).submit(job_spec())
+    directory = settings.stage_dir(job.id, "benchmark", "base-step-9")
+    finish_stage(directory, "benchmark", benchmark_report("base-step-9", {"chat": (2.0,)}), {"cells.json": b"[0]"},
+                 job.id)
+    url = f"/v1alpha1/jobs/{job.id}/artifacts/benchmark/cells.json?key=base-step-9"
+    with TestClient(create_app(settings, database=database), base_url="http://127.0.0.1") as client:
+        assert client.get(url).content == b"[0]"
+        (directory / "cells.json").write_bytes(changed)
+        answer = client.get(url)
+        assert answer.status_code == ArtifactCorrupt.http_status
+        assert "'cells.json' differs from the digest in its manifest" in answer.json()["detail"]
 
 
 def test_an_api_server_without_the_files_shows_them_from_the_store(tmp_path: Path, moto_s3: S3Server) -> None:
@@ -74,6 +98,15 @@ def test_an_api_server_without_the_files_shows_them_from_the_store(tmp_path: Pat
         assert f"jobs/{job.id}/stages/benchmark/base-step-9/large.bin" in objects
         assert [(one["job_id"], one["size_bytes"]) for one in storage["items"]] == [(job.id, sum(objects.values()))]
         assert (storage["place"], storage["disk_total_bytes"]) == ("store", None)
+        # One byte differs: of a large file all but the last piece is sent, then the answer breaks off.
+        store.write(f"jobs/{job.id}/stages/benchmark/base-step-9/large.bin", b"\xff" + LARGE[1:])
+        sent: list[bytes] = []
+        with pytest.raises(ArtifactCorrupt, match=r"large\.bin differs from the digest in its manifest"):
+            sent.extend(JobFiles.of(settings).pieces(*found(settings, job.id, "large.bin")))
+        assert sum(map(len, sent)) == PIECE_BYTES
+        client_of_a_server = TestClient(client.app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+        cut = client_of_a_server.get(listed["large.bin"]["url"])
+        assert (cut.headers["content-length"], len(cut.content)) == (str(len(LARGE)), PIECE_BYTES)
         store.delete(f"jobs/{job.id}/stages/benchmark/base-step-9/cells.json")
         assert client.get(listed["cells.json"]["url"]).json()["type"].endswith("ArtifactMissing")
     database.close()

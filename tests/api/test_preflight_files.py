@@ -146,6 +146,23 @@ TARGETS: dict[str, tuple[Break, str]] = {
 }
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                                  INDEX])
+@pytest.mark.parametrize(("kind", "says"), [("deep", "is not JSON: "), ("huge", "is larger than 256 MiB; ")])
+def test_a_deep_or_huge_file_of_a_target_is_refused(
+        settings: Settings, tmp_path: Path, file: str, kind: str, says: str) -> None:
+    target = target_directory(tmp_path / "target")
+    with (target / file).open("wb") as broken:
+        if kind == "deep":
+            broken.write(b'{"a":' * 100_000)
+        else:
+            broken.truncate((1 << 28) + 1)  # sparse: takes no space on the disk
+    with pytest.raises(InvalidInput) as caught:
+        check(job_spec(target={"model": str(target)}), settings)
+    assert str(caught.value).startswith(f"{target / file} {says}")
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", WEIGHTS])
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
         settings: Settings, tmp_path: Path, file: str) -> None:

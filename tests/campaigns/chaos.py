@@ -6,8 +6,9 @@ ask it all the time (`live_traffic`). One process holds the control plane, or wi
 Redis and S3 are processes of their own (`deployments`). Again and again one to MAX_AT_ONCE of these are killed:
 
 - the processes of the deployment, forked children of workers among them;
-- a process of a run: leader, task of the pipeline, stage program. At most MAX_KILLS_OF_RUN kills hit one job's run,
-  since a run whose leader dies `MAX_STARTS` times is given up on purpose;
+- a process of a run: leader, task of the pipeline, stage program. At most MAX_KILLS_OF_RUN kills hit one job's run
+  while it gets no further, since a stage program that is killed `MAX_ATTEMPTS` times, or a run whose leader dies
+  `MAX_STARTS` times, is given up on purpose then;
 - the gateway, an engine.
 
 Faults besides: the disk of the home, a small one of its own, is full for seconds (needs root, else left out); the wall
@@ -44,6 +45,7 @@ from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import identify, wait_until
+from eyrie_pipelines.work_done import work_done
 from eyrie_workers.catalog import stage_dir
 from tests.campaigns.deployments import Deployment, OnePlane, Separate
 from tests.campaigns.histories import History, broken_lists, broken_rules, outcome
@@ -88,6 +90,9 @@ class Chaos:
         """Kills by kind of process, and other faults by kind."""
 
         self.kills_of: Counter[str] = Counter()
+        self._stuck: dict[str, tuple[tuple[int, float], int]] = {}
+        """The furthest work at a kill of each job's run, and the kills since it got there."""
+
         self.accepted: list[str] = []
         self.open: list[str] = []
         self.checked = 0
@@ -185,7 +190,8 @@ class Chaos:
     def _kill_one(self) -> None:
         victims = [(kind, "", pid) for kind, pid in self.deployment.victims()]
         for job_id in self.open:
-            if self.kills_of[job_id] < MAX_KILLS_OF_RUN:
+            work, kills = self._stuck.get(job_id, ((0, 0.0), 0))
+            if kills < MAX_KILLS_OF_RUN or work_done(self._node_dir(job_id)) > work:
                 victims += [("run", job_id, pid) for pid in local.live_processes(self._node_dir(job_id))]
         if (gateway := read_record(self.live / GATEWAY_FILE, GatewayRecord)) is not None:
             victims.append(("gateway", "", gateway.process.pid))
@@ -200,7 +206,11 @@ class Chaos:
                 os.kill(pid, signal.SIGKILL)
             wait_until(lambda: identify(pid) is None, END_S)  # on a busy machine it takes seconds
         self.counts[kind] += 1
-        self.kills_of[job_id] += kind == "run"
+        if kind == "run":
+            self.kills_of[job_id] += 1
+            # Read after the process has ended: what it did between the choice and the kill is no progress since.
+            work, (furthest, kills) = work_done(self._node_dir(job_id)), self._stuck.get(job_id, ((0, 0.0), 0))
+            self._stuck[job_id] = (max(work, furthest), 1 if work > furthest else kills + 1)
 
     def _shift_clock(self) -> None:
         if self.deployment.clocks:

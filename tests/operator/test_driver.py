@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -30,7 +32,7 @@ from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.jobs.events import changes
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.processes import group_members, wait_until
+from eyrie_pipelines.processes import group_members, identify, wait_until
 from eyrie_pipelines.tasks import load_job
 from tests.pipelines.conftest import Rehearsal, spec_of
 
@@ -272,6 +274,120 @@ def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(harness: Harne
     assert found is not None
     assert found.reason == "ArtifactCorrupt"
     assert "delete the stage's directory" in found.message
+
+
+def test_a_run_is_stopped_before_its_job_fails_for_a_manifest_that_cannot_be_read(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    pids = local.live_processes(harness.directory(job_id))
+    assert pids
+    broken = harness.directory(job_id) / "stages" / "capture" / "manifest.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{")
+    harness.driver.advance(job_id)
+    found = find(harness.jobs.get(job_id).status.conditions, "Failed")
+    assert found is not None
+    assert found.reason == "ArtifactCorrupt"
+    assert [pid for pid in pids if identify(pid) is not None] == []
+
+
+def test_a_job_with_damaged_records_goes_on_and_is_cancelled_with_its_processes(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    directory = harness.directory(job_id)
+    pids = local.live_processes(directory)
+    assert pids
+    for name in ("run/run.json", "run/result.json", "run/failure.json", "stages/regenerate/failure.json",
+                 "outcome.json"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(b"{")
+    harness.driver.advance(job_id)
+    status = harness.jobs.get(job_id).status
+    assert (status.phase, status.decision) == ("Running", None)
+    harness.jobs.cancel(job_id)
+    harness.driver.advance(job_id)
+    assert harness.jobs.get(job_id).status.phase == "Cancelled"
+    assert [pid for pid in pids if identify(pid) is not None] == []
+
+
+def test_a_damaged_outcome_is_restored_from_the_row_and_nothing_is_proposed_twice(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    job_id, endpoints = harness.submit(spec_of()), Endpoints(harness.database)
+
+    def promoted() -> bool:
+        harness.driver.advance(job_id)
+        found = find(harness.jobs.get(job_id).status.conditions, "Serving")
+        return found is not None and found.reason == "Deploying"
+
+    assert wait_until(promoted, LIMIT_S), harness.jobs.get(job_id).status
+    outcome = harness.directory(job_id) / "outcome.json"
+    before, decision = outcome.read_text(), harness.jobs.get(job_id).status.decision
+    endpoints.activate("default", 2, "http://127.0.0.1:1/v1")  # the drafter is the incumbent now
+    outcome.write_text(before[:40])
+    status = harness.drive(job_id).status
+    assert (status.phase, status.decision) == ("Succeeded", decision)
+    assert outcome.read_text() == before
+    assert [one.number for one in endpoints.get("default").revisions] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_job_of_a_restored_backup_continues_from_files_that_are_newer_than_its_row(
+        harness: Harness, rehearsal: Rehearsal, tmp_path: Path) -> None:
+    rehearsal.plan(capture=["hang", "ok"], train__base=["hang", "ok"])
+    job_id = harness.submit()
+
+    def running(stage: str) -> bool:
+        harness.driver.advance(job_id)
+        return stage in rehearsal.starts()
+
+    assert wait_until(lambda: running("capture"), LIMIT_S)
+    live = harness.settings.home / "eyrie.db"
+    with contextlib.closing(sqlite3.connect(live)) as source, contextlib.closing(
+            sqlite3.connect(tmp_path / "backup.db")) as backup:
+        source.backup(backup)
+    harness.jobs.cancel(job_id)
+    harness.drive(job_id)
+    harness.jobs.retry(job_id)
+    assert wait_until(lambda: running("train/base"), LIMIT_S)
+    harness.close()  # attempt 2 has finished capture
+    for name in ("eyrie.db-wal", "eyrie.db-shm"):
+        (harness.settings.home / name).unlink(missing_ok=True)
+    shutil.copy(tmp_path / "backup.db", live)
+    restored = Harness(harness.settings.home)
+    try:
+        status = restored.jobs.get(job_id).status
+        handle = local.observe(restored.directory(job_id)).handle
+        assert handle is not None
+        assert (status.phase, status.attempt, handle.attempt) == ("Running", 1, 2)
+        status = restored.drive(job_id).status
+        assert (status.phase, status.attempt) == ("Succeeded", 1)
+        assert {stage.state for stage in status.stages} == {"Succeeded"}
+        assert [rehearsal.starts().count(one) for one in ("regenerate", "capture", "train/base")] == [1, 2, 2]
+    finally:
+        restored.close()
+
+
+@pytest.mark.slow
+def test_a_job_of_a_restored_backup_whose_directory_is_gone_runs_from_its_beginning(
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["hang", "ok"])
+    job_id = harness.submit()
+
+    def captures() -> bool:
+        harness.driver.advance(job_id)
+        return "capture" in rehearsal.starts()
+
+    assert wait_until(captures, LIMIT_S)
+    local.stop(harness.directory(job_id), grace_s=0.5)
+    shutil.rmtree(harness.directory(job_id))
+    assert harness.jobs.get(job_id).status.phase == "Running"
+    job = harness.drive(job_id)
+    assert (job.status.phase, job.status.attempt) == ("Succeeded", 1)
+    assert [rehearsal.starts().count(one) for one in ("regenerate", "capture")] == [2, 2]
 
 
 def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(harness: Harness, rehearsal: Rehearsal) -> None:

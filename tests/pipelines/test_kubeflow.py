@@ -229,6 +229,20 @@ def test_the_first_start_of_an_attempt_decides_the_incumbent(harness: Harness, s
     assert result[0] == result[1]
 
 
+@pytest.mark.parametrize("damage", ["", "{", "[]"])
+def test_damaged_files_of_a_job_are_written_again_by_its_next_start(
+        harness: Harness, server: KfpServer, damage: str) -> None:
+    harness.start()
+    server.runs[0]["state"] = "FAILED"
+    for name in ("job.json", "run/counting.json", "run/failure.json"):
+        harness.put(name, damage)
+    assert harness.runner.observe("job-1").state == "gone"
+    harness.another().start("job-1", SPEC, 1, None)
+    assert names(server) == ["job-1-1.1", "job-1-1.2"]
+    assert JobFile.model_validate_json(harness.store.read("jobs/job-1/job.json")).spec == SPEC
+    assert harness.runner.observe("job-1").state == "running"
+
+
 def test_stopping_ends_what_lives_and_may_be_asked_again(harness: Harness, server: KfpServer) -> None:
     harness.runner.stop("job-1")
     harness.start()

@@ -26,9 +26,10 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local, tasks
 from eyrie_pipelines.gpu_shares import gpu_shares, written
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
-from eyrie_pipelines.run_failure import StageFailed, read_failure
+from eyrie_pipelines.run_failure import StageFailed, read_failure, read_stage_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
 from eyrie_pipelines.tasks import load_job
+from eyrie_pipelines.work_done import Attempts
 from eyrie_workers.catalog import CATALOG
 from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
 
@@ -282,6 +283,39 @@ def test_what_does_not_pass_is_not_tried_forever_and_always_explained(
     assert failure.hint
 
 
+def test_a_stage_that_gets_further_is_started_again_however_often_it_is_killed(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["further"] * 4 + ["ok"], capture=["further", "die", "die", "die"])
+    local.start(job_dir, "job-1", spec_of())
+    seen = wait_for(job_dir, "succeeded", "failed", "gone")
+    assert rehearsal.starts() == ["regenerate"] * 5 + ["capture"] * 4, log_of(job_dir)
+    assert seen.result is not None
+    assert seen.result.failure is not None
+    assert "killed by SIGKILL 3 times and got no further" in seen.result.failure.failure.message
+
+
+def test_kills_are_counted_from_the_furthest_position_and_recorded_failures_always() -> None:
+    rows, steps = ("regenerate", "rows"), ("regenerate", "steps")
+    attempts, counts = Attempts(), []
+    for now in ({}, {rows: 0.0}, {rows: 0.0}, {rows: 7.0}, {rows: 5.0}, {rows: 6.0}, {steps: 0.0}, {steps: 0.0}):
+        attempts = attempts.after_kill(now)
+        counts.append(attempts.count)
+    assert counts == [1, 1, 2, 1, 2, 3, 1, 2]
+    assert attempts.after_failure().count == 3
+
+
+@pytest.mark.slow
+def test_candidates_trained_together_are_started_again_while_one_of_them_gets_further(
+        job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The box runs in this process: what `sitecustomize` does for others.
+    monkeypatch.setitem(CATALOG, "train", dataclasses.replace(CATALOG["train"], together="rehearsal_stage"))
+    rehearsal.plan(**{"train__c2-lr-0p002": ["further"] * 4 + ["ok"]})
+    job = JobFile(id="job-1", spec=sweeping_spec())
+    write_model(job_dir / JOB_FILE, job)
+    tasks.sweep(str(job_dir), digest_model(job), "stages/capture")
+    assert len(rehearsal.sweeps()) == 5
+
+
 @pytest.mark.parametrize("manner", ["hang", "stubborn"])
 def test_stop_leaves_no_process_even_when_a_stage_ignores_sigterm(
         manner: str, job_dir: Path, rehearsal: Rehearsal) -> None:
@@ -374,6 +408,47 @@ def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal:
         os.killpg(handle.process.pid, signal.SIGKILL)
         assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
     assert counted == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("damage", [None, b"{", b"\xff\xfe"])
+def test_a_run_whose_record_is_damaged_or_lost_is_followed_and_stopped_all_the_same(
+        tmp_path: Path, rehearsal: Rehearsal, damage: bytes | None) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    runner, job_dir = local.LocalRunner(tmp_path), tmp_path / "jobs" / "job-1"
+    try:
+        runner.start("job-1", spec_of(), 2, None)
+        first = runner.observe("job-1")
+        record = job_dir / "run" / "run.json"
+        record.unlink() if damage is None else record.write_bytes(damage)
+        assert runner.observe("job-1") == first
+        assert (first.state, first.attempt) == ("running", 2)
+        pids = local.live_processes(job_dir)
+        assert pids
+        runner.stop("job-1")
+        assert [pid for pid in pids if identify(pid) is not None] == []
+        assert runner.observe("job-1").state == "none"
+    finally:
+        local.stop(job_dir, grace_s=0.5)
+
+
+def test_a_damaged_job_file_is_written_again_by_the_next_start(job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    (job_dir / JOB_FILE).write_bytes(b"{")
+    local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
+    job = load_job(str(job_dir))
+    assert (job.id, job.spec, job.incumbent) == ("job-1", spec_of(), INCUMBENT)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b"[]"])
+def test_a_damaged_record_of_a_failure_counts_as_none_and_is_logged(
+        job_dir: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    for path in (job_dir / "run" / "failure.json", job_dir / "stages" / "capture" / "failure.json"):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(damage)
+    assert read_failure(job_dir) is None
+    assert read_stage_failure(job_dir / "stages" / "capture") is None
+    assert [str(record.args[0]) for record in caplog.records if record.args] == [  # type: ignore[index]
+        str(job_dir / "run" / "failure.json"), str(job_dir / "stages" / "capture" / "failure.json")]
 
 
 def test_a_leader_that_is_killed_before_its_record_is_started_again(

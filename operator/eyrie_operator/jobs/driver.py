@@ -66,6 +66,7 @@ from eyrie_operator.jobs.observation import (
     finished_manifests,
     observe_serving,
     observe_stages,
+    outcome_of,
     read_outcome,
     train_reports,
 )
@@ -81,7 +82,7 @@ from eyrie_operator.jobs.reconcile import (
     plan_failure,
     reconcile,
 )
-from eyrie_pipelines.runner import Runner
+from eyrie_pipelines.runner import ObservedRun, Runner
 from eyrie_pipelines.steps import find_checkpoint
 from eyrie_workers.catalog import CATALOG, stage_dir
 
@@ -153,22 +154,25 @@ class Driver:
     # Observation.
 
     def _plan(self, job: Job) -> tuple[ObservedJob, Plan]:
+        run = ObservedRun()
         try:
-            seen = self._observe(job)
+            run = self._runner.observe(job.id)
+            seen = self._observe(job, run)
         except (NotFound, Transient):
             raise
         except EyrieError as error:  # the job's files cannot be read: the user has to act
-            unreadable = ObservedJob(attempt=job.status.attempt, previous=job.status)
+            unreadable = ObservedJob(attempt=job.status.attempt, previous=job.status, run=run)
+            if run.alive:  # a job that has ended is not looked at again: nothing would stop its run
+                return unreadable, Plan((StopRun(),), job.status)
             return unreadable, replace(plan_failure(unreadable, error, self._clock()), actions=())
         return seen, reconcile(job.spec, seen, self._clock())
 
-    def _observe(self, job: Job) -> ObservedJob:
+    def _observe(self, job: Job, run: ObservedRun) -> ObservedJob:
         job_dir = self._settings.job_dir(job.id)
         intent = self._jobs.intent(job.id)
-        run = self._runner.observe(job.id)
-        # Race: refreshed after `observe`, so that the files of a run observed as ended are complete.
+        # Race: refreshed after `run` was observed, so that the files of a run observed as ended are complete.
         self._runner.refresh(job.id, job.spec)
-        outcome = read_outcome(job_dir, intent.attempt)
+        outcome = read_outcome(job_dir, intent.attempt, job.status)
         tuned = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True)) if outcome else ()
         # A tuned rival that was to be beaten is not the job's own result; one that was selected is alone.
         best = sorted(tuned, key=lambda entry: entry.rival)
@@ -205,7 +209,7 @@ class Driver:
         elif isinstance(action, Decide):
             self._decide(job, status.attempt)
         elif isinstance(action, Promote):
-            self._promote(job, status.attempt, action.endpoint)
+            self._promote(job, status, action.endpoint)
         else:
             self._write_report(job, status)
 
@@ -288,9 +292,9 @@ class Driver:
             return None
         return next((each for each in serving.revisions if each.number == serving.active_revision), None)
 
-    def _promote(self, job: Job, attempt: int, name: str) -> None:
+    def _promote(self, job: Job, status: JobStatus, name: str) -> None:
         job_dir = self._settings.job_dir(job.id)
-        outcome = read_outcome(job_dir, attempt)
+        outcome = outcome_of(status, status.attempt)
         assert outcome is not None, "promote follows decide"
         model = job.spec.target.model
         # Clients send this name in each request: the last part of a path is shorter than the path.
@@ -313,12 +317,12 @@ class Driver:
             revision = self._endpoints.propose(
                 name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=summarize_decision(outcome.decision),
                 speedup=proven_speedup(tuned.final, proof), tau=proven_tau(tuned.final, proof),
-                once=f"proposed/{job.id}/{attempt}").number
+                once=f"proposed/{job.id}/{outcome.attempt}").number
         self._write_outcome(job.id, outcome.model_copy(update={"endpoint": name, "revision": revision}))
 
     def _write_report(self, job: Job, status: JobStatus) -> None:
         job_dir = self._settings.job_dir(job.id)
-        outcome = read_outcome(job_dir, status.attempt)
+        outcome = read_outcome(job_dir, status.attempt, status)
         endpoint = self._endpoints.get(outcome.endpoint) if outcome and outcome.endpoint else None
         total_s = (self._clock() - job.created_at).total_seconds()
         manifests = finished_manifests(job, job_dir)

@@ -11,11 +11,12 @@ from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import PromotionDecision, TrainReport
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
-from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
 from eyrie_operator.unscheduled import WAITS
 from eyrie_pipelines.run_failure import read_stage_failure
+from eyrie_pipelines.run_records import read_record
 from eyrie_pipelines.steps import benchmarked
 from eyrie_workers.catalog import stage_dir
 
@@ -57,13 +58,21 @@ def finished_manifests(job: Job, job_dir: Path) -> list[Manifest]:
     return [stage.manifest for stage in observe_stages(job, job_dir) if stage.manifest is not None]
 
 
-def read_outcome(job_dir: Path, attempt: int) -> AttemptOutcome | None:
-    """The outcome of this attempt; None before it was decided."""
-    try:
-        outcome = AttemptOutcome.model_validate_json((job_dir / OUTCOME_FILE).read_text())
-    except FileNotFoundError:
+def read_outcome(job_dir: Path, attempt: int, status: JobStatus) -> AttemptOutcome | None:
+    """The outcome of this attempt; None before it was decided. Damaged, it is what the job's row knows of it: deciding
+    again could find the job's own drafter as the incumbent."""
+    path = job_dir / OUTCOME_FILE
+    outcome = read_record(path, AttemptOutcome)
+    if outcome is None and path.exists():
+        return outcome_of(status, attempt)
+    return outcome if outcome is not None and outcome.attempt == attempt else None
+
+
+def outcome_of(status: JobStatus, attempt: int) -> AttemptOutcome | None:
+    """The outcome as a status has it. Its revision is found when it is promoted again, which proposes nothing new."""
+    if status.attempt != attempt or status.decision is None:
         return None
-    return outcome if outcome.attempt == attempt else None
+    return AttemptOutcome(attempt=attempt, decision=status.decision)
 
 
 def observe_stages(job: Job, job_dir: Path) -> Iterator[ObservedStage]:

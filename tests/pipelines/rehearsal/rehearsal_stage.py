@@ -2,9 +2,9 @@
 
 It is a program of its own, started by the real command line; only the table of stages points here (see `rehearsal`).
 What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
-one repeating; words are ok, transient, permanent, crash, hang, stubborn, die, fill (its disk has no free byte once its
-manifest is written), meet (waits until two stages of its kind run). Every start is noted in `starts.log`, with its
-CUDA_VISIBLE_DEVICES in `gpus.log`.
+one repeating; words are ok, transient, permanent, crash, hang, stubborn, die, further (dies one step further each
+time), fill (its disk has no free byte once its manifest is written), meet (waits until two stages of its kind run).
+Every start is noted in `starts.log`, with its CUDA_VISIBLE_DEVICES in `gpus.log`.
 Told `--train DIR` several times, it is the program that trains candidates together: all in turn, whichever fails.
 Started by torchrun, every rank is noted in `ranks.log` with its EYRIE_DEVICE, and rank 0 alone goes on.
 """
@@ -177,7 +177,9 @@ def behave(name: str, stage: Stage) -> None:
         raise LossDiverged("loss was nan at step 3", "lower train.learning_rate")
     if word == "crash":
         raise RuntimeError("an index was out of range")
-    if word == "die":
+    if word == "further":
+        stage.progress(starts, starts, "steps")
+    if word in ("die", "further"):
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "fill":
         atexit.register(fill, stage.out_dir / "filler")
