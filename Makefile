@@ -146,6 +146,7 @@ image-sglang:  ## SGLang's image with Eyrie, for stages that measure in SGLang
 test-images: image-api image-operator image-workers  ## those of API, operator and workers, built and run: user, contents, tables, API, a stage program
 	@CONTAINER=$(CONTAINER) PREFIX=$(if $(REGISTRY),$(REGISTRY)/)eyrie TAG=$(TAG) bash tests/helm/run_images.sh
 
+# Not of image-sglang: what SGLang's image brings is known from the built image alone.
 sbom: setup  ## what an installation and each image consist of, as CycloneDX documents: .eyrie/sbom*.json
 	@$(BIN)/python -c 'import cyclonedx_py' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt cyclonedx-bom
 	@mkdir -p .eyrie && $(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \

@@ -9,11 +9,14 @@ import yaml
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.submission.placement import merge_placement, read_profile, resolve_stage_placement
+from eyrie_api.settings import Settings
+from eyrie_api.submission.placement import check_scratch, merge_placement, read_profile, resolve_stage_placement
+from eyrie_api.submission.preflight import check
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
 from eyrie_api.v1alpha1.stages import JOB_STAGES
+from tests.api.samples import job_spec
 
 WORK = {"kind": "s3", "url": "s3://bucket/eyrie"}
 
@@ -80,3 +83,31 @@ def test_a_profile_is_read_and_a_wrong_one_named_with_its_field(tmp_path: Path) 
 def test_a_profile_without_a_shared_work_area_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"stages\.work is missing"):
         profile(stages={"image": "a"})
+
+
+@pytest.mark.parametrize(("work", "capture", "gpus", "refused"), [
+    ({"states": "ranged", "scratch_size": "4Gi"}, {}, 8, False),
+    ({"states": "ranged", "scratch_size": "4G"}, {}, 8, True),
+    ({"states": "ranged", "scratch_size": "0.5Gi"}, {}, 0, False),
+    ({"states": "ranged", "scratch_size": "511Mi"}, {}, 0, True),
+    ({"states": "ranged", "scratch_size": "511Mi"}, {"feed": "stream"}, 0, False),
+    ({"states": "copied", "scratch_size": "511Mi"}, {}, 0, False), ({"states": "ranged"}, {}, 8, False),
+])
+def test_two_shards_of_each_process_of_capture_fit_into_the_work_area_of_its_pod(
+        work: dict[str, str], capture: dict[str, str], gpus: int, refused: bool) -> None:
+    placed = profile(stages={"image": "eyrie/workers", "work": WORK | work})
+    spec = job_spec(capture=capture, placement={"stages": {"capture": {"num_gpus": gpus}}} if gpus else {})
+    if not refused:
+        check_scratch(spec, placed)
+        return
+    with pytest.raises(InvalidInput, match=r"capture\.shard_size_bytes = 268435456: two shards of each of") as caught:
+        check_scratch(spec, placed)
+    assert "give at most" in caught.value.hint
+
+
+def test_a_job_whose_shards_do_not_fit_is_refused_at_submission(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    work = WORK | {"states": "ranged", "scratch_size": "100Mi"}
+    file.write_text(profile(stages={"image": "eyrie/workers", "work": work}).model_dump_json())
+    with pytest.raises(InvalidInput, match="the work area of a pod has 100Mi"):
+        check(job_spec(), Settings(home=tmp_path, cluster_profile=file))

@@ -71,16 +71,39 @@ def page() -> str:
     """The whole page."""
     parts = ["# Plans of two jobs\n",
              "Computed by `python -m tests.benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
-             "of them ([hardware.py](../../api/eyrie_api/decisions/hardware.py)); nothing here was measured, and\n"
-             "Eyrie has not run on these GPUs. A test keeps the page current. Hours are expected ones with their\n"
-             "range, stages one after the other; reading the KV cache is not counted, which makes decoding of long\n"
+             "of them ([hardware.py](../../api/eyrie_api/decisions/hardware.py)); nothing here was measured. Of these\n"
+             "GPUs Eyrie has run on one H200, without SGLang: [on a GPU](gpu.md) has its figures. A test keeps the\n"
+             "page current. Hours are expected ones with their range, stages one after the other; reading the KV\n"
+             "cache is not counted, which makes decoding of long\n"
              "answers look faster than it is, by up to two times; prices of GPUs are round numbers to show the\n"
              "column. Money of the object store is that of the list prices of S3 in us-east-1\n"
              "([store_prices.py](../../api/eyrie_api/artifacts/store_prices.py)), with states read by ranges:\n"
              "requests, and storage while the job runs.\n"]
     for job in JOBS:
-        parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(job.plan())]
+        plan = job.plan()
+        parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(plan)]
+        if job.store is not None:
+            parts.append(_final_states(job, plan))
     return "\n".join(parts)
+
+
+def _final_states(job: Job, plan: Plan) -> str:
+    """What storing the final state of answer tokens alone saves, by the numbers of the plan."""
+    rows, prompt, answer = (int(one or 0) for one in (job.data.rows, job.data.prompt_tokens, job.data.answer_tokens))
+    everywhere = 4 * 2 * job.target.hidden_size * (prompt + answer)
+    [capture] = [one for one in plan.stages if one.stage == "capture"]
+    tokens, total = prompt + answer, rows * everywhere
+    held_out = 1 - capture.tokens / (rows * tokens)
+    return (
+        f"**Why not 42 TiB.** Four bfloat16 states of {job.target.hidden_size} values on every token, three of them\n"
+        f"aux, are {everywhere / 2**20:g} MiB per sample of {tokens} tokens, and {total / 2**40:.1f} TiB "
+        f"({total / 1e12:.1f} TB) for {rows:,}\n"
+        "samples. The post's 42 \"TiB\" is that with 5 % for serialization, divided by 1000 in one place\n"
+        "([plan_work.py](../../api/eyrie_api/decisions/plan_work.py) has the arithmetic).\n"
+        f"Eyrie stores {size(capture.bytes_on_disk)}: the final state is the target of the training's loss,\n"
+        f"which answer tokens alone have, and {answer / tokens:.0%} of these tokens are answers:\n"
+        f"{plan.bytes_per_token:,} bytes per token in place of {everywhere // tokens:,}. Of the samples {held_out:.0%} "
+        "are held out\nand not captured.\n")
 
 
 def _table(plan: Plan) -> str:

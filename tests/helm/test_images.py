@@ -72,6 +72,14 @@ def test_every_dockerfile_builds_on_the_same_python_by_digest_and_that_of_sglang
     assert '--build-arg SGLANG="$base"' in dry
 
 
+def test_stages_in_sglangs_image_run_as_the_user_of_those_in_the_workers_image() -> None:
+    def last(path: str) -> dict[str, str]:
+        text = re.sub(r"\\\n", " ", (ROOT / path).read_text())
+        return dict(line.split(None, 1) for line in text.splitlines() if line.startswith(("USER", "WORKDIR")))
+
+    assert last("workers/sglang.Dockerfile") == last("workers/Dockerfile") != {}
+
+
 class Registry(BaseHTTPRequestHandler):
     """The two requests that a public registry is asked. A stand-in: no registry can be reached from the tests."""
 

@@ -393,7 +393,7 @@ def test_the_values_of_gpus_place_what_computes_on_them_and_nothing_else(tmp_pat
     assert {stage: one.num_gpus for stage, one in profile.per_stage.items()} == dict.fromkeys(JOB_STAGES, 1)
     assert (profile.stages.num_gpus, profile.stages.gpu_type) == (0, None)
     engines = {stage for stage, one in profile.per_stage.items() if "sglang" in one.image}
-    assert engines == {"regenerate", "benchmark", "tune", "prove"}
+    assert engines == {"regenerate", "capture", "benchmark", "tune", "prove"}
     assert profile.serving is not None
     for placed in (*profile.per_stage.values(), profile.serving.placement):
         assert (placed.num_gpus, placed.gpu_type) == (1, "NVIDIA-H100-80GB-HBM3")

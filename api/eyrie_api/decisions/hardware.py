@@ -51,16 +51,25 @@ class Gpu:
     """Memory bandwidth."""
 
 
-# NVIDIA's data sheets; where they give figures with sparsity, half of them.
+# From the data sheet of each line; where it gives figures with sparsity, half of them.
 GPUS = (
+    # "NVIDIA Blackwell Architecture Technical Brief", HGX B200 (those of a GB200 are higher)
     Gpu("B200", ("B200", "GB200"), 2250.0, 8000.0),
+    # "NVIDIA H200 Tensor Core GPU", H200 SXM
     Gpu("H200", ("H200",), 989.0, 4800.0),
+    # "NVIDIA H100 Tensor Core GPU", H100 PCIe
     Gpu("H100 PCIe", ("H100-PCIE",), 756.0, 2000.0),
+    # The same, H100 SXM
     Gpu("H100", ("H100",), 989.0, 3350.0),
+    # "NVIDIA A100 Tensor Core GPU", A100 80GB SXM
     Gpu("A100 80 GB", ("A100-SXM4-80GB", "A100-80GB", "A100-SXM-80GB", "A100 80GB"), 312.0, 2039.0),
+    # The same, A100 40GB
     Gpu("A100", ("A100",), 312.0, 1555.0),
+    # "NVIDIA L40S"
     Gpu("L40S", ("L40S",), 362.0, 864.0),
+    # "NVIDIA L4 Tensor Core GPU"
     Gpu("L4", ("L4",), 121.0, 300.0),
+    # "NVIDIA A10 Tensor Core GPU"
     Gpu("A10", ("A10",), 125.0, 600.0),
 )
 ASSUMED = next(gpu for gpu in GPUS if gpu.name == "H100")

@@ -52,7 +52,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_source
 from eyrie_api.submission.devices import computes_on_gpus, has_sglang, planned_device
 from eyrie_api.submission.hardware_profiles import check_hardware
-from eyrie_api.submission.placement import as_placed, read_profile
+from eyrie_api.submission.placement import as_placed, check_scratch, read_profile
 from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
     data_facts,
@@ -181,6 +181,8 @@ def _checked(spec: JobSpec, settings: Settings,
     for suite in spec.benchmark.suites:
         _check_suite(suite, spec)
     check_hardware(spec, settings, facts)
+    if profile is not None:
+        check_scratch(spec, profile)
     if facts is None:
         return spec, None, False
     _check_sizes(candidates, facts)

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import io
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -379,13 +380,57 @@ def test_max_rows_bounds_what_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "hint"), [
     ("nowhere.jsonl", "give a JSONL or parquet file"), ("/no/such", "give a JSONL or parquet file"),
-    ("some-org/some-data", "pip install datasets"), ("tests", "put .jsonl or .parquet files there"),
-    ("tests/*.jsonl", "correct the pattern"),
+    ("tests", "put .jsonl or .parquet files there"), ("tests/*.jsonl", "correct the pattern"),
 ])
 def test_a_source_that_cannot_be_opened_is_refused_with_the_hint(path: str, hint: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         read(Path(path))
     assert hint in caught.value.hint
+
+
+def test_a_hub_id_without_the_datasets_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
+    with pytest.raises(InvalidInput) as caught:
+        read(Path("some-org/some-data"))
+    assert "pip install datasets" in caught.value.hint
+
+
+@pytest.fixture
+def hub_data_set(tmp_path: Path) -> Path:
+    """A data set's repository as the Hub has it: parquet files per configuration and split, named by the README."""
+    for config in ("chats", "code"):
+        for split in ("train", "test"):
+            (tmp_path / config).mkdir(exist_ok=True)
+            rows = [{"messages": [{**user(f"{config} {split} {number}"), "name": None}]} for number in range(3)]
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / config / f"{split}-00000.parquet")
+    (tmp_path / "README.md").write_text("---\nconfigs:\n" + "".join(
+        f"- config_name: {config}\n  data_files:\n"
+        + "".join(f"  - {{split: {split}, path: {config}/{split}-*}}\n" for split in ("train", "test"))
+        for config in ("chats", "code")) + "---\n")
+    return tmp_path
+
+
+# The Hub itself cannot be reached from the tests. The `datasets` package reads a directory of this form by the same
+# call; but a directory has one revision, so that of `revision` this shows that the call takes it, not what it chooses.
+@pytest.mark.parametrize(("fields", "first"), [
+    ({"config": "chats"}, "chats train 0"), ({"config": "code", "split": "test"}, "code test 0"),
+    ({"config": "chats", "revision": "v1.1"}, "chats train 0"),
+])
+def test_a_hub_data_set_is_read_by_config_split_and_revision(hub_data_set: Path, fields: dict[str, str],
+                                                              first: str) -> None:
+    rows = list(readers._hub_rows(DataSource(path=str(hub_data_set), **fields)))
+    assert rows[0] == {"messages": [user(first)]}
+
+
+@pytest.mark.parametrize(("fields", "named"), [
+    ({}, "chats"), ({"config": "math"}, "math"), ({"config": "chats", "split": "dev"}, "dev"),
+    ({"config": "chats", "split": "train[:1]"}, "train"),
+])
+def test_a_config_or_split_that_a_hub_data_set_has_not_is_refused(hub_data_set: Path, fields: dict[str, str],
+                                                                  named: str) -> None:
+    with pytest.raises(InvalidInput, match=named) as caught:
+        list(readers._hub_rows(DataSource(path=str(hub_data_set), **fields)))
+    assert "config" in caught.value.hint
 
 
 def test_files_of_the_wrong_kind_are_refused_with_the_hint(tmp_path: Path) -> None:

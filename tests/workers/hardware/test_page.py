@@ -1,7 +1,14 @@
 """The page of a comparison of hardware."""
 
+import base64
+import re
+import sys
+
+import pytest
+
 from eyrie_api.cli.reports import report_of
 from eyrie_api.decisions.hardware_choice import compare_hardware, sentence
+from eyrie_api.figures.job_figures import hardware
 from eyrie_workers.hardware.page import html, speeds
 from tests.api.test_hardware_choice import B200, H200S, load_report
 from tests.workers.parsed_page import parsed_page
@@ -15,6 +22,27 @@ def test_the_page_begins_with_the_recommendation_and_has_every_row_of_the_report
     for row in speeds(report).rows:
         assert row in page.rows
     assert ["8", "h200-x2/drafted", "-", "16 of 16", "16 of 16"] in page.rows
+
+
+def test_the_page_has_the_figure_of_a_jobs_page_for_light_and_dark_screens() -> None:
+    pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
+    report = compare_hardware((B200, H200S), load_report())
+    text = html(report)
+    assert hardware(report).title in parsed_page(text).text
+    pictures = [base64.b64decode(one).decode() for one in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)]
+    assert len(pictures) == 2
+    assert pictures[0] != pictures[1]
+    for drawn in pictures:
+        assert "tokens per second of a GPU (throughput)" in drawn
+
+
+def test_without_the_library_that_draws_the_page_has_the_values_and_says_what_to_install(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)  # as where it is not installed
+    report = compare_hardware((B200, H200S), load_report())
+    page = parsed_page(html(report))
+    assert "eyrie[plots]" in page.text
+    assert speeds(report).rows[0] in page.rows
 
 
 def test_the_page_says_what_is_pushed_of_it() -> None:

@@ -207,7 +207,7 @@ def _without_nulls(value: Any) -> Any:
 def _hub_rows(source: DataSource) -> Iterator[Any]:
     from datasets import load_dataset
 
-    hint = "check the id, the split and the network, or download the data set and give its parquet or JSONL file"
+    hint = "check id, config, split and network, or download the data set and give its parquet or JSONL file"
     try:
         yield from map(_without_nulls, load_dataset(
             source.path, source.config, split=source.split, revision=source.revision, streaming=True))

@@ -1,8 +1,17 @@
-"""The comparison of hardware as text: the table of the terminal, and one HTML file (`report.html`). Pure."""
+"""The comparison of hardware as text: the table of the terminal, and one HTML file (`report.html`). Pure.
+
+The page's figure is that of a job's page in the console, by the same definition.
+"""
+
+import importlib
+from typing import Literal
 
 from eyrie_api.decisions.hardware_choice import sentence
+from eyrie_api.figures.job_figures import hardware
+from eyrie_api.v1alpha1.figures import Figure
 from eyrie_api.v1alpha1.hardware import HardwareReport, HardwareRow
-from eyrie_workers.report_page.page import ReportPage, Section, Table, render
+from eyrie_workers.figure_style import Picture
+from eyrie_workers.report_page.page import PageFigure, ReportPage, Section, Table, render
 
 COLUMNS = ("users", "profile", "variant", "tokens/s\nall", "tokens/s\na device", "tokens/s\none user",
            "first token\np50 / p99 ms", "money\na million tokens", "to the baseline\n95 % interval")
@@ -14,7 +23,7 @@ def html(report: HardwareReport) -> str:
     prices = [[one.name, f"{one.price_per_hour:g}", str(one.num_devices)] for one in report.profiles]
     suites = dict.fromkeys(name for one in load.levels for name in one.by_category)
     sections = [
-        Section("Speed and money", table=speeds(report)),
+        _speed_and_money(report),
         Section("Acceptance and answers", table=answers(report)),
         Section("Profiles", table=Table(("profile", "price of an hour", "devices"), prices)),
         Section("Variants", table=Table(("variant", "server and setting"), list(load.variants.items())))]
@@ -29,6 +38,21 @@ def html(report: HardwareReport) -> str:
         ("Measured", f"{e.date[:10]}, code {e.code_version}")]
     return render(ReportPage("hardware", f"Hardware compared for {load.model}",
                              [sentence(choice, report) for choice in report.choices], facts, sections))
+
+
+def _speed_and_money(report: HardwareReport) -> Section:
+    title, table, figure = "Speed and money", speeds(report), hardware(report)
+    try:
+        picture = Picture(figure.title, figure.caption, _drawn(figure, "light"), _drawn(figure, "dark"))
+    except ImportError:
+        return Section(title, ["The figure needs `pip install 'eyrie[plots]'`; the table has its values."], table=table)
+    return Section(title, table=table, figures=[PageFigure(picture, table)])
+
+
+def _drawn(figure: Figure, theme: Literal["light", "dark"]) -> str:
+    svg: str = importlib.import_module("vl_convert").vegalite_to_svg(
+        figure.spec | {"config": figure.themes[theme]}, vl_version="5.21")
+    return svg
 
 
 def speeds(report: HardwareReport) -> Table:
