@@ -25,15 +25,17 @@ from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.conditions import observe
-from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.hardware import FreeMemory, Room, find_room, free_memory, weight_bytes
+from eyrie_operator.embedded.marks import Mark, stop_marked
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     HOST,
     EngineRecord,
+    adopt_engines,
     endpoint_dir,
     engine_argv,
     engine_dir,
+    find_gateway,
     list_engines,
     probe,
     read_counters,
@@ -67,7 +69,7 @@ from eyrie_operator.endpoints.state import (
     StopGateway,
 )
 from eyrie_operator.endpoints.traffic_recording import delete_older, write_rules
-from eyrie_pipelines.processes import find_process, is_alive, stop_group
+from eyrie_pipelines.processes import is_alive, stop_group
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,8 @@ class EmbeddedEndpoints:
     # Observation.
 
     def _observe(self, endpoint: Endpoint, serving: Serving, directory: Path) -> ObservedEndpoint:
-        gateway = read_record(directory / GATEWAY_FILE, GatewayRecord)
+        gateway = find_gateway(directory)
+        adopt_engines(directory, self._clock())
         route = read_record(directory / ROUTE_FILE, RouteRecord)
         engines = tuple(self._observe_engine(record, folder, endpoint.model)
                         for folder, record in list_engines(directory))
@@ -132,11 +135,11 @@ class EmbeddedEndpoints:
         routed = None
         if route is not None and not route.on_hold and urls.get(route.revision) == route.url:
             routed = route.revision
-        alive = gateway is not None and is_alive(gateway.process)
         watched = self._records.watched(endpoint)
         shared = route is not None and bool(route.others)
-        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and shared else None)
-        return ObservedEndpoint(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
+        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and shared else None)
+        return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
+                                windows=watched.windows,
                                 drift_reported=watched.drift_reported, canary=canary,
                                 no_room=self._no_room(endpoint, serving, engines))
 
@@ -211,14 +214,12 @@ class EmbeddedEndpoints:
             return
         folder.mkdir(parents=True, exist_ok=True)
         argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
-        # Race: a control plane that was killed between spawn and record, or a damaged record, leaves an engine that is
-        # known by its command line alone.
-        process = find_process(str(folder / "ready.json"))
-        if process is None:
-            (folder / "ready.json").unlink(missing_ok=True)
-            gpus = self._room(endpoint, serving, action.revision).gpus if serving.serve.engine.kind == "sglang" else ()
-            process = spawn(argv, folder, folder / "engine.log",
-                            {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
+        stop_marked(folder, 0.0)  # children of an engine that was killed: a running engine has been adopted
+        (folder / "ready.json").unlink(missing_ok=True)
+        gpus = self._room(endpoint, serving, action.revision).gpus if serving.serve.engine.kind == "sglang" else ()
+        # Race: killed between spawn and record, the next control plane finds the engine by its mark.
+        process = spawn(argv, Mark(folder=str(folder), alone=action.alone), folder / "engine.log",
+                        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
         write_model(folder / ENGINE_FILE, EngineRecord(
             revision=action.revision, process=process, started_at=self._clock(), starts=action.starts,
             alone=action.alone))
@@ -269,6 +270,7 @@ def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Pat
     elif isinstance(action, KillEngine):
         stop_group(record.process, grace_s=0.0)
     else:
+        stop_marked(folder, 0.0)  # children that outlived it
         for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
             (folder / name).unlink(missing_ok=True)
 
