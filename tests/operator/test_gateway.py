@@ -44,6 +44,7 @@ class Engine(ThreadingHTTPServer):
 
     def __init__(self, name: str) -> None:
         self.name, self.go_on, self.client_gone = name, threading.Event(), threading.Event()
+        self.began = threading.Semaphore(0)
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -69,12 +70,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.client_gone.set()
             self.close_connection = True
             return
-        if self.path in ("/v1/cut", "/v1/cut_stream"):  # dies in the middle of its response
+        if self.path in ("/v1/cut", "/v1/cut_stream", "/v1/killed", "/v1/killed_stream"):  # dies in its response
             self.send_response(200)
             self.send_header("content-type", "text/event-stream" if "stream" in self.path else "application/json")
             self.send_header("content-length", "1000")
             self.end_headers()
             self.wfile.write(b'data: {"a')
+            if "killed" in self.path:
+                self.server.began.release()
+                self.server.go_on.wait(30)
             self.close_connection = True
             return
         if self.path == "/v1/slash/":
@@ -237,6 +241,37 @@ def test_a_response_cut_by_the_engine_is_an_error_that_openai_clients_parse(
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_disconnected"
     assert end == "data: [DONE]"
     assert counted(url) == {"1": {"answered": 0, "errors": 2}}
+
+
+@pytest.mark.parametrize("on_hold", [False, True], ids=["another engine serves", "its successor is starting"])
+def test_a_response_cut_by_the_stop_of_a_replaced_engine_is_a_503_to_be_tried_again(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine], on_hold: bool) -> None:
+    directory, url = gateway
+    blue, green = engines
+    answers: dict[str, httpx.Response] = {}
+
+    def begin(path: str) -> threading.Thread:
+        asking = threading.Thread(target=lambda: answers.update({path: ask(url, path)}))
+        asking.start()
+        return asking
+
+    lead_to(directory, blue, 1)
+    asking = [begin(path) for path in ("/v1/killed", "/v1/killed_stream")]
+    assert all(blue.began.acquire(timeout=30) for _ in asking)
+    if on_hold:
+        held = RouteRecord(revision=1, url=blue.url, since=datetime.now(UTC), on_hold=True)
+        write_model(directory / ROUTE_FILE, held)
+    else:
+        lead_to(directory, green, 2)
+    blue.go_on.set()
+    for one in asking:
+        one.join(30)
+    whole = answers["/v1/killed"]
+    assert (whole.status_code, whole.json()["error"]["code"]) == (503, "replacing_engine")
+    assert int(whole.headers["retry-after"]) > 0
+    *_, error, end = [line for line in answers["/v1/killed_stream"].text.splitlines() if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replacing_engine"
+    assert end == "data: [DONE]"
 
 
 def test_headers_name_neither_the_engine_s_address_nor_anything_twice(

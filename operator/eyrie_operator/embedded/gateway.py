@@ -9,7 +9,8 @@ and the gateway continues without one.
 
 A request in progress stays with its engine. When its client disconnects, the connection to the engine is closed, which
 ends the generation. An engine that fails in the middle of a response yields an OpenAI-shaped error, as an event where
-the response is a stream. A request whose engine refuses the connection is sent once more, to the
+the response is a stream: 502, and 503 with Retry-After for an engine that the route has left, which is stopped when its
+time to finish is over. A request whose engine refuses the connection is sent once more, to the
 engine that serves: the route may have changed, or the canary may have died. Nothing else is repeated, since the engine
 may have started to respond. When no engine can be reached the response is an OpenAI-shaped 503. Only POSTs are shared
 and counted; `GET /-/eyrie/counters` returns the counts. A POST with the header X-Eyrie-Revision goes to the engine of
@@ -95,6 +96,9 @@ _MOST_HELD = 1000
 """Requests held at once: each keeps its body and a connection."""
 
 
+_CUT = "the engine was replaced and stopped before it finished this response (serve.drain_s); try again"
+
+
 class GatewayRecord(Frozen):
     """`gateway.json`: the process that listens on the stable port."""
 
@@ -163,12 +167,12 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                            request.headers.get(CONSENT_HEADER, ""))
         for attempt in (1, 2):
             if not await end_of_hold(request):
-                return _unavailable(503, "replacing_engine", "the engine of this endpoint is being replaced; try again")
+                return _replacing("the engine of this endpoint is being replaced; try again")
             first = is_post and attempt == 1
             routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "")
             if routed is not None:
                 try:
-                    return await _send(client, routed, request, body, counted=is_post)
+                    return await _send(client, routes, routed, request, body, counted=is_post)
                 except ClientDisconnect:
                     return Response(status_code=499)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
@@ -177,6 +181,8 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                 except httpx.TransportError as error:  # it accepted the request: a retry could run it twice
                     if is_post:
                         routed.failed()
+                    if _was_replaced(routes, routed):
+                        return _replacing(_CUT)
                     return _unavailable(502, "engine_disconnected",
                                         f"the engine disconnected before it responded ({type(error).__name__})")
             if attempt == 1:
@@ -203,7 +209,7 @@ async def _on_http_exception(_request: Request, error: Exception) -> Response:
     return _refused(error.status_code, "InvalidRequest", error.detail)
 
 
-async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Request, body: bytes, *,
+async def _send(client: httpx.AsyncClient, routes: Routes, routed: RoutedRequest, request: Request, body: bytes, *,
                 counted: bool) -> Response:
     # The path as it was sent: the decoded one may hold what a URL cannot. `request.url` fails for some Host headers.
     target, query = request.scope["raw_path"], request.scope["query_string"]
@@ -219,7 +225,8 @@ async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Reque
         forwarded["location"] = forwarded["location"].removeprefix(routed.url.rstrip("/"))
     relayed = _relay(response, routed if counted else None)
     if response.headers.get("content-type", "").startswith(_EVENT_STREAM):
-        return StreamingResponse(_with_error_event(relayed), status_code=response.status_code, headers=forwarded)
+        return StreamingResponse(_with_error_event(relayed, routes, routed), status_code=response.status_code,
+                                 headers=forwarded)
     # Read whole, so that an engine that fails meanwhile yields an error and not a truncated response.
     content = await _unless_disconnected(request, _joined(relayed))
     return Response(content, status_code=response.status_code, headers=forwarded)
@@ -250,16 +257,17 @@ async def _joined(chunks: AsyncGenerator[bytes]) -> bytes:
         return b"".join([chunk async for chunk in chunks])
 
 
-async def _with_error_event(chunks: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _with_error_event(chunks: AsyncGenerator[bytes], routes: Routes,
+                            routed: RoutedRequest) -> AsyncIterator[bytes]:
     """The stream, and an error event where the engine disconnects before its end: the status line has been sent."""
     try:
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
     except httpx.TransportError as error:
-        # The empty line ends an event that was cut.
-        yield b"\n\ndata: " + json.dumps(_error("engine_disconnected", "the engine disconnected before the end of its "
-                                                f"response ({type(error).__name__})")).encode() + b"\n\n"
+        failure = _error("replacing_engine", _CUT) if _was_replaced(routes, routed) else _error(
+            "engine_disconnected", f"the engine disconnected before the end of its response ({type(error).__name__})")
+        yield b"\n\ndata: " + json.dumps(failure).encode() + b"\n\n"  # the empty line ends an event that was cut
         yield b"data: [DONE]\n\n"
 
 
@@ -279,6 +287,16 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
             (routed.failed if response.status_code >= 500 else routed.answered)()
     finally:
         await response.aclose()
+
+
+def _was_replaced(routes: Routes, routed: RoutedRequest) -> bool:
+    """Whether the engine of a request in progress is one that is being stopped."""
+    route = routes.current()
+    return route is not None and not route.leads_to(routed.url)
+
+
+def _replacing(message: str) -> JSONResponse:
+    return _unavailable(503, "replacing_engine", message)
 
 
 def _refused(status: int, code: str, message: str) -> JSONResponse:

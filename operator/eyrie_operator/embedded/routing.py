@@ -45,6 +45,10 @@ class RouteRecord(Frozen):
     record_prompts: int = Field(0, ge=0)
     """Latest chat requests to keep; 0 keeps none."""
 
+    def leads_to(self, url: str) -> bool:
+        """Whether new requests may reach the engine with this URL. One that gets none is being stopped."""
+        return not self.on_hold and url in (self.url, *(other.url for other in self.others))
+
     @model_validator(mode="after")
     def _shares_leave_rest(self) -> "RouteRecord":
         if sum(other.share for other in self.others) >= 1.0:
