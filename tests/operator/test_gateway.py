@@ -19,8 +19,8 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, PortInUse
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import bind, create_gateway, is_forwarded
-from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
+from eyrie_operator.embedded.processes import read_port, read_unended, start_gateway, stop_gateway
+from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share, ignores_eos
 from eyrie_operator.endpoints.traffic_recording import (
     REDACT,
     RULES_FILE,
@@ -31,7 +31,7 @@ from eyrie_operator.endpoints.traffic_recording import (
     redaction,
     write_rules,
 )
-from eyrie_pipelines.processes import is_alive
+from eyrie_pipelines.processes import is_alive, wait_until
 from tests.campaigns.raw_http import send
 
 JSON = {"content-type": "application/json"}
@@ -272,6 +272,40 @@ def test_a_response_cut_by_the_stop_of_a_replaced_engine_is_a_503_to_be_tried_ag
     *_, error, end = [line for line in answers["/v1/killed_stream"].text.splitlines() if line]
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replacing_engine"
     assert end == "data: [DONE]"
+
+
+@pytest.mark.parametrize(("body", "noted"), [
+    ('{"ignore_eos": true}', True), ('{"sampling_params": {"ignore_eos": true}}', True),
+    ('{"sampling_params": [{}, {"ignore_eos": true}]}', True), ('{"ignore_eos": false}', False),
+    ('{"messages": [{"role": "user", "content": "ignore_eos"}]}', False), ('["ignore_eos"]', False),
+    ('{"ignore_eos', False), ("[" * 100_000 + '"ignore_eos"', False)])
+def test_requests_that_generate_past_the_end_of_an_answer_are_recognized(body: str, noted: bool) -> None:
+    assert ignores_eos(body.encode()) is noted
+
+
+def test_requests_that_generate_past_the_end_of_an_answer_are_noted_until_they_end(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    port = int(url.rpartition(":")[2])
+    lead_to(directory, engines[0], 7)
+    began = datetime.now(UTC)
+
+    def unended(since: datetime) -> bool:
+        seen = read_unended(port)
+        assert seen is not None
+        return seen.within(7, since)
+
+    assert ask(url).status_code == 200
+    assert not unended(began)
+    assert unended(datetime(2020, 1, 1, tzinfo=UTC))  # before this gateway started: not known
+    streaming = threading.Thread(target=ask, args=(url, "/v1/stream", '{"ignore_eos": true}'))
+    streaming.start()
+    assert wait_until(lambda: unended(began), 30.0)
+    middle = datetime.now(UTC)
+    assert not unended(middle)
+    engines[0].go_on.set()
+    streaming.join(30)
+    assert wait_until(lambda: unended(middle), 30.0)
 
 
 def test_headers_name_neither_the_engine_s_address_nor_anything_twice(

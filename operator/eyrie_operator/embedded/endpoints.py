@@ -42,12 +42,13 @@ from eyrie_operator.embedded.processes import (
     read_port,
     read_record,
     read_shares,
+    read_unended,
     resolve_target,
     spawn,
     start_gateway,
     stop_gateway,
 )
-from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share
+from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share, UnendedAnswers
 from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
@@ -128,7 +129,12 @@ class EmbeddedEndpoints:
         gateway = find_gateway(directory)
         adopt_engines(directory, self._clock())
         route = read_record(directory / ROUTE_FILE, RouteRecord)
-        engines = tuple(self._observe_engine(record, folder, endpoint.model)
+
+        def unended() -> UnendedAnswers | None:  # our engine does not count such answers
+            ours = serving.serve.engine.kind == "embedded"
+            return UnendedAnswers() if ours or gateway is None else read_unended(gateway.port)
+
+        engines = tuple(self._observe_engine(record, folder, endpoint.model, unended)
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
@@ -156,7 +162,8 @@ class EmbeddedEndpoints:
         weights = weight_bytes(resolve_target(serving.target), use)
         return find_room(serving.serve.engine, weights, self._free_memory())
 
-    def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> ObservedEngine:
+    def _observe_engine(self, record: EngineRecord, folder: Path, model: str,
+                        read_unended_answers: Callable[[], UnendedAnswers | None]) -> ObservedEngine:
         if not is_alive(record.process):
             return ObservedEngine(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
                                   message=last_lines(folder / "engine.log"), alone=record.alone)
@@ -174,11 +181,16 @@ class EmbeddedEndpoints:
             write_model(folder / ENGINE_FILE, record)
         assert record.url is not None
         counters = read_counters(record.url)
-        seen = EngineCounters() if counters is None else record.window(counters)
+        # Race: read after the counters, so that what they count has been noted. While the gateway does not respond,
+        # nothing is judged.
+        unended = read_unended_answers()
+        seen = EngineCounters() if counters is None or unended is None else record.window(counters)
         requests = None if counters is None else record.requests(counters)
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
                               window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
-                              window_requests=requests, window_since=record.window_since, alone=record.alone)
+                              window_requests=requests, window_since=record.window_since, alone=record.alone,
+                              window_unended=unended is not None and record.window_since is not None
+                              and unended.within(record.revision, record.window_since))
 
     # Actions. Each is idempotent: after a crash it is applied again.
 

@@ -54,7 +54,14 @@ from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.short_waits import prefer_short_waits
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
+from eyrie_operator.embedded.routing import (
+    COUNTERS_PATH,
+    ROUTE_FILE,
+    UNENDED_PATH,
+    RoutedRequest,
+    Routes,
+    ignores_eos,
+)
 from eyrie_operator.endpoints.traffic_recording import (
     CHAT_PATH,
     CONSENT_HEADER,
@@ -165,12 +172,14 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
             route = routes.current()
             traffic.record(body, 0 if route is None else route.record_prompts,
                            request.headers.get(CONSENT_HEADER, ""))
+        past_end = ignores_eos(body)
         for attempt in (1, 2):
             if not await end_of_hold(request):
                 return _replacing("the engine of this endpoint is being replaced; try again")
             first = is_post and attempt == 1
             routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "")
             if routed is not None:
+                routed.begin(ignores_eos=is_post and past_end)
                 try:
                     return await _send(client, routes, routed, request, body, counted=is_post)
                 except ClientDisconnect:
@@ -185,6 +194,8 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                         return _replacing(_CUT)
                     return _unavailable(502, "engine_disconnected",
                                         f"the engine disconnected before it responded ({type(error).__name__})")
+                finally:
+                    routed.ended()  # a stream that has begun ends later
             if attempt == 1:
                 await asyncio.sleep(_SWITCH_S)
         return _unavailable(503, "no_engine", "no engine of this endpoint serves yet; `eyrie endpoints` shows its "
@@ -193,12 +204,16 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
     async def counters(_request: Request) -> Response:
         return Response(routes.counters().model_dump_json(), media_type="application/json")
 
+    async def unended(_request: Request) -> Response:
+        return Response(routes.unended().model_dump_json(), media_type="application/json")
+
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         async with client:
             yield
 
     return Starlette(routes=[PathRoute(COUNTERS_PATH, counters, methods=["GET"]),
+                             PathRoute(UNENDED_PATH, unended, methods=["GET"]),
                              PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan,
                      exception_handlers={HTTPException: _on_http_exception})
 
@@ -287,6 +302,8 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
             (routed.failed if response.status_code >= 500 else routed.answered)()
     finally:
         await response.aclose()
+        if routed is not None:
+            routed.ended()
 
 
 def _was_replaced(routes: Routes, routed: RoutedRequest) -> bool:

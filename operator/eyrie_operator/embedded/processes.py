@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.marks import Mark, running_leaders, stop_marked
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Counters
+from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, UNENDED_PATH, Counters, UnendedAnswers
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, increase, read_metrics
 from eyrie_pipelines.processes import ProcessId, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
@@ -248,6 +248,15 @@ def read_shares(port: int) -> Counters | None:
     try:
         answer = httpx.get(f"http://{HOST}:{port}{COUNTERS_PATH}", timeout=2.0, trust_env=False)
         return Counters.model_validate_json(answer.text)
+    except (httpx.HTTPError, ValueError):
+        return None
+
+
+def read_unended(port: int) -> UnendedAnswers | None:
+    """When the gateway last had requests with `ignore_eos` in progress; None when it does not respond."""
+    try:
+        answer = httpx.get(f"http://{HOST}:{port}{UNENDED_PATH}", timeout=2.0, trust_env=False)
+        return UnendedAnswers() if answer.status_code == 404 else UnendedAnswers.model_validate_json(answer.text)
     except (httpx.HTTPError, ValueError):
         return None
 

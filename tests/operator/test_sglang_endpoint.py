@@ -1,7 +1,8 @@
-"""Engines and gateways whose records are missing or damaged are found, kept or stopped, and never started twice.
+"""SGLang behind an endpoint: engines and gateways whose records are missing or damaged are found, kept or stopped, and
+never started twice; and acceptance is not judged by answers that were generated past their end.
 
 The engine is a stand-in for SGLang's launcher: nothing of the endpoint's folder is in its command line, and it has a
-child that ignores SIGTERM.
+child that ignores SIGTERM. Each of its answers is 1000 tokens, none of them drafted.
 """
 
 import os
@@ -10,18 +11,24 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 
+from eyrie_api.clock import utc_now
+from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition
 from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
@@ -46,14 +53,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+answers = []
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.answer("".join(f"sglang:{name} {count}\\n" for name, count in (
+            ("spec_verify_calls_total", 1000 * len(answers)), ("generation_tokens_total", 1000 * len(answers)),
+            ('http_responses_total{endpoint="/v1/completions",status_code="200"}', len(answers)))))
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        answers.append(self.path)
+        self.answer("{}")
+    def answer(self, text):
         self.send_response(200)
-        self.send_header("content-length", "2")
+        self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(b"{}")
-    do_POST = do_GET
+        self.wfile.write(text.encode())
     def log_message(self, *_line):
         pass
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
@@ -184,3 +198,28 @@ def test_a_damaged_port_number_is_written_again_and_leaves_no_condition_stale(se
     port.write_bytes(b"")
     end(served.gateway().process.pid)
     assert served.serve() == url  # by the record of the gateway that has ended
+
+
+def test_answers_past_their_end_leave_a_window_unjudged_and_the_next_one_is_judged_again(served: Served) -> None:
+    use = DrafterUse(setting=Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)))
+    served.endpoints.propose("default", job_id=None, checkpoint=None, use=use, tau=3.0, reason="better")
+    url = served.serve()
+    later = EmbeddedEndpoints(served.settings, served.database, clock=lambda: utc_now() + timedelta(minutes=2))
+
+    def ask(**fields: bool) -> None:
+        body = {"model": "tiny", "prompt": "x", **fields}
+        assert httpx.post(f"{url}/completions", json=body, timeout=60).status_code == 200
+
+    ask(ignore_eos=True)
+    ask()
+    served.keeper.reconcile("default")
+    later.reconcile("default")
+    (window,) = Histories(served.database).read("default", kind="window").items
+    assert set(window.figures) == {"requests", "seconds"}
+    seen = served.endpoints.get("default")
+    assert (seen.active_revision, seen.candidate_revision) == (2, None)
+    ask()
+    later.reconcile("default")
+    rolled_back = find(served.endpoints.get("default").conditions, "RolledBack")
+    assert rolled_back is not None
+    assert (rolled_back.status, rolled_back.reason) == ("True", "AcceptanceCollapsed")
