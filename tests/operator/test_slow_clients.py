@@ -36,12 +36,17 @@ PROGRAMS = {
     "engine": "from eyrie_workers.engines.server import main; "
               "main(['--target', 'quickstart', '--port', sys.argv[2], '--threads', '1'])",
 }
+POSTS = {"control plane": "/v1alpha1/jobs", "API server": "/v1alpha1/jobs", "gateway": "/v1/completions",
+         "engine": "/v1/completions"}
+"""A path of each whose handler reads the body."""
+
 MOST_SLOW = 20
 """More than any server has threads for handlers."""
 
 
 @pytest.fixture(params=PROGRAMS)
-def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, str]]:
+    """A port, and the path of a POST."""
     if request.param == "API server":
         database = Database(Settings(home=tmp_path).resolved_database_url)
         upgrade(database)
@@ -58,7 +63,7 @@ def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
 
     try:
         assert wait_until(answers, LIMIT_S)
-        yield chosen
+        yield chosen, POSTS[request.param]
         assert process.poll() is None
     finally:
         process.kill()
@@ -77,15 +82,19 @@ def is_closed_by_server(port: int, begun: bytes) -> bool:
             return False
 
 
-def test_half_a_header_is_closed_and_slow_callers_delay_no_other(port: int) -> None:
-    slow = (b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 9\r\n\r\n{")
+def test_half_a_header_is_closed_and_slow_callers_delay_no_other(served: tuple[int, str]) -> None:
+    port, path = served
+    slow = (f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            "Content-Length: 9\r\n\r\n{").encode()
     with contextlib.ExitStack() as open_connections:
         for _ in range(MOST_SLOW):
             connection = open_connections.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.sendall(slow)
         assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=60.0).status_code > 0
         assert is_closed_by_server(port, b"GET /health HTTP/1.1\r\nHost: 127")
+        connection.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)  # the body of the slow ones is still awaited
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: h"])
