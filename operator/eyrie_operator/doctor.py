@@ -33,7 +33,7 @@ from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.processes import ENGINE_FILE, EngineRecord
+from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, parse_port
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 
 log = logging.getLogger(__name__)
@@ -195,15 +195,21 @@ def _examine_endpoint(home: Path, endpoint: Endpoint) -> Iterator[Finding]:
             if path.exists():
                 kind.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            yield Finding(reason="RecordDamaged", where=str(path.relative_to(home)),
-                          message=f"not a {kind.__name__}: {error.errors()[0]['msg']}",
-                          hint="a running control plane writes it again by itself", repair="write-again")
+            yield _damaged_record(home, path, f"not a {kind.__name__}: {error.errors()[0]['msg']}")
+    port = directory / PORT_FILE
+    if port.exists() and parse_port(port.read_bytes()) is None:
+        yield _damaged_record(home, port, "not the number of a port")
     numbers = {endpoint.active_revision, endpoint.candidate_revision}
     for revision in endpoint.revisions:
         if revision.number in numbers and revision.drafter_dir and not Path(revision.drafter_dir).is_dir():
             yield Finding(reason="DrafterMissing", where=f"endpoint {endpoint.name}, revision {revision.number}",
                           message=f"{revision.drafter_dir} does not exist, so its engine cannot start",
                           hint=f"restore it, or `eyrie rollback {endpoint.name}`")
+
+
+def _damaged_record(home: Path, path: Path, message: str) -> Finding:
+    return Finding(reason="RecordDamaged", where=str(path.relative_to(home)), message=message,
+                   hint="a running control plane writes it again by itself", repair="write-again")
 
 
 def repair(home: Path, finding: Finding) -> Finding:

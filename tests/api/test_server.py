@@ -169,6 +169,14 @@ def test_a_label_with_a_nul_is_stored_or_refused(server: Running) -> None:
     assert post(server, JOBS, job_body(labels={"team": "\0"})).status_code in (202, 422)
 
 
+def test_a_job_has_at_most_64_labels(server: Running) -> None:
+    labels = {f"label-{number}": "x" for number in range(65)}
+    document = problem(post(server, JOBS, job_body(labels=labels)), 422, "InvalidInput")
+    assert document.errors[0]["pointer"] == "/labels"
+    del labels["label-64"]
+    assert post(server, JOBS, job_body(labels=labels)).status_code == 202
+
+
 def test_an_unknown_route_and_a_wrong_method_are_problems(server: Running) -> None:
     problem(httpx.get(server.url + "/v1alpha1/nothing"), 404, "NotFound")
     for path in ("/v1alpha1/jobs/a%00b", "/v1alpha1/jobs?name=%00", "/v1alpha1/jobs?project=%00"):

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import JobStatus, StageStatus
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.control_plane import Plane
 from eyrie_operator.doctor import SET_ASIDE, DatabaseDamaged, Finding, Home, check_start, examine, repair
 from tests.api.samples import ended, job_spec
@@ -75,6 +78,20 @@ def test_a_damaged_manifest_is_found_and_its_stage_runs_again(made: Made) -> Non
     assert (one.reason, one.where) == ("StageDamaged", f"jobs/{made.job}/stages/capture")
     assert repair(made.home, one).repaired
     assert [finding.reason for finding in made.found()] == ["StageMissing"], "until the retried job has run it"
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b"70000\n"])
+def test_a_damaged_port_number_of_an_endpoint_is_found_and_removed(made: Made, text: bytes) -> None:
+    Endpoints(made.database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
+    port = made.home / "endpoints" / "default" / "port"
+    port.parent.mkdir(parents=True)
+    port.write_bytes(b"8100\n")
+    assert made.found() == []
+    port.write_bytes(text)
+    [one] = made.found()
+    assert (one.reason, one.where) == ("RecordDamaged", "endpoints/default/port")
+    assert repair(made.home, one).repaired
+    assert made.found() == []
 
 
 def test_a_damaged_page_of_the_database_is_found(made: Made) -> None:

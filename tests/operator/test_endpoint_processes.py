@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.database.endpoints import Serving
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import ArtifactCorrupt
+from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.embedded.processes import engine_argv, read_counters
+from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_workers.engines.server_memory import requests_that_fit
 from tests.api.samples import benchmark_report, finish_stage, target_directory
 
@@ -90,6 +94,19 @@ def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> N
     assert "--max-concurrency 3" in line
     bare = " ".join(engine_argv(serving, DrafterUse(), "m", Path("/r/ready.json")))
     assert "--drafter" not in bare
+
+
+def test_an_engine_and_its_keeper_have_the_endpoint_s_time_for_the_last_answers(target: Path, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    database = Database(settings.resolved_database_url)
+    upgrade(database)
+    records = EndpointRecords(settings, database)
+    made = records.endpoints.create("default", TargetSpec(model=str(target)), EndpointServeSpec(drain_s=42.5), "tiny")
+    serving = records.endpoints.serving("default")
+    line = engine_argv(serving, DrafterUse(), "tiny", tmp_path / "ready.json")
+    assert line[line.index("--drain-s") + 1] == "42.5"
+    assert records.policy(made, serving).drain_s == 42.5
+    database.close()
 
 
 def test_an_engine_is_not_started_with_a_drafter_that_differs_from_its_manifest(target: Path, tmp_path: Path) -> None:

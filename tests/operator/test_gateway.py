@@ -19,8 +19,8 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, PortInUse
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import bind, create_gateway, is_forwarded
-from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
+from eyrie_operator.embedded.processes import read_port, read_unended, start_gateway, stop_gateway
+from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share, ignores_eos
 from eyrie_operator.endpoints.traffic_recording import (
     REDACT,
     RULES_FILE,
@@ -31,7 +31,7 @@ from eyrie_operator.endpoints.traffic_recording import (
     redaction,
     write_rules,
 )
-from eyrie_pipelines.processes import is_alive
+from eyrie_pipelines.processes import is_alive, wait_until
 from tests.campaigns.raw_http import send
 
 JSON = {"content-type": "application/json"}
@@ -44,6 +44,7 @@ class Engine(ThreadingHTTPServer):
 
     def __init__(self, name: str) -> None:
         self.name, self.go_on, self.client_gone = name, threading.Event(), threading.Event()
+        self.began = threading.Semaphore(0)
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -69,12 +70,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.client_gone.set()
             self.close_connection = True
             return
-        if self.path in ("/v1/cut", "/v1/cut_stream"):  # dies in the middle of its response
+        if self.path in ("/v1/cut", "/v1/cut_stream", "/v1/killed", "/v1/killed_stream"):  # dies in its response
             self.send_response(200)
             self.send_header("content-type", "text/event-stream" if "stream" in self.path else "application/json")
             self.send_header("content-length", "1000")
             self.end_headers()
             self.wfile.write(b'data: {"a')
+            if "killed" in self.path:
+                self.server.began.release()
+                self.server.go_on.wait(30)
             self.close_connection = True
             return
         if self.path == "/v1/slash/":
@@ -237,6 +241,71 @@ def test_a_response_cut_by_the_engine_is_an_error_that_openai_clients_parse(
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_disconnected"
     assert end == "data: [DONE]"
     assert counted(url) == {"1": {"answered": 0, "errors": 2}}
+
+
+@pytest.mark.parametrize("on_hold", [False, True], ids=["another engine serves", "its successor is starting"])
+def test_a_response_cut_by_the_stop_of_a_replaced_engine_is_a_503_to_be_tried_again(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine], on_hold: bool) -> None:
+    directory, url = gateway
+    blue, green = engines
+    answers: dict[str, httpx.Response] = {}
+
+    def begin(path: str) -> threading.Thread:
+        asking = threading.Thread(target=lambda: answers.update({path: ask(url, path)}))
+        asking.start()
+        return asking
+
+    lead_to(directory, blue, 1)
+    asking = [begin(path) for path in ("/v1/killed", "/v1/killed_stream")]
+    assert all(blue.began.acquire(timeout=30) for _ in asking)
+    if on_hold:
+        held = RouteRecord(revision=1, url=blue.url, since=datetime.now(UTC), on_hold=True)
+        write_model(directory / ROUTE_FILE, held)
+    else:
+        lead_to(directory, green, 2)
+    blue.go_on.set()
+    for one in asking:
+        one.join(30)
+    whole = answers["/v1/killed"]
+    assert (whole.status_code, whole.json()["error"]["code"]) == (503, "replacing_engine")
+    assert int(whole.headers["retry-after"]) > 0
+    *_, error, end = [line for line in answers["/v1/killed_stream"].text.splitlines() if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replacing_engine"
+    assert end == "data: [DONE]"
+
+
+@pytest.mark.parametrize(("body", "noted"), [
+    ('{"ignore_eos": true}', True), ('{"sampling_params": {"ignore_eos": true}}', True),
+    ('{"sampling_params": [{}, {"ignore_eos": true}]}', True), ('{"ignore_eos": false}', False),
+    ('{"messages": [{"role": "user", "content": "ignore_eos"}]}', False), ('["ignore_eos"]', False),
+    ('{"ignore_eos', False), ("[" * 100_000 + '"ignore_eos"', False)])
+def test_requests_that_generate_past_the_end_of_an_answer_are_recognized(body: str, noted: bool) -> None:
+    assert ignores_eos(body.encode()) is noted
+
+
+def test_requests_that_generate_past_the_end_of_an_answer_are_noted_until_they_end(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    port = int(url.rpartition(":")[2])
+    lead_to(directory, engines[0], 7)
+    began = datetime.now(UTC)
+
+    def unended(since: datetime) -> bool:
+        seen = read_unended(port)
+        assert seen is not None
+        return seen.within(7, since)
+
+    assert ask(url).status_code == 200
+    assert not unended(began)
+    assert unended(datetime(2020, 1, 1, tzinfo=UTC))  # before this gateway started: not known
+    streaming = threading.Thread(target=ask, args=(url, "/v1/stream", '{"ignore_eos": true}'))
+    streaming.start()
+    assert wait_until(lambda: unended(began), 30.0)
+    middle = datetime.now(UTC)
+    assert not unended(middle)
+    engines[0].go_on.set()
+    streaming.join(30)
+    assert wait_until(lambda: unended(middle), 30.0)
 
 
 def test_headers_name_neither_the_engine_s_address_nor_anything_twice(

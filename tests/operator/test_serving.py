@@ -76,6 +76,19 @@ def test_a_new_endpoint_listens_and_starts_its_first_engine() -> None:
     assert plan(endpoint(None, 1), gateway=False).actions == (StartGateway(), StartEngine(1, 1))
 
 
+def test_a_window_with_answers_past_their_end_is_closed_without_a_judgement() -> None:
+    collapsed = {"window_rounds": 10.0 * MIN_ROUNDS, "window_tokens": 10.0 * MIN_ROUNDS, "window_requests": 3.0,
+                 "window_since": NOW - timedelta(seconds=60)}
+    wanted = endpoint(2, num=2)
+    assert RollBack in kinds(plan(wanted, engine(2, **collapsed), routed=2))
+    assert plan(wanted, engine(2, window_unended=True, **collapsed), routed=2).actions == (
+        CloseWindow(2, None, 0.0, None, requests=3.0, seconds=60.0),)
+    tried = ObservedCanary(2, 0.5, NOW)
+    for unended, rejects in ((False, True), (True, False)):
+        engines = engine(1), engine(2, window_unended=unended, **collapsed)
+        assert (Reject in kinds(plan(endpoint(1, 2), *engines, routed=1, policy=TRIED, canary=tried))) == rejects
+
+
 def test_where_two_engines_do_not_fit_the_old_one_is_stopped_first_and_the_gap_announced() -> None:
     wanted, why = endpoint(1, 2), "another engine needs 9.0 GiB"
     found = plan(wanted, engine(1), routed=1, no_room=why)

@@ -51,6 +51,16 @@ PLAIN_ATTENTION = frozenset({
 """Architectures with full attention in every layer whatever the config contains: no other field of it is needed."""
 
 
+_ENDING_S = 10.0
+"""Of an engine's time to end: its last answers get their errors within four seconds, then the process exits."""
+
+
+def drain_within(drain_timeout_s: float, leave_delay_s: float) -> float:
+    """Seconds that an engine has for its answers after SIGTERM; at least half of those before it is killed. Pure."""
+    left = drain_timeout_s - leave_delay_s
+    return max(left - _ENDING_S, left / 2.0)
+
+
 class Deployments:
     """Builds the deployments of one installation."""
 
@@ -118,7 +128,8 @@ class Deployments:
             command = EngineCommand(
                 target=path, model=endpoint.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
                 setting=use.setting, map=use.map, host=ANY_HOST, port=port,
-                max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY, dtype=target.dtype)
+                max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY, dtype=target.dtype,
+                drain_s=drain_within(self._given.drain_timeout_s, self._given.leave_delay_s))
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
 
         return EmbeddedEngine(path, argv)

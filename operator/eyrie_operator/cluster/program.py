@@ -27,6 +27,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from eyrie_api import connection_limits
 from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -105,7 +106,7 @@ class Operator:
         """Run until SIGTERM, SIGINT or the loss of the lease."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_caught: self._stopping.set())
-        probes = _serve_probes(self._options.host, self._options.port, self._endpoints())
+        probes = serve_probes(self._options.host, self._options.port, self._endpoints())
         log.info("waiting for the lease; probes and metrics on port %d", probes.server_address[1])
         self._election.start()
         try:
@@ -213,8 +214,12 @@ class Operator:
         return {"/healthz": health, "/readyz": ready, "/metrics": lambda: (200, self.telemetry.render())}
 
 
-def _serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[int, bytes]]]) -> ThreadingHTTPServer:
+def serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[int, bytes]]]) -> ThreadingHTTPServer:
+    """Serve these pages in threads of their own. A connection that sends nothing for as long as a header may take is
+    closed."""
     class Probe(BaseHTTPRequestHandler):
+        timeout = connection_limits.HEADER_S
+
         def do_GET(self) -> None:
             answer = answers.get(self.path.partition("?")[0])
             status, body = answer() if answer else (404, b"no such page\n")

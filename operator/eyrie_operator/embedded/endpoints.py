@@ -25,27 +25,30 @@ from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.conditions import observe
-from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.hardware import FreeMemory, Room, find_room, free_memory, weight_bytes
+from eyrie_operator.embedded.marks import Mark, stop_marked
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     HOST,
     EngineRecord,
+    adopt_engines,
     endpoint_dir,
     engine_argv,
     engine_dir,
+    find_gateway,
     list_engines,
     probe,
     read_counters,
     read_port,
     read_record,
     read_shares,
+    read_unended,
     resolve_target,
     spawn,
     start_gateway,
     stop_gateway,
 )
-from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share
+from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share, UnendedAnswers
 from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
@@ -67,7 +70,7 @@ from eyrie_operator.endpoints.state import (
     StopGateway,
 )
 from eyrie_operator.endpoints.traffic_recording import delete_older, write_rules
-from eyrie_pipelines.processes import find_process, is_alive, stop_group
+from eyrie_pipelines.processes import is_alive, stop_group
 
 log = logging.getLogger(__name__)
 
@@ -123,20 +126,26 @@ class EmbeddedEndpoints:
     # Observation.
 
     def _observe(self, endpoint: Endpoint, serving: Serving, directory: Path) -> ObservedEndpoint:
-        gateway = read_record(directory / GATEWAY_FILE, GatewayRecord)
+        gateway = find_gateway(directory)
+        adopt_engines(directory, self._clock())
         route = read_record(directory / ROUTE_FILE, RouteRecord)
-        engines = tuple(self._observe_engine(record, folder, endpoint.model)
+
+        def unended() -> UnendedAnswers | None:  # our engine does not count such answers
+            ours = serving.serve.engine.kind == "embedded"
+            return UnendedAnswers() if ours or gateway is None else read_unended(gateway.port)
+
+        engines = tuple(self._observe_engine(record, folder, endpoint.model, unended)
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
         routed = None
         if route is not None and not route.on_hold and urls.get(route.revision) == route.url:
             routed = route.revision
-        alive = gateway is not None and is_alive(gateway.process)
         watched = self._records.watched(endpoint)
         shared = route is not None and bool(route.others)
-        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and shared else None)
-        return ObservedEndpoint(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
+        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and shared else None)
+        return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
+                                windows=watched.windows,
                                 drift_reported=watched.drift_reported, canary=canary,
                                 no_room=self._no_room(endpoint, serving, engines))
 
@@ -153,7 +162,8 @@ class EmbeddedEndpoints:
         weights = weight_bytes(resolve_target(serving.target), use)
         return find_room(serving.serve.engine, weights, self._free_memory())
 
-    def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> ObservedEngine:
+    def _observe_engine(self, record: EngineRecord, folder: Path, model: str,
+                        read_unended_answers: Callable[[], UnendedAnswers | None]) -> ObservedEngine:
         if not is_alive(record.process):
             return ObservedEngine(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
                                   message=last_lines(folder / "engine.log"), alone=record.alone)
@@ -171,11 +181,16 @@ class EmbeddedEndpoints:
             write_model(folder / ENGINE_FILE, record)
         assert record.url is not None
         counters = read_counters(record.url)
-        seen = EngineCounters() if counters is None else record.window(counters)
+        # Race: read after the counters, so that what they count has been noted. While the gateway does not respond,
+        # nothing is judged.
+        unended = read_unended_answers()
+        seen = EngineCounters() if counters is None or unended is None else record.window(counters)
         requests = None if counters is None else record.requests(counters)
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
                               window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
-                              window_requests=requests, window_since=record.window_since, alone=record.alone)
+                              window_requests=requests, window_since=record.window_since, alone=record.alone,
+                              window_unended=unended is not None and record.window_since is not None
+                              and unended.within(record.revision, record.window_since))
 
     # Actions. Each is idempotent: after a crash it is applied again.
 
@@ -211,14 +226,12 @@ class EmbeddedEndpoints:
             return
         folder.mkdir(parents=True, exist_ok=True)
         argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
-        # Race: a control plane that was killed between spawn and record, or a damaged record, leaves an engine that is
-        # known by its command line alone.
-        process = find_process(str(folder / "ready.json"))
-        if process is None:
-            (folder / "ready.json").unlink(missing_ok=True)
-            gpus = self._room(endpoint, serving, action.revision).gpus if serving.serve.engine.kind == "sglang" else ()
-            process = spawn(argv, folder, folder / "engine.log",
-                            {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
+        stop_marked(folder, 0.0)  # children of an engine that was killed: a running engine has been adopted
+        (folder / "ready.json").unlink(missing_ok=True)
+        gpus = self._room(endpoint, serving, action.revision).gpus if serving.serve.engine.kind == "sglang" else ()
+        # Race: killed between spawn and record, the next control plane finds the engine by its mark.
+        process = spawn(argv, Mark(folder=str(folder), alone=action.alone), folder / "engine.log",
+                        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
         write_model(folder / ENGINE_FILE, EngineRecord(
             revision=action.revision, process=process, started_at=self._clock(), starts=action.starts,
             alone=action.alone))
@@ -269,6 +282,7 @@ def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Pat
     elif isinstance(action, KillEngine):
         stop_group(record.process, grace_s=0.0)
     else:
+        stop_marked(folder, 0.0)  # children that outlived it
         for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
             (folder / name).unlink(missing_ok=True)
 

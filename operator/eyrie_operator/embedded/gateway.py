@@ -9,7 +9,8 @@ and the gateway continues without one.
 
 A request in progress stays with its engine. When its client disconnects, the connection to the engine is closed, which
 ends the generation. An engine that fails in the middle of a response yields an OpenAI-shaped error, as an event where
-the response is a stream. A request whose engine refuses the connection is sent once more, to the
+the response is a stream: 502, and 503 with Retry-After for an engine that the route has left, which is stopped when its
+time to finish is over. A request whose engine refuses the connection is sent once more, to the
 engine that serves: the route may have changed, or the canary may have died. Nothing else is repeated, since the engine
 may have started to respond. When no engine can be reached the response is an OpenAI-shaped 503. Only POSTs are shared
 and counted; `GET /-/eyrie/counters` returns the counts. A POST with the header X-Eyrie-Revision goes to the engine of
@@ -53,7 +54,14 @@ from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.short_waits import prefer_short_waits
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
+from eyrie_operator.embedded.routing import (
+    COUNTERS_PATH,
+    ROUTE_FILE,
+    UNENDED_PATH,
+    RoutedRequest,
+    Routes,
+    ignores_eos,
+)
 from eyrie_operator.endpoints.traffic_recording import (
     CHAT_PATH,
     CONSENT_HEADER,
@@ -93,6 +101,9 @@ the usual timeout of OpenAI clients is 600 s."""
 
 _MOST_HELD = 1000
 """Requests held at once: each keeps its body and a connection."""
+
+
+_CUT = "the engine was replaced and stopped before it finished this response (serve.drain_s); try again"
 
 
 class GatewayRecord(Frozen):
@@ -161,14 +172,16 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
             route = routes.current()
             traffic.record(body, 0 if route is None else route.record_prompts,
                            request.headers.get(CONSENT_HEADER, ""))
+        past_end = ignores_eos(body)
         for attempt in (1, 2):
             if not await end_of_hold(request):
-                return _unavailable(503, "replacing_engine", "the engine of this endpoint is being replaced; try again")
+                return _replacing("the engine of this endpoint is being replaced; try again")
             first = is_post and attempt == 1
             routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "")
             if routed is not None:
+                routed.begin(ignores_eos=is_post and past_end)
                 try:
-                    return await _send(client, routed, request, body, counted=is_post)
+                    return await _send(client, routes, routed, request, body, counted=is_post)
                 except ClientDisconnect:
                     return Response(status_code=499)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
@@ -177,8 +190,12 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                 except httpx.TransportError as error:  # it accepted the request: a retry could run it twice
                     if is_post:
                         routed.failed()
+                    if _was_replaced(routes, routed):
+                        return _replacing(_CUT)
                     return _unavailable(502, "engine_disconnected",
                                         f"the engine disconnected before it responded ({type(error).__name__})")
+                finally:
+                    routed.ended()  # a stream that has begun ends later
             if attempt == 1:
                 await asyncio.sleep(_SWITCH_S)
         return _unavailable(503, "no_engine", "no engine of this endpoint serves yet; `eyrie endpoints` shows its "
@@ -187,12 +204,16 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
     async def counters(_request: Request) -> Response:
         return Response(routes.counters().model_dump_json(), media_type="application/json")
 
+    async def unended(_request: Request) -> Response:
+        return Response(routes.unended().model_dump_json(), media_type="application/json")
+
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         async with client:
             yield
 
     return Starlette(routes=[PathRoute(COUNTERS_PATH, counters, methods=["GET"]),
+                             PathRoute(UNENDED_PATH, unended, methods=["GET"]),
                              PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan,
                      exception_handlers={HTTPException: _on_http_exception})
 
@@ -203,7 +224,7 @@ async def _on_http_exception(_request: Request, error: Exception) -> Response:
     return _refused(error.status_code, "InvalidRequest", error.detail)
 
 
-async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Request, body: bytes, *,
+async def _send(client: httpx.AsyncClient, routes: Routes, routed: RoutedRequest, request: Request, body: bytes, *,
                 counted: bool) -> Response:
     # The path as it was sent: the decoded one may hold what a URL cannot. `request.url` fails for some Host headers.
     target, query = request.scope["raw_path"], request.scope["query_string"]
@@ -219,7 +240,8 @@ async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Reque
         forwarded["location"] = forwarded["location"].removeprefix(routed.url.rstrip("/"))
     relayed = _relay(response, routed if counted else None)
     if response.headers.get("content-type", "").startswith(_EVENT_STREAM):
-        return StreamingResponse(_with_error_event(relayed), status_code=response.status_code, headers=forwarded)
+        return StreamingResponse(_with_error_event(relayed, routes, routed), status_code=response.status_code,
+                                 headers=forwarded)
     # Read whole, so that an engine that fails meanwhile yields an error and not a truncated response.
     content = await _unless_disconnected(request, _joined(relayed))
     return Response(content, status_code=response.status_code, headers=forwarded)
@@ -250,16 +272,17 @@ async def _joined(chunks: AsyncGenerator[bytes]) -> bytes:
         return b"".join([chunk async for chunk in chunks])
 
 
-async def _with_error_event(chunks: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _with_error_event(chunks: AsyncGenerator[bytes], routes: Routes,
+                            routed: RoutedRequest) -> AsyncIterator[bytes]:
     """The stream, and an error event where the engine disconnects before its end: the status line has been sent."""
     try:
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
     except httpx.TransportError as error:
-        # The empty line ends an event that was cut.
-        yield b"\n\ndata: " + json.dumps(_error("engine_disconnected", "the engine disconnected before the end of its "
-                                                f"response ({type(error).__name__})")).encode() + b"\n\n"
+        failure = _error("replacing_engine", _CUT) if _was_replaced(routes, routed) else _error(
+            "engine_disconnected", f"the engine disconnected before the end of its response ({type(error).__name__})")
+        yield b"\n\ndata: " + json.dumps(failure).encode() + b"\n\n"  # the empty line ends an event that was cut
         yield b"data: [DONE]\n\n"
 
 
@@ -279,6 +302,18 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
             (routed.failed if response.status_code >= 500 else routed.answered)()
     finally:
         await response.aclose()
+        if routed is not None:
+            routed.ended()
+
+
+def _was_replaced(routes: Routes, routed: RoutedRequest) -> bool:
+    """Whether the engine of a request in progress is one that is being stopped."""
+    route = routes.current()
+    return route is not None and not route.leads_to(routed.url)
+
+
+def _replacing(message: str) -> JSONResponse:
+    return _unavailable(503, "replacing_engine", message)
 
 
 def _refused(status: int, code: str, message: str) -> JSONResponse:

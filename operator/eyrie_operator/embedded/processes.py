@@ -1,7 +1,8 @@
 """Gateway and engine processes of an endpoint, and the files that identify them.
 
 They run in their own sessions and are found by process ids on disk: they continue without the control plane, and the
-next one finds them.
+next one finds them. One whose record is missing or damaged is found by its mark (`marks`), and its record is written
+again.
 
     <home>/endpoints/<name>/port                      the stable port, chosen once
     <home>/endpoints/<name>/gateway.json, .log        the gateway process (`gateway`)
@@ -38,9 +39,10 @@ from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Counters
+from eyrie_operator.embedded.marks import Mark, running_leaders, stop_marked
+from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, UNENDED_PATH, Counters, UnendedAnswers
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, increase, read_metrics
-from eyrie_pipelines.processes import ProcessId, find_process, identify, is_alive, stop_group
+from eyrie_pipelines.processes import ProcessId, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 """Engines do not authenticate: only this machine may connect, whatever address the API is bound to."""
 
-ENGINE_FILE = "engine.json"
+ENGINE_FILE, PORT_FILE = "engine.json", "port"
 _GATEWAY_START_S = 30.0
 _STOP_S = 5.0
 _FETCH_S = 3600.0
@@ -98,19 +100,33 @@ class EngineRecord(Frozen):
         return None if self.window_requests is None else now.requests - self.window_requests
 
 
+def find_gateway(directory: Path) -> GatewayRecord | None:
+    """The running gateway. Its record and its port number are written again where they are missing or damaged."""
+    record = read_record(directory / GATEWAY_FILE, GatewayRecord)
+    if record is None or not is_alive(record.process):
+        record = next((GatewayRecord(process=one.leader, host=HOST, port=one.mark.port)
+                       for one in running_leaders(directory) if one.mark.port is not None), None)
+        if record is None:
+            return None
+        write_model(directory / GATEWAY_FILE, record)
+    if _stored_port(directory) != record.port:
+        write_atomically(directory / PORT_FILE, f"{record.port}\n")
+    return record
+
+
 def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
     """Start the endpoint's gateway on its stable port and return once it listens. Raises PortInUse or Transient."""
-    port, running = read_port(directory), find_process(str(directory))
-    if running is not None and port is not None:  # its record was damaged
-        found = GatewayRecord(process=running, host=HOST, port=port)
-        write_model(directory / GATEWAY_FILE, found)
+    found = find_gateway(directory)
+    if found is not None:
         return found
+    port = read_port(directory)
     with contextlib.closing(bind(HOST, port if port is not None else wanted_port)) as probe_socket:
         port = int(probe_socket.getsockname()[1])  # 0 has become a free port, which the endpoint keeps
-    write_atomically(directory / "port", f"{port}\n")
+    write_atomically(directory / PORT_FILE, f"{port}\n")
     (directory / GATEWAY_FILE).unlink(missing_ok=True)
     process = spawn([sys.executable, "-m", "eyrie_operator.embedded.gateway", "--directory", str(directory),
-                     "--host", HOST, "--port", str(port)], directory, directory / "gateway.log")
+                     "--host", HOST, "--port", str(port)], Mark(folder=str(directory.absolute()), port=port),
+                    directory / "gateway.log")
     deadline = time.monotonic() + _GATEWAY_START_S
     while time.monotonic() < deadline and is_alive(process):
         record = read_record(directory / GATEWAY_FILE, GatewayRecord)
@@ -123,7 +139,7 @@ def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
 
 def stop_gateway(directory: Path) -> None:
     """Stop the gateway; its port number is kept."""
-    record = read_record(directory / GATEWAY_FILE, GatewayRecord)
+    record = find_gateway(directory)
     if record is not None:
         stop_group(record.process, _STOP_S)
     (directory / GATEWAY_FILE).unlink(missing_ok=True)
@@ -131,22 +147,27 @@ def stop_gateway(directory: Path) -> None:
 
 def stop_endpoints(home: Path) -> None:
     """Stop every gateway and engine of a home, whichever process started them. Rows stay: the next `up` starts them."""
-    for directory in sorted((home / "endpoints").glob("*/")):
+    root = home.absolute() / "endpoints"
+    for directory in sorted(root.glob("*/")):
         stop_gateway(directory)
-        for folder, record in list_engines(directory):
+        for _, record in list_engines(directory):
             stop_group(record.process, _STOP_S)
-            shutil.rmtree(folder, ignore_errors=True)
+    stop_marked(root, _STOP_S)  # without a record, or of an endpoint whose directory is gone
+    for directory in sorted(root.glob("*/")):
+        shutil.rmtree(directory / "engines", ignore_errors=True)
         (directory / ROUTE_FILE).unlink(missing_ok=True)
 
 
-def spawn(argv: list[str], cwd: Path, log_file: Path, variables: Mapping[str, str] | None = None) -> ProcessId:
-    """Start a process in its own session, so that it outlives this one; its output is appended to `log_file`.
+def spawn(argv: list[str], mark: Mark, log_file: Path, variables: Mapping[str, str] | None = None) -> ProcessId:
+    """Start a process in its own session and its mark's folder, so that it outlives this one; its output is appended to
+    `log_file`.
 
     variables   added to this process's environment
     """
     with log_file.open("ab") as out:
-        child = subprocess.Popen(argv, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                                 start_new_session=True, env={**os.environ, **(variables or {})})
+        child = subprocess.Popen(argv, cwd=mark.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                 start_new_session=True,
+                                 env={**os.environ, **(variables or {}), **mark.variables()})
     _children.append(child)
     _children[:] = [other for other in _children if other.poll() is None]  # reaps those that ended
     # Race: a child that has ended already gets an identity that matches no process: it counts as dead.
@@ -231,6 +252,15 @@ def read_shares(port: int) -> Counters | None:
         return None
 
 
+def read_unended(port: int) -> UnendedAnswers | None:
+    """When the gateway last had requests with `ignore_eos` in progress; None when it does not respond."""
+    try:
+        answer = httpx.get(f"http://{HOST}:{port}{UNENDED_PATH}", timeout=2.0, trust_env=False)
+        return UnendedAnswers() if answer.status_code == 404 else UnendedAnswers.model_validate_json(answer.text)
+    except (httpx.HTTPError, ValueError):
+        return None
+
+
 def endpoint_dir(home: Path, name: str) -> Path:
     """Directory of one endpoint."""
     return home.absolute() / "endpoints" / name
@@ -242,11 +272,37 @@ def engine_dir(directory: Path, revision: int) -> Path:
 
 
 def read_port(directory: Path) -> int | None:
-    """The stable port, once chosen."""
+    """The stable port, once chosen; where its file is missing or damaged, the one in the gateway's record."""
+    stored = _stored_port(directory)
+    if stored is not None:
+        return stored
+    record = read_record(directory / GATEWAY_FILE, GatewayRecord)
+    return None if record is None else record.port
+
+
+def _stored_port(directory: Path) -> int | None:
     try:
-        return int((directory / "port").read_text())
+        return parse_port((directory / PORT_FILE).read_bytes())
     except FileNotFoundError:
         return None
+
+
+def parse_port(text: bytes) -> int | None:
+    """The number in an endpoint's file `port`; None where it is damaged."""
+    digits = text.strip()
+    return int(digits) if digits.isdigit() and len(digits) <= 5 and 0 < int(digits) < 65_536 else None
+
+
+def adopt_engines(directory: Path, now: datetime) -> None:
+    """Write the record of each running engine whose own is missing, damaged, or that of its predecessor."""
+    for one in running_leaders(directory / "engines"):
+        folder = Path(one.mark.folder)
+        record = read_record(folder / ENGINE_FILE, EngineRecord)
+        if record is None or not is_alive(record.process):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_model(folder / ENGINE_FILE, EngineRecord(
+                revision=int(folder.name), process=one.leader, started_at=now, alone=one.mark.alone,
+                starts=1 if record is None else record.starts + 1))
 
 
 def list_engines(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
@@ -259,7 +315,7 @@ def list_engines(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
 
 def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
     """A record; None when the file does not exist or is damaged. What it described is found again: a route is written
-    again, a running process is known by its command line."""
+    again, a running process is known by its mark."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -7,18 +7,25 @@ engine gets the third of every five requests, so that a step over few requests h
 Outcomes are counted per route: `answered` (complete responses, status below 500) and `errors` (status 500 and above, a
 refused connection, an incomplete response). Requests whose client disconnected count as neither. Requests that began
 under an earlier route are not counted: they must not decide a later canary step.
+
+Requests that ask an engine to generate past the end of an answer (`ignore_eos`) are noted for each revision: what they
+were decoded to resembles no answer, so that an acceptance window with one of them is not judged (`UnendedAnswers`).
 """
 
 import contextlib
+import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from eyrie_api.clock import Clock, utc_now
 from eyrie_api.v1alpha1.model import Frozen
 
 ROUTE_FILE = "route.json"
 COUNTERS_PATH = "/-/eyrie/counters"
+UNENDED_PATH = "/-/eyrie/unended"
 """Served by the gateway itself, never forwarded."""
 
 
@@ -45,6 +52,10 @@ class RouteRecord(Frozen):
     record_prompts: int = Field(0, ge=0)
     """Latest chat requests to keep; 0 keeps none."""
 
+    def leads_to(self, url: str) -> bool:
+        """Whether new requests may reach the engine with this URL. One that gets none is being stopped."""
+        return not self.on_hold and url in (self.url, *(other.url for other in self.others))
+
     @model_validator(mode="after")
     def _shares_leave_rest(self) -> "RouteRecord":
         if sum(other.share for other in self.others) >= 1.0:
@@ -68,12 +79,53 @@ class Counters(Frozen):
     revisions: dict[int, RequestCounts]
 
 
+class UnendedAnswers(Frozen):
+    """`GET /-/eyrie/unended`: when requests with `ignore_eos` were last in progress."""
+
+    known_since: datetime | None = None
+    """The start of this gateway. None: a gateway of an earlier version, which does not note them."""
+
+    latest: dict[int, datetime] = Field(default_factory=dict)
+    """By revision."""
+
+    def within(self, revision: int, since: datetime) -> bool:
+        """Whether that may have been so since then. Pure."""
+        if self.known_since is None:
+            return False
+        return self.known_since > since or self.latest.get(revision, since) > since
+
+
+def ignores_eos(body: bytes) -> bool:
+    """Whether a request asks for tokens past the end of its answer: of OpenAI's API, or SGLang's own. Pure."""
+    if b"ignore_eos" not in body:
+        return False
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    sampling = asked.get("sampling_params") if isinstance(asked, dict) else None
+    sampled = sampling if isinstance(sampling, list) else [sampling]
+    return isinstance(asked, dict) and any(bool(one.get("ignore_eos")) for one in (asked, *sampled)
+                                           if isinstance(one, dict))
+
+
 class RoutedRequest:
     """The engine chosen for one request; counts its outcome."""
 
-    def __init__(self, revision: int, url: str, counted: dict[int, RequestCounts]) -> None:
+    def __init__(self, revision: int, url: str, counted: dict[int, RequestCounts],
+                 on_progress: Callable[[int], None]) -> None:
         self.revision, self.url = revision, url
-        self._counted = counted
+        self._counted, self._on_progress, self._ignores_eos = counted, on_progress, False
+
+    def begin(self, *, ignores_eos: bool) -> None:
+        """Call before it is sent; `ended` afterwards."""
+        self._ignores_eos = ignores_eos
+        self.ended()
+
+    def ended(self) -> None:
+        """Note when a request with `ignore_eos` was last in progress. May be called again."""
+        if self._ignores_eos:
+            self._on_progress(self.revision)
 
     def answered(self) -> None:
         """Count a complete response."""
@@ -91,8 +143,9 @@ class RoutedRequest:
 class Routes:
     """The routing file, read again when it changes, and the counts since."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, clock: Clock = utc_now) -> None:
+        self._path, self._clock, self._known_since = path, clock, clock()
+        self._unended: dict[int, datetime] = {}
         self._seen: tuple[int, int] | None = None
         self._record: RouteRecord | None = None
         self._chosen: dict[int, int] = {}
@@ -125,18 +178,25 @@ class Routes:
             return None
         for other in route.others:
             if str(other.revision) == wanted:
-                return RoutedRequest(other.revision, other.url, self._counted)
+                return RoutedRequest(other.revision, other.url, self._counted, self._note_unended)
         shared = shared and str(route.revision) != wanted
         if not shared or not route.others:
-            return RoutedRequest(route.revision, route.url, self._counted)
+            return RoutedRequest(route.revision, route.url, self._counted, self._note_unended)
         main = Share(revision=route.revision, url=route.url, share=1.0 - sum(other.share for other in route.others))
         engines = (main, *route.others)
         turn = sum(self._chosen.values()) + 1
         chosen = max(engines, key=lambda engine: engine.share * turn - self._chosen.get(engine.revision, 0))
         self._chosen[chosen.revision] = self._chosen.get(chosen.revision, 0) + 1
-        return RoutedRequest(chosen.revision, chosen.url, self._counted)
+        return RoutedRequest(chosen.revision, chosen.url, self._counted, self._note_unended)
 
     def counters(self) -> Counters:
         """Counts under the current route."""
         route = self.current()
         return Counters(since=None if route is None else route.since, revisions=dict(self._counted))
+
+    def unended(self) -> UnendedAnswers:
+        """When requests with `ignore_eos` were last in progress."""
+        return UnendedAnswers(known_since=self._known_since, latest=dict(self._unended))
+
+    def _note_unended(self, revision: int) -> None:
+        self._unended[revision] = self._clock()

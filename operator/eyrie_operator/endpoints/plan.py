@@ -73,8 +73,10 @@ _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 def window_tau(engine: ObservedEngine, rounds: int = MIN_ROUNDS) -> float | None:
-    """Acceptance length over the window: tokens per verify round; None before enough rounds."""
-    return engine.window_tokens / engine.window_rounds if engine.window_rounds >= rounds else None
+    """Acceptance length over the window: tokens per verify round; None before enough rounds, and for a window with
+    answers that were generated past their end."""
+    judged = engine.window_rounds >= rounds and not engine.window_unended
+    return engine.window_tokens / engine.window_rounds if judged else None
 
 
 def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
@@ -221,7 +223,7 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     if revision is None or engine is None or engine.state != "healthy":
         return []
     proven, tau = proven_tau(revision, policy.counts_drafted), window_tau(engine)
-    if proven is None:
+    if proven is None or engine.window_unended:
         return _count_requests(engine, policy, now)
     if tau is None:
         return _drift(revision, policy, seen)
@@ -237,9 +239,9 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
 
 
 def _count_requests(engine: ObservedEngine, policy: ServePolicy, now: datetime) -> list[EndpointAction]:
-    """Close the window of a revision whose acceptance is not watched when it is long enough and a request has ended."""
+    """Close a window whose acceptance is not judged when it is long enough and a request has ended."""
     seconds = _window_seconds(engine, now)
-    if not engine.window_requests or seconds is None or seconds < policy.drift.window_s:
+    if (not engine.window_requests and not engine.window_unended) or seconds is None or seconds < policy.drift.window_s:
         return []
     return [CloseWindow(engine.revision, None, 0.0, None, requests=engine.window_requests, seconds=seconds)]
 

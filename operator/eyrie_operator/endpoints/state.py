@@ -41,6 +41,9 @@ class ObservedEngine:
     """Requests that it answered or failed since the window began; None where that is not known."""
 
     window_since: datetime | None = None
+    window_unended: bool = False
+    """The window may have answers that were generated past their end, which the engine does not count separately."""
+
     alone: bool = False
     """It was started after the serving engine had been stopped, because both do not fit the memory."""
 

@@ -91,6 +91,14 @@ def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(
         assert line[at:at + 2] == pair
 
 
+def test_our_engine_ends_its_answers_before_its_pod_is_killed(tmp_path: Path) -> None:
+    for timeout_s, leave_s, drain in ((600.0, 10.0, "580"), (20.0, 2.0, "9")):
+        made = deployed(tmp_path, EndpointServeSpec(drain_s=1.0), drain_timeout_s=timeout_s, leave_delay_s=leave_s)
+        assert isinstance(made.engine, EmbeddedEngine)
+        line = list(made.engine.argv(DrafterUse(), 30000))
+        assert line[line.index("--drain-s") + 1] == drain
+
+
 def test_a_target_out_of_reach_is_known_by_its_drafter_s_card_where_its_attention_is_plain(tmp_path: Path) -> None:
     drafter = drafter_at(tmp_path / "plain")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))

@@ -44,7 +44,7 @@ from eyrie_workers.engines.metrics import EngineMetrics
 from eyrie_workers.speculation.engine import Engine
 
 _DRAIN_S = 25.0
-"""Less than the 30 s after which the control plane kills an engine: cut responses must still get their error."""
+"""Without --drain-s: less than the 30 s after which containers are killed, since cut responses must get their error."""
 _DELIVER_S = 4
 """For the errors of cut responses to reach their clients."""
 
