@@ -33,13 +33,15 @@ from eyrie_operator.conditions import find
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.hardware import FreeMemory
-from eyrie_operator.embedded.marks import marked_sessions
+from eyrie_operator.embedded.marks import Mark, marked_sessions, stop_marked
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     PORT_FILE,
     EngineRecord,
+    adopt_engines,
     endpoint_dir,
     read_record,
+    spawn,
     stop_endpoints,
 )
 from eyrie_pipelines.processes import group_members, is_alive, wait_until
@@ -162,6 +164,21 @@ def test_what_runs_without_its_record_goes_on_is_not_started_twice_and_ends_when
     served.endpoints.set_desired("default", "off")
     served.tend_until(lambda: not served.running())
     assert served.serving().reason == "Off"
+
+
+def test_an_engine_whose_start_was_not_recorded_is_taken_over_as_the_one_that_the_serving_one_was_stopped_for(
+        tmp_path: Path) -> None:
+    folder = tmp_path / "engines" / "3"
+    folder.mkdir(parents=True)
+    process = spawn(["sleep", "600"], Mark(folder=str(folder), alone=True), folder / "engine.log")
+    try:
+        adopt_engines(tmp_path, utc_now())
+        record = read_record(folder / ENGINE_FILE, EngineRecord)
+        assert record is not None
+        assert (record.revision, record.process, record.starts, record.alone) == (3, process, 1, True)
+    finally:
+        stop_marked(tmp_path, 0.0)
+    assert wait_until(lambda: not is_alive(process), 10.0)
 
 
 @pytest.mark.parametrize("lost", ["the records", "the engines' directories", "the endpoint's directory"])
