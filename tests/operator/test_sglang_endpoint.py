@@ -24,7 +24,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -45,7 +45,6 @@ from eyrie_operator.embedded.processes import (
     stop_endpoints,
 )
 from eyrie_pipelines.processes import group_members, is_alive, wait_until
-from eyrie_workers.engines.sglang.process import PROGRAM
 from tests.api.samples import target_directory
 
 LIMIT_S = 180.0
@@ -130,7 +129,7 @@ class Served:
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     launcher = tmp_path / "launcher.py"
     launcher.write_text(LAUNCHER)
-    monkeypatch.setenv(PROGRAM, shlex.join([sys.executable, str(launcher)]))
+    monkeypatch.setenv(SGLANG_PROGRAM, shlex.join([sys.executable, str(launcher)]))
     made = Served(tmp_path)
     yield made
     stop_endpoints(made.settings.home)
