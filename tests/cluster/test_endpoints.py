@@ -62,7 +62,7 @@ class Harness:
             missing("the nodes are not this machine, and the test's work volume is a directory of it")
         placement = {"image": run.image, "host_paths": run.host_paths(), "requests": {"cpu": "100m", "memory": "256Mi"}}
         return {
-            "kubeflow": {"url": "http://nowhere"}, "home": HOME,
+            "kubeflow": {"url": "http://nowhere"}, "home": HOME, "python": list(run.python),
             "stages": {**placement, "work": {"kind": "volume", "claim": "work", "mount_path": HOME}},
             "serving": {"namespace": self.namespace, "placement": placement, "python": list(run.python),
                         "startup_timeout_s": 300, "drain_timeout_s": 20, "leave_delay_s": 2}}
