@@ -10,8 +10,8 @@ with something evil in its path, query, headers, body or bytes (`evil_values`). 
 
 With `--schemathesis PROGRAM` the API's own document is tested too, in a process: all checks of schemathesis but
 `positive_data_acceptance` (rules between fields and on what exists are not in a JSON schema) and `use_after_free`
-(deleting a job that runs is a request to stop it; it is there until it has stopped), and without event streams, which
-do not end.
+(deleting a job that runs is a request to stop it; it is there until it has stopped), and without events and logs, whose
+streams do not end.
 
     python -m tests.campaigns.fuzz [--seed 1] [--seconds 120] [--parts api,gateway,engine] [--postgres]
         [--schemathesis PROGRAM] [--out FILE]
@@ -216,7 +216,7 @@ def run_schemathesis(campaign: Campaign, program: str, part: Part, share_s: floa
     report = Path(f"/proc/{part.pid}/cwd").resolve() / "schemathesis.json"
     command = [program, "run", f"http://127.0.0.1:{part.port}/openapi.json", "--max-time", f"{share_s:g}", "--seed",
                str(campaign.seed), "--request-timeout", f"{LIMIT_S:g}", "--exclude-checks",
-               "positive_data_acceptance,use_after_free", "--exclude-path-regex", "events$", "--report", "json",
+               "positive_data_acceptance,use_after_free", "--exclude-path-regex", "(events|logs)$", "--report", "json",
                "--report-json-path", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=report.parent, check=False,
                           timeout=10 * share_s + 300)
@@ -225,8 +225,8 @@ def run_schemathesis(campaign: Campaign, program: str, part: Part, share_s: floa
                              output=(done.stdout + done.stderr)[-2000:])
         return {}
     if done.returncode == 1:
-        failures = done.stdout.partition("FAILURES")[2].partition("WARNINGS")[0]
-        campaign.add_finding("schemathesis failed", output=failures[-6000:])
+        said = re.search(r"=+ (?:ERRORS|FAILURES) =+\n(.*?)(?:=+ (?:WARNINGS|SUMMARY) =+|\Z)", done.stdout, re.DOTALL)
+        campaign.add_finding("schemathesis failed", output=(said[1] if said else done.stdout)[-6000:])
     cases = re.search(r"(\d+) generated", done.stdout)
     return {"requests": int(cases[1]) if cases else None, "failed": done.returncode == 1}
 
