@@ -256,7 +256,8 @@ def _redirect_uri(request: Request) -> str:
 
 @router.get(SIGN_OUT, response_class=HTMLResponse)
 def ask_to_sign_out(control: Here, request: Request, to: str = "/") -> Response:
-    """A button that signs out and goes to the page `to`, for pages without the token of a change and without script."""
+    """A button that signs out and goes to the page `to`: a page that a refusal rendered has no token for a change. The
+    button needs script, as all changes do."""
     return render_page("sign_out.html", control, request, to=local_path(to))
 
 
