@@ -33,7 +33,7 @@ from eyrie_operator.conditions import find
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.hardware import FreeMemory
-from eyrie_operator.embedded.marks import Mark, marked_sessions, stop_marked
+from eyrie_operator.embedded.marks import Mark, marked_sessions, running_leaders, stop_marked
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     PORT_FILE,
@@ -171,6 +171,8 @@ def test_an_engine_whose_start_was_not_recorded_is_taken_over_as_the_one_that_th
     folder.mkdir(parents=True)
     process = spawn(["sleep", "600"], Mark(folder=str(folder), alone=True), folder / "engine.log")
     try:
+        # The kernel reports the start of a program shortly before /proc shows its environment.
+        assert wait_until(lambda: bool(running_leaders(tmp_path)), 10.0)
         adopt_engines(tmp_path, utc_now())
         record = read_record(folder / ENGINE_FILE, EngineRecord)
         assert record is not None
