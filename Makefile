@@ -86,11 +86,12 @@ test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs
 	@$(HELM_SDK)
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 $(CLUSTER_LIMIT_S) $(BIN)/pytest -v -s --timeout 2400 tests/cluster
 
-# On a cluster of this machine, created and deleted (.ci/cluster). The target is trained first and kept in .eyrie/rehearsal.
+# On a cluster of this machine: the one of EYRIE_CLUSTER_STATE, or one that is created and deleted (.ci/cluster). The target
+# is trained first and kept in .eyrie/rehearsal. CI runs the short form after the cluster's tests, on the same cluster.
 rehearse-seed: setup  ## the job of docs/examples/olmo-3.1-32b.yaml, smaller, on a cluster with SGLang on the CPU; SHORT=1
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
 	@$(HELM_SDK)
-	@EYRIE_CLUSTER_SCRIPTS="$${EYRIE_CLUSTER_SCRIPTS:-../shared/cluster}" .ci/cluster \
+	@EYRIE_CLUSTER_SCRIPTS="$${EYRIE_CLUSTER_SCRIPTS:-../shared/cluster}" $(if $(EYRIE_CLUSTER_STATE),,.ci/cluster) \
 		$(BIN)/python -m tests.cluster.rehearsal $(if $(SHORT),--short)
 
 # Helm's SDK is installed for these targets alone. With KUBECONFIG set the chart is also installed there, in namespaces

@@ -36,7 +36,10 @@ from tests.cluster.release import Release, installed
 from tests.cluster.seed_job import BUCKET, SEED, seed_job, write_sources
 from tests.sglang.servers import sglang_python
 
-TARGET = ROOT / ".eyrie" / "rehearsal" / "target"
+TARGETS = ROOT / ".eyrie" / "rehearsal"
+TARGET_TOKENS = {"target": 300_000, "target-short": 60_000}
+"""What the target of each form is trained on, by its directory's name."""
+
 ENVIRONMENT = ROOT / "tests" / "sglang" / "environment"
 PROGRAM_SECRET = "sglang-program"
 JOB_S = 7200.0
@@ -63,15 +66,16 @@ CANNOT_SHOW = (
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description="Rehearse the seed's job on a cluster of this machine.")
-    parser.add_argument("--short", action="store_true", help="half the candidates, a quarter of the conversations")
+    parser.add_argument("--short", action="store_true", help="half the candidates, a tenth of the conversations")
     parser.add_argument("--out", type=Path, default=ROOT / ".eyrie" / "bench" / "rehearsal.json", help="JSON to write")
     args = parser.parse_args()
     say = Diary()
-    train_target(say)
-    job, replaced = seed_job(TARGET, short=args.short)
+    target = TARGETS / ("target-short" if args.short else "target")
+    train_target(target, say)
+    job, replaced = seed_job(target, short=args.short)
     print(f"{SEED.relative_to(ROOT)}, in which {len(replaced)} fields are replaced:")
     print("".join(f"  {line}\n" for line in replaced), end="")
-    ran = on_this_machine()
+    ran = on_this_machine(target)
     with tempfile.TemporaryDirectory() as directory:
         def around(release: Release) -> None:
             bucket = Path(directory) / "s3" / BUCKET
@@ -90,23 +94,24 @@ def main() -> None:
     say(f"done; {args.out} has all of it")
 
 
-def train_target(say: Diary) -> None:
+def train_target(target: Path, say: Diary) -> None:
     """A small Olmo 3, trained once; what was begun is continued."""
-    card = TARGET / "card.json"
+    card = target / "card.json"
     if card.is_file() and json.loads(card.read_text())["finished"]:
         return
     say("training the target, a small Olmo 3")
-    subprocess.run([sys.executable, "-m", "tests.cluster.seed_target", "--out", str(TARGET)], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "tests.cluster.seed_target", "--out", str(target), "--tokens",
+                    str(TARGET_TOKENS[target.name])], check=True, cwd=ROOT)
     say("the target is trained")
 
 
-def on_this_machine() -> Programs:
+def on_this_machine(target: Path) -> Programs:
     """The pods' programs, and with them SGLang and the target."""
     ran = programs()
     if not ran.on_host:
         raise SystemExit("the nodes are not this machine, whose SGLang and target the pods use: unset EYRIE_TEST_IMAGE")
     venv = sglang_python().parents[1]
-    return replace(ran, paths=(*ran.paths, *((str(path), str(path)) for path in (venv, ENVIRONMENT, TARGET))))
+    return replace(ran, paths=(*ran.paths, *((str(path), str(path)) for path in (venv, ENVIRONMENT, target))))
 
 
 def values() -> dict[str, Any]:

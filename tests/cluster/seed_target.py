@@ -21,7 +21,7 @@ def main() -> None:
     """Train it."""
     parser = argparse.ArgumentParser(description="Train a small Olmo 3.")
     parser.add_argument("--out", type=Path, required=True, help="target directory to write; its state is beside it")
-    parser.add_argument("--tokens", type=int, default=300_000, help="tokens to train on")
+    parser.add_argument("--tokens", type=int, required=True, help="tokens to train on")
     args = parser.parse_args()
     torch.set_num_threads(1)  # on shared cores two threads wait for each other
     course = COURSES[QUICKSTART_OLMO]

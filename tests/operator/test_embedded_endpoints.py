@@ -289,13 +289,13 @@ def test_the_candidate_of_a_sweep_that_serves_is_trained_again_on_traffic_alone(
     now = datetime.now(UTC)
     promoted = Job(id="j-1", spec=spec, status=JobStatus(), created_at=now, updated_at=now)
     named = {one.spec.drafter.family: one.name for one in expand(spec)}
-    warm = retraining_job(promoted, "chat", tmp_path / "t.jsonl", f"{named['eagle3']}-step-20", tmp_path / "head")
+    warm = retraining_job(promoted, "chat", str(tmp_path / "t.jsonl"), f"{named['eagle3']}-step-20", tmp_path / "head")
     assert JobSpec.model_validate(warm.model_dump(mode="json")) == warm  # a job that would be accepted
     assert (warm.sweep.axes, warm.data.mix, warm.drafter.init_from) == ((), None, str(tmp_path / "head"))
     assert [source.path for source in warm.data.sources] == [str(tmp_path / "t.jsonl")]
-    cold = retraining_job(promoted, "chat", tmp_path / "t.jsonl", f"{named['medusa']}-step-20", tmp_path / "head")
+    cold = retraining_job(promoted, "chat", str(tmp_path / "t.jsonl"), f"{named['medusa']}-step-20", tmp_path / "head")
     assert (cold.drafter.family, cold.drafter.init_from) == ("medusa", None)  # cannot be continued
-    elsewhere = retraining_job(promoted, "chat", tmp_path / "t.jsonl", f"{named['eagle3']}-step-20")
+    elsewhere = retraining_job(promoted, "chat", str(tmp_path / "t.jsonl"), f"{named['eagle3']}-step-20")
     assert elsewhere.drafter.init_from is None
 
 

@@ -45,8 +45,8 @@ class DriftSpec(Frozen):
     """offer: an event and a ready-made job spec. retrain: the job is started."""
 
     traffic_file: str | None = Field(None, max_length=4096)
-    """JSONL of recent requests (`messages` rows) to retrain on; default: the prompts recorded by the gateway
-    (`serve.record_prompts`)."""
+    """JSONL of recent requests (`messages` rows) to retrain on, or its `s3://` or `https://` address, which is read
+    when the job runs; default: the prompts recorded by the gateway (`serve.record_prompts`)."""
 
 
 class PromotionPolicy(Frozen):

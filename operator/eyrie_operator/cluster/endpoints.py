@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Serving
@@ -25,6 +26,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
+from eyrie_api.v1alpha1.placement import S3Work
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.cluster.apply import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
@@ -106,7 +108,9 @@ class EndpointReconciler:
                  cluster: Cluster, owner_of: OwnerOf, clock: Clock = utc_now) -> None:
         self._home, self._given, self._cluster, self._clock = settings.home, given, cluster, clock
         self._owner_of = owner_of
-        self._records = EndpointRecords(settings, database, clock)
+        work = given.placement.work or profile.stages.work
+        self._records = EndpointRecords(settings, database, clock,
+                                        Path(profile.home) / "jobs" if isinstance(work, S3Work) else None)
         self._deployments = Deployments(settings, profile, given)
         self.cache = ObjectCache(cluster, given.namespace)
         self._versions: dict[str, tuple[str, ...]] = {}

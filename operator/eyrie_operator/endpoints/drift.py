@@ -2,9 +2,9 @@
 
 The job is the promoted one with other data: the latest chat requests of the endpoint, recorded by the gateway
 (`serve.record_prompts`) or taken from the user's own log (`promotion.drift.traffic_file`). They are copied when drift
-is reported, so that an offer and a retried job refer to the same data. Of a sweep the job is the candidate that serves,
-and its training continues from the drafter that serves where its family can and its files are here; the proof compares
-the result with that drafter.
+is reported, so that an offer and a retried job refer to the same data; a log at a URL is named as it is, and read whole
+when the job runs. Of a sweep the job is the candidate that serves, and its training continues from the drafter that
+serves where its family can and stages can read its files; the proof compares the result with that drafter.
 
 Submission is idempotent by endpoint, revision and the window that showed the drift: a control plane killed between
 submission and its record submits again and receives the first job's id.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
@@ -37,29 +38,35 @@ ROUTE = "retraining"
 KEPT_ROWS = 1_000_000
 """The most that the gateway records; a user's own traffic file may be longer."""
 
+_NO_TRAFFIC = ("no retraining is offered, since no recent traffic was recorded: set serve.record_prompts, or "
+               "promotion.drift.traffic_file to a log of your own")
+_NO_REMOTE_TRAFFIC = ("no retraining is offered, since stages run without this machine's files: set "
+                      "promotion.drift.traffic_file to the s3:// or https:// address of a log of your own")
+
 
 class Drift:
     """Reports drift and starts retraining, for the endpoints of one database."""
 
-    def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency) -> None:
-        self._histories, self._jobs, self._idempotency = histories, jobs, idempotency
+    def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency, stored: Path | None = None) -> None:
+        """
+        stored   where stages run without this machine's files: the directory whose files they get from a bucket
+        """
+        self._histories, self._jobs, self._idempotency, self._stored = histories, jobs, idempotency, stored
 
     def report(self, action: ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
                serving: Revision | None) -> None:
         """Record the drift with the job that would retrain the drafter; start the job if the policy says `retrain`."""
         window = self._histories.watched(endpoint, action.revision).last_window
         once = f"{action.revision}/{window}"
-        traffic = None if promoted is None else _snapshot(promoted.spec, directory, f"{action.revision}-{window}")
+        traffic = None if promoted is None else self._traffic(promoted.spec, directory, f"{action.revision}-{window}")
         started, data = None, {}
         if promoted is None or traffic is None:
             outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
-                       "no retraining is offered, since no recent traffic was recorded: set serve.record_prompts, or "
-                       "promotion.drift.traffic_file to a log of your own")
+                       _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
         else:
-            head = None if serving is None or serving.use.drafter_dir is None else Path(serving.use.drafter_dir)
             spec = retraining_job(promoted, endpoint, traffic, "" if serving is None else serving.checkpoint or "",
-                                  head if head is not None and head.is_dir() else None)
-            data = {"job": spec.model_dump(mode="json"), "traffic_file": str(traffic)}
+                                  None if serving is None else self._head(serving))
+            data = {"job": spec.model_dump(mode="json"), "traffic_file": traffic}
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":
                 try:
@@ -77,6 +84,22 @@ class Drift:
                                    revision=action.revision, once=f"retraining/{once}")
         log.warning("endpoint %s: %s; %s", endpoint, action.message, outcome)
 
+    def _traffic(self, spec: JobSpec, directory: Path, name: str) -> str | None:
+        """What the job reads; None when there is no traffic that stages could read."""
+        own = spec.promotion.drift.traffic_file
+        if own is not None and is_remote(own):
+            return own
+        copy = _snapshot(spec, directory, name) if self._stored is None else None
+        return None if copy is None else str(copy)
+
+    def _head(self, serving: Revision) -> Path | None:
+        """The directory of the drafter that serves, if training can read it."""
+        if serving.use.drafter_dir is None:
+            return None
+        head = Path(serving.use.drafter_dir)
+        is_stored = self._stored is not None and head.is_relative_to(self._stored)
+        return head if is_stored or head.is_dir() else None
+
     def _start(self, spec: JobSpec, key: str, demand: Demand) -> str:
         claim = self._idempotency.claim(key, ROUTE, digest_model(spec))
         if isinstance(claim, Replay):
@@ -88,10 +111,11 @@ class Drift:
             raise
 
 
-def retraining_job(promoted: Job, endpoint: str, traffic: Path, checkpoint: str = "",
+def retraining_job(promoted: Job, endpoint: str, traffic: str, checkpoint: str = "",
                    head: Path | None = None) -> JobSpec:
     """The promoted job on recent traffic, for the same endpoint. Pure.
 
+    traffic      absolute path or URL of the requests
     checkpoint   what serves; of a sweep its candidate alone is trained again
     head         its directory, if training can read it
     """
@@ -101,7 +125,7 @@ def retraining_job(promoted: Job, endpoint: str, traffic: Path, checkpoint: str 
         spec, changes["sweep"] = winner.spec, SweepSpec()
         if head is not None and FAMILIES[spec.drafter.family].continues:
             changes["drafter"] = spec.drafter.model_copy(update={"init_from": str(head), "init_revision": None})
-    sources = (DataSource(path=str(traffic), format="messages"),)
+    sources = (DataSource(path=traffic, format="messages"),)
     changes |= {
         "data": spec.data.model_copy(update={"sources": sources, "mix": None}),
         "serve": spec.serve.model_copy(update={"endpoint": endpoint}),

@@ -41,12 +41,16 @@ log = logging.getLogger(__name__)
 class EndpointRecords:
     """Database rows of endpoints, as the reconcilers of both runtimes read and write them."""
 
-    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
+    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now,
+                 stored: Path | None = None) -> None:
+        """
+        stored   where stages run without this machine's files: the directory whose files they get from a bucket
+        """
         self._clock = clock
         idempotency = Idempotency(database, settings.idempotency_ttl_s, clock)
         self.endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
         self._jobs = Jobs(database, clock, idempotency)
-        self._drift = Drift(self._histories, self._jobs, idempotency)
+        self._drift = Drift(self._histories, self._jobs, idempotency, stored)
 
     def policy(self, endpoint: Endpoint, serving: Serving) -> ServePolicy:
         """The limits of the job whose drafter is the candidate, else the active one. Such a job cannot be deleted."""

@@ -1,0 +1,84 @@
+"""What a retraining job reads, where stages read this machine's files and where they read a bucket's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
+from eyrie_api.database.idempotency import Idempotency
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.migrations import upgrade
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_operator.endpoints.drift import Drift
+from eyrie_operator.endpoints.state import ReportDrift
+from tests.api.samples import job_body
+
+LOG = "s3://logs/chats/*.jsonl.gz"
+HOME = Path("/var/lib/eyrie")
+HEAD = HOME / "jobs/j-1/stages/train/base/checkpoints/base-step-9"
+"""On no disk here: as where the operator has no volume of the stages'."""
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    made = Database(Settings(home=tmp_path).resolved_database_url)
+    upgrade(made)
+    yield made
+    made.close()
+
+
+def reported(database: Database, directory: Path, traffic_file: str | None, stored: Path | None) -> tuple[
+        str, JobSpec | None]:
+    """The words of the report, and the job that it offers."""
+    jobs, histories, endpoints = Jobs(database), Histories(database), Endpoints(database)
+    body = job_body(promotion={"drift": {"traffic_file": traffic_file}})
+    promoted = jobs.submit(JobSpec.model_validate(body))
+    endpoints.create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
+    endpoints.propose("chat", job_id=promoted.id, checkpoint="base-step-9", tree=DraftTreeShape(),
+                      drafter_dir=str(HEAD), reason="better", tau=3.0)
+    serving = endpoints.get("chat").revisions[-1]
+    Drift(histories, jobs, Idempotency(database, 60.0), stored).report(
+        ReportDrift(serving.number, (2.0,), 3.0, "tau stays low"), "chat", directory, promoted, serving)
+    found = histories.latest("chat", "drift")
+    assert found is not None
+    return found.message, JobSpec.model_validate(found.data["job"]) if "job" in found.data else None
+
+
+def test_a_log_at_an_address_is_what_the_job_reads_and_the_stored_drafter_is_continued(
+        database: Database, tmp_path: Path) -> None:
+    _, job = reported(database, tmp_path / "chat", LOG, HOME / "jobs")
+    assert job is not None
+    assert [(one.path, one.format) for one in job.data.sources] == [(LOG, "messages")]
+    assert job.drafter.init_from == str(HEAD)
+
+
+def test_a_drafter_that_stages_cannot_read_is_not_continued(database: Database, tmp_path: Path) -> None:
+    _, job = reported(database, tmp_path / "chat", LOG, None)
+    assert job is not None
+    assert job.drafter.init_from is None
+
+
+def test_a_log_that_stages_cannot_read_offers_no_job_and_says_what_to_name(database: Database, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+    message, job = reported(database, tmp_path / "chat", str(log), HOME / "jobs")
+    assert job is None
+    assert "set promotion.drift.traffic_file to the s3:// or https:// address" in message
+    assert not (tmp_path / "chat").exists(), "nothing is copied that no stage would read"
+
+
+def test_a_log_on_this_machine_is_copied_for_the_job(database: Database, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+    _, job = reported(database, tmp_path / "chat", str(log), None)
+    assert job is not None
+    (source,) = job.data.sources
+    assert source.path != str(log)
+    assert Path(source.path).read_text() == log.read_text()
