@@ -36,7 +36,7 @@ from eyrie_api.errors import NotFound
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.5
+_POLL_S = 1.0
 """A person reads no faster, and progress is written more often."""
 
 _REFRESH_S = {True: 30.0, False: 5.0}
@@ -50,7 +50,7 @@ _LONGEST_S = 10.0
 """After so long a page is rendered again whatever it took: a rendering that a busy machine made long says little of the
 next, and its readers wait."""
 
-_APART_S, _LATEST_S = 0.004, 0.4
+_APART_S, _LATEST_S = 0.008, 0.8
 """Between two readers of a page that has changed, and before which all have it: a hundred answers in one turn of the
 event loop would delay every request by all of them."""
 
@@ -60,7 +60,7 @@ _MAX_BATCH = 500
 _RETRY_MS = 1000
 
 _LATE = timedelta(seconds=30)
-"""A page is polled every half second. One that was not for so long waits for a database that does not answer, or for
+"""A page is polled every second. One that was not for so long waits for a database that does not answer, or for
 the rendering of others."""
 
 _NO_DATABASE, _NOT_RENDERED, _NOT_POLLED = (
