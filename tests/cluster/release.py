@@ -86,7 +86,7 @@ class Release:
 
     def offer_volumes(self) -> None:
         """Volumes for the bundled stores, where no class of the cluster makes them: directories of this machine."""
-        if not self.programs.on_host:
+        if not os.environ.get("EYRIE_CLUSTER_STATE"):
             return
         for store in BUNDLED:
             path = self._directory / store
@@ -131,7 +131,7 @@ class Release:
     def _stand(self, name: str, args: list[str], *, volumes: list[Any], mounts: list[Any], account: str,
                probe: Mapping[str, Any] | None = None) -> None:
         container: dict[str, Any] = {
-            "name": "it", "image": self.programs.image, "command": [*self.programs.python, *args],
+            "name": "it", "image": self.programs.image_of("operator"), "command": [*self.programs.python, *args],
             "workingDir": "/double" if mounts else "/tmp",
             "env": [{"name": "PYTHONPATH", "value": "/double"}, {"name": "PYTHONUNBUFFERED", "value": "1"}],
             "volumeMounts": [*self.programs.mounts(), *mounts]}

@@ -60,7 +60,8 @@ class Harness:
         run = programs()
         if not run.on_host:
             missing("the nodes are not this machine, and the test's work volume is a directory of it")
-        placement = {"image": run.image, "host_paths": run.host_paths(), "requests": {"cpu": "100m", "memory": "256Mi"}}
+        placement = {"image": run.image_of("workers"), "host_paths": run.host_paths(),
+                     "requests": {"cpu": "100m", "memory": "256Mi"}}
         return {
             "kubeflow": {"url": "http://nowhere"}, "home": HOME, "python": list(run.python),
             "stages": {**placement, "work": {"kind": "volume", "claim": "work", "mount_path": HOME}},

@@ -113,7 +113,7 @@ def doubling(namespace: str, home: Path, own: Programs, env: Mapping[str, str] |
         with log.open("ab") as out:
             return subprocess.Popen(argv, stdout=out, stderr=out, cwd=Path(__file__).parents[2], env=dict(os.environ))
 
-    one = Double(namespace, port, log, own.image, start, start())
+    one = Double(namespace, port, log, own.image_of("operator"), start, start())
     try:
         eventually(one.answers, "the double answers")
         yield one

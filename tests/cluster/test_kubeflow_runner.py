@@ -60,7 +60,8 @@ def stage(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Stage]:
         with doubling(namespace, tmp_path, own, rehearsed) as double:
             profile = ClusterProfile.model_validate({
                 "kubeflow": {"url": f"http://127.0.0.1:{double.port}"}, "home": str(home), "python": own.python,
-                "stages": {"image": own.image, "work": {"kind": "volume", "claim": "work", "mount_path": str(home)},
+                "stages": {"image": own.image_of("workers"),
+                           "work": {"kind": "volume", "claim": "work", "mount_path": str(home)},
                            "host_paths": [{"path": str(REHEARSAL), "mount_path": str(REHEARSAL)}]}})
             yield Stage(KubeflowRunner(profile, home, None), profile, double, Rehearsal(home / "rehearsal"), home,
                         tmp_path / "objects")
