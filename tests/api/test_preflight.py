@@ -505,3 +505,21 @@ def test_data_elsewhere_is_checked_where_it_is_read_and_the_plan_says_so(
     assert checked.spec.data.sources[0].path == path
     assert checked.plan is not None
     assert f"the rows of {path} are not on this machine: the first stage checks them" in checked.plan.notes
+
+
+def test_on_a_cluster_a_path_that_only_stages_may_have_is_left_to_them_and_the_plan_says_so(tmp_path: Path) -> None:
+    settings, there = on_cluster(tmp_path), "/mnt/conversations/*.jsonl"
+    spec = job_spec(data={"sources": [{"path": there}]},
+                    benchmark={"suites": [{"name": "own", "path": "/mnt/suites/own.jsonl"}]})
+    assert f"the rows of {there} are not on this machine: the first stage checks them" in plan(spec, settings).notes
+    assert check(spec, settings).spec.data.sources[0].path == there
+    with pytest.raises(NoUsableData, match="matches no file"):  # here is where it is read
+        check(spec, Settings(home=tmp_path))
+
+
+def test_on_a_cluster_a_file_that_is_here_and_a_relative_path_are_checked(tmp_path: Path) -> None:
+    empty = tmp_path / "rows.jsonl"
+    empty.write_text("")
+    for path in (str(empty), "chats.jsonl"):
+        with pytest.raises(NoUsableData):
+            check(job_spec(data={"sources": [{"path": path}]}), on_cluster(tmp_path))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.artifacts.store_prices import store_prices
-from eyrie_api.data_files import is_remote
+from eyrie_api.data_files import data_files, is_remote
 from eyrie_api.decisions.capture_support import (
     SUPPORTED_BY_SGLANG,
     require_capture,
@@ -56,6 +56,7 @@ from eyrie_api.submission.placement import as_placed, check_scratch, read_profil
 from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.target_facts import (
     data_facts,
+    exists,
     local_path,
     read_config,
     stored_dtype,
@@ -162,9 +163,10 @@ def _checked(spec: JobSpec, settings: Settings,
         return job.model_copy(update={"placement": requested.placement, "serve": requested.serve})
 
     device, on_gpus = planned_device(requested, settings), computes_on_gpus(requested, settings)
+    elsewhere = profile is not None
     for number, source in enumerate(spec.data.sources):
         try:
-            _check_source(source, spec.data.answered)
+            _check_source(source, spec.data.answered, elsewhere)
         except InvalidInput as error:
             raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
     asked, spec = spec, _with_dtype(spec, on_gpus=on_gpus)
@@ -179,7 +181,7 @@ def _checked(spec: JobSpec, settings: Settings,
     check_published_drafters(spec, candidates, facts,
                              None if settings.artifacts.url is None else settings.home.absolute() / "jobs")
     for suite in spec.benchmark.suites:
-        _check_suite(suite, spec)
+        _check_suite(suite, spec, elsewhere)
     check_hardware(spec, settings, facts)
     if profile is not None:
         check_scratch(spec, profile)
@@ -246,7 +248,8 @@ def _unread(spec: JobSpec) -> list[str]:
         notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
                      "files")
     return notes + [f"the rows of {source.path} are not on this machine: the first stage checks them"
-                    for source in spec.data.sources if is_remote(source.path) or _is_hub_id(source.path)]
+                    for source in spec.data.sources
+                    if is_remote(source.path) or _is_hub_id(source.path) or _is_missing(source.path)]
 
 
 def _is_hub_id(name: str) -> bool:
@@ -423,8 +426,9 @@ def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
                 "set tune.top_k to [1], serve with the embedded engine, or omit drafter.sliding_window")
 
 
-def _check_source(source: DataSource, answered: bool) -> None:
-    if source.path == QUICKSTART or is_remote(source.path):
+def _check_source(source: DataSource, answered: bool, elsewhere: bool) -> None:
+    """`elsewhere`: stages run in pods, which may have files that this server has not."""
+    if source.path == QUICKSTART or is_remote(source.path) or (elsewhere and _is_missing(source.path)):
         return
     if local_path(source.path) is None:
         if not is_hub_id(source.path):
@@ -435,7 +439,12 @@ def _check_source(source: DataSource, answered: bool) -> None:
     check_data_source(source, answered)
 
 
-def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
+def _is_missing(path: str) -> bool:
+    """Whether it is an absolute path of which nothing is on this machine."""
+    return path.startswith("/") and not data_files(path) and not exists(path)
+
+
+def _check_suite(suite: SuiteSpec, spec: JobSpec, elsewhere: bool) -> None:
     if suite.path == HELD_OUT:
         if spec.data.held_out_fraction == 0.0:
             raise InvalidInput(f"benchmark suite {suite.name!r} uses held-out prompts, but data.held_out_fraction is 0",
@@ -447,7 +456,7 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
             raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is not shipped with Eyrie",
                                f"quickstart suites are {', '.join(QUICKSTART_SUITE_NAMES)}")
         return
-    if is_remote(suite.path):
+    if is_remote(suite.path) or (elsewhere and _is_missing(suite.path)):
         return
     path = local_path(suite.path)
     if path is None and not is_hub_id(suite.path):
