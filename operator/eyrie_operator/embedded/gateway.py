@@ -19,7 +19,9 @@ that revision where the route has it (the console compares answers so); each res
 While one engine is replaced by another that does not fit next to it (`RouteRecord.on_hold`), requests wait for the new
 one, at most `HOLD_S` each and `_MOST_HELD` at once. Others get the 503, whose Retry-After tells clients to try again.
 
-Requests of web pages with another origin are refused, and bodies that are not JSON (`eyrie_api.request_origin`). Only
+Requests of web pages with another origin are refused, bodies that are not declared as JSON
+(`eyrie_api.request_origin`), and those with values that the embedded engine refuses (`read_object`): SGLang answers
+some of them with 500, which would count against a canary. Only
 the paths of inference, health and metrics are forwarded (`is_forwarded`): engines have others that change weights or
 stop the server.
 
@@ -70,6 +72,7 @@ from eyrie_operator.endpoints.traffic_recording import (
     redaction,
 )
 from eyrie_pipelines.processes import ProcessId, identify
+from eyrie_workers.engines.openai_api import read_object
 
 T = TypeVar("T")
 
@@ -101,6 +104,9 @@ the usual timeout of OpenAI clients is 600 s."""
 
 _MOST_HELD = 1000
 """Requests held at once: each keeps its body and a connection."""
+
+_SMALL_BYTES = 16_384
+"""Bodies up to this are checked in the event loop, within a millisecond or two; larger ones in a thread."""
 
 
 _CUT = "the engine was replaced and stopped before it finished this response (serve.drain_s); try again"
@@ -168,6 +174,14 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
         except ClientDisconnect:
             return Response(status_code=499)
         is_post = request.method == "POST"
+        if is_post and body:
+            try:
+                if len(body) > _SMALL_BYTES:
+                    await asyncio.to_thread(read_object, body)
+                else:
+                    read_object(body)
+            except EyrieError as error:
+                return _refused(error.http_status, error.reason, str(error))
         if is_post and request.scope["path"] == CHAT_PATH:
             route = routes.current()
             traffic.record(body, 0 if route is None else route.record_prompts,
