@@ -18,7 +18,7 @@ import pytest
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, PortInUse
 from eyrie_api.v1alpha1.serving import ServeSpec
-from eyrie_operator.embedded.gateway import bind, create_gateway, is_forwarded
+from eyrie_operator.embedded.gateway import bind, create_gateway
 from eyrie_operator.embedded.processes import read_port, read_unended, start_gateway, stop_gateway
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share, ignores_eos
 from eyrie_operator.endpoints.traffic_recording import (
@@ -470,7 +470,6 @@ def test_web_pages_and_paths_that_administer_an_engine_do_not_get_through(
     assert (own.status_code, own.json()["origin"]) == (200, None)  # which is not the engine's own
     for path in ("/flush_cache", "/v1/%2e%2e/flush_cache"):
         assert httpx.post(url + path, json={}).status_code == 404
-    assert not is_forwarded("/v1/../flush_cache")
     assert counted(url)["1"] == {"answered": 1, "errors": 0}, "a refused request is no engine's failure"
 
 
