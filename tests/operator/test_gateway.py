@@ -177,6 +177,9 @@ def test_values_that_sglang_answers_with_500_are_refused_before_any_engine_and_c
             answer = httpx.post(url + path, content=body, headers=JSON, timeout=60)
             assert answer.status_code == 400, value[:20]
             assert answer.json()["error"]["message"]
+    refused = ask(url, body='{"messages": [{"content": "\\ud800"}]}')
+    assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (
+        "messages.0.content", "invalid_value"), "as the embedded engine answers"
     assert ask(url, body="[]").status_code == 400
     assert counted(url) == {}
     assert ask(url, body=f'{{"user": {padding}, "prompt": "\\ud83d\\ude00"}}').status_code == 200, "a whole pair"

@@ -72,7 +72,7 @@ from eyrie_operator.endpoints.traffic_recording import (
     redaction,
 )
 from eyrie_pipelines.processes import ProcessId, identify
-from eyrie_workers.engines.openai_api import read_object
+from eyrie_workers.engines.openai_api import InvalidRequest, error_body, read_object
 from eyrie_workers.engines.sglang.plugin.paths import OTHERS, is_inference
 
 T = TypeVar("T")
@@ -172,8 +172,8 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                     await asyncio.to_thread(read_object, body)
                 else:
                     read_object(body)
-            except EyrieError as error:
-                return _refused(error.http_status, error.reason, str(error))
+            except InvalidRequest as error:
+                return JSONResponse(error_body(error), status_code=error.http_status)
         if is_post and request.scope["path"] == CHAT_PATH:
             route = routes.current()
             traffic.record(body, 0 if route is None else route.record_prompts,
