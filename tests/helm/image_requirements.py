@@ -1,12 +1,16 @@
-"""What each image installs: `<image>/requirements.txt`, each distribution with its version and the hashes of its files.
+"""What each image and `make setup` install, each distribution with its version and the hashes of its files.
 
-    python -m tests.helm.image_requirements          # asks the index that pip uses for the hashes, writes the files
+    make requirements          # asks PyPI for the hashes, writes the files
 
-The distributions are those that an image's extras bring, read from the environment of the tests (Python 3.11, as in the
-images); the versions are those of constraints.txt; the files are wheels for Python 3.11 on Linux (x86-64 and ARM), the
-sources where there is no wheel. `operator/build-requirements.txt` is what builds the wheels, in an environment that no
-image keeps. torch is not listed: its build is chosen when the image is built (`TORCH_INDEX`), so it is pinned by
-version.
+The distributions are those that the extras bring, read from the environment of the tests (Python 3.11, as in the
+images); the versions are those of constraints.txt. `<image>/requirements.txt` has the hashes of wheels for Python 3.11
+on Linux (x86-64 and ARM), `.ci/requirements.txt`, of the extra `dev`, those for Python 3.11 to 3.14 on Linux and macOS;
+of sources where there is no wheel. `operator/build-requirements.txt` is what builds the wheels, in an environment that
+no image keeps. torch is not listed: it has several builds of one version, with other hashes each, of which the user
+chooses one (`TORCH_INDEX`, or a directory of wheels), so it is pinned by version.
+
+constraints.txt itself has no hashes: with one hash in it pip demands a hash of everything, torch and this checkout
+included.
 """
 
 import importlib.metadata as metadata
@@ -20,21 +24,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = {"api": ["api"], "operator": ["operator"], "workers": ["workers", "pipelines", "trackers"]}
+SETUP = ".ci/requirements.txt"
 BUILD = "operator/build-requirements.txt"
 BUILDERS = ("hatchling", "setuptools")
 """kfp-server-api is published as sources alone, for setuptools."""
 
-_PLATFORMS = [f"manylinux_2_{minor}_{machine}" for minor in range(36, 4, -1) for machine in ("x86_64", "aarch64")] + [
+_LINUX = [f"manylinux_2_{minor}_{machine}" for minor in range(36, 4, -1) for machine in ("x86_64", "aarch64")] + [
     f"manylinux{old}_{machine}" for old in ("2014", "2010", "1") for machine in ("x86_64", "aarch64")]
-_TAGS: frozenset[Tag] = frozenset((*cpython_tags((3, 11), platforms=_PLATFORMS),
-                                   *compatible_tags((3, 11), "cp311", _PLATFORMS)))
-_HEAD = "# Written by `python -m tests.helm.image_requirements` from constraints.txt: do not edit.\n"
+_MACOS = [*mac_platforms((26, 0), "arm64"), *mac_platforms((26, 0), "x86_64")]
+
+
+def _tags(pythons: Iterable[tuple[int, int]], platforms: Sequence[str]) -> frozenset[Tag]:
+    return frozenset(tag for python in pythons for tag in (
+        *cpython_tags(python, platforms=platforms),
+        *compatible_tags(python, f"cp{python[0]}{python[1]}", platforms)))
+
+
+_IMAGE_TAGS = _tags([(3, 11)], _LINUX)
+_SETUP_TAGS = _tags([(3, minor) for minor in range(11, 15)], [*_LINUX, *_MACOS])
+_HEAD = "# Written by `make requirements` from constraints.txt: do not edit.\n"
 
 
 def canonical(name: str) -> str:
@@ -90,14 +104,14 @@ def listed(path: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-def wanted(image: str) -> dict[str, str]:
-    """Name and version of what an image's requirements list: what its extras bring, without Eyrie and torch."""
+def wanted(extras: Iterable[str]) -> dict[str, str]:
+    """Name and version of what the requirements list: what the extras bring, without Eyrie and torch."""
     pinned = pins()
-    return {name: pinned[name] for name in sorted(brought(EXTRAS[image]) - {"eyrie", "torch"}) if name in pinned}
+    return {name: pinned[name] for name in sorted(brought(extras) - {"eyrie", "torch"}) if name in pinned}
 
 
-def _files(name: str, version: str, index: str) -> list[str]:
-    """Hashes of the files of a version that an image can install."""
+def _files(name: str, version: str, index: str, usable: frozenset[Tag]) -> list[str]:
+    """Hashes of the files of a version: of its wheels that have a tag in `usable`, else of its sources."""
     request = urllib.request.Request(f"{index.rstrip('/')}/{name}/",
                                      headers={"Accept": "application/vnd.pypi.simple.v1+json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -107,20 +121,20 @@ def _files(name: str, version: str, index: str) -> list[str]:
         try:
             if file["filename"].endswith(".whl"):
                 _, of, _, tags = parse_wheel_filename(file["filename"])
-                if of == Version(version) and tags & _TAGS:
+                if of == Version(version) and tags & usable:
                     wheels.append(file["hashes"]["sha256"])
             elif parse_sdist_filename(file["filename"])[1] == Version(version):
                 sources.append(file["hashes"]["sha256"])
         except (InvalidWheelFilename, InvalidSdistFilename):
             continue
     if not wheels and not sources:
-        sys.exit(f"the index has no file of {name} {version} for Python 3.11 on Linux")
+        sys.exit(f"the index has no usable file of {name} {version}")
     return sorted(wheels or sources)
 
 
-def _write(path: str, versions: dict[str, str], index: str) -> None:
+def _write(path: str, versions: dict[str, str], index: str, usable: frozenset[Tag] = _IMAGE_TAGS) -> None:
     with ThreadPoolExecutor(8) as pool:
-        hashes = list(pool.map(lambda one: _files(*one, index), versions.items()))
+        hashes = list(pool.map(lambda one: _files(*one, index, usable), versions.items()))
     lines = [f"{name}=={version}" + "".join(f" \\\n    --hash=sha256:{one}" for one in of)
              for (name, version), of in zip(versions.items(), hashes, strict=True)]
     (ROOT / path).write_text(_HEAD + "\n".join(lines) + "\n")
@@ -128,11 +142,12 @@ def _write(path: str, versions: dict[str, str], index: str) -> None:
 
 
 def main() -> None:
-    """Write the requirements of the three images, and of their build."""
+    """Write the requirements of the three images, of their build, and of `make setup`."""
     from pip._internal.models.index import PyPI
 
-    for image in EXTRAS:
-        _write(f"{image}/requirements.txt", wanted(image), PyPI.simple_url)
+    for image, extras in EXTRAS.items():
+        _write(f"{image}/requirements.txt", wanted(extras), PyPI.simple_url)
+    _write(SETUP, wanted(["dev"]), PyPI.simple_url, _SETUP_TAGS)
     pinned = pins()
     builders = _closure([(name, frozenset()) for name in BUILDERS], {})
     for name in BUILDERS:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helm.base_digest import pinned
-from tests.helm.image_requirements import BUILD, EXTRAS, brought, listed, pins, wanted
+from tests.helm.image_requirements import BUILD, EXTRAS, SETUP, brought, listed, pins, wanted
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
@@ -145,11 +145,25 @@ def test_everything_copied_exists_and_is_not_ignored(image: str) -> None:
 @pytest.mark.parametrize("image", EXTRAS)
 def test_an_image_installs_what_its_extras_bring_by_version_and_hash(image: str) -> None:
     found = listed(f"{image}/requirements.txt")
-    assert {name: version for name, (version, _) in found.items()} == wanted(image), \
-        "python -m tests.helm.image_requirements writes the list again"
+    assert {name: version for name, (version, _) in found.items()} == wanted(EXTRAS[image]), \
+        "`make requirements` writes the list again"
     assert brought(EXTRAS[image]) - set(found) <= {"eyrie", "torch"}
     assert all(hashes for _, hashes in found.values())
     assert ("torch" in brought(EXTRAS[image])) == (image == "workers")
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="which distributions are brought depends on the Python")
+def test_setup_installs_everything_but_torch_by_version_and_hash_before_the_checkout() -> None:
+    found = listed(SETUP)
+    assert {name: version for name, (version, _) in found.items()} == wanted(["dev"]), \
+        "`make requirements` writes the list again"
+    assert brought(["dev"]) - set(found) == {"eyrie", "torch"}
+    assert all(hashes for _, hashes in found.values())
+    installs = re.findall(r"^(?:[^#]*\|\| )?pip (.*)$", (ROOT / ".ci/setup").read_text(), re.M)
+    assert installs == ["--no-deps --require-hashes -r operator/build-requirements.txt",
+                        "--no-deps --require-hashes --no-build-isolation -r .ci/requirements.txt",
+                        '"${TORCH:-torch==2.13.0}"',
+                        '-c constraints.txt --no-build-isolation -e ".[dev]"']
 
 
 def test_what_builds_the_wheels_is_pinned_by_version_and_hash() -> None:

@@ -444,10 +444,18 @@ def test_no_image_floats(rendered: Rendered) -> None:
     for name, container in rendered.containers():
         _, _, last = container["image"].rpartition("/")
         assert "@sha256:" in last or (":" in last and not last.endswith(":latest")), name
+
+
+def test_every_image_ours_and_the_bundled_stores_can_be_named_by_digest() -> None:
     digest = "sha256:" + "0" * 64
-    pinned = render({"images": {"registry": "r.example/x", "api": {"digest": digest}}})
-    (api,) = pinned.the("Deployment", "rel-eyrie-api")["spec"]["template"]["spec"]["containers"]
-    assert api["image"] == f"r.example/x/eyrie/api@{digest}"
+    pinned = render({"images": {"registry": "r.example/x"} | {part: {"digest": digest} for part in (
+                         "api", "operator", "workers")},
+                     "bundled": {store: {"image": {"digest": digest}} for store in ("postgresql", "redis", "s3")},
+                     "shards": {"enabled": True}})
+    images = {container["image"] for _, container in pinned.containers()}
+    assert images == {f"{name}@{digest}" for name in (
+        "r.example/x/eyrie/api", "r.example/x/eyrie/operator", "r.example/x/eyrie/workers",
+        "docker.io/library/postgres", "docker.io/library/redis", "docker.io/rclone/rclone")}
 
 
 def test_tables_are_made_by_a_hook_that_needs_nothing_of_the_release() -> None:

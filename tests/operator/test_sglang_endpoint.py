@@ -241,3 +241,15 @@ def test_answers_past_their_end_leave_a_window_unjudged_and_the_next_one_is_judg
     rolled_back = find(served.endpoints.get("default").conditions, "RolledBack")
     assert rolled_back is not None
     assert (rolled_back.status, rolled_back.reason) == ("True", "AcceptanceCollapsed")
+
+
+def test_a_client_that_sends_what_sglang_answers_with_500_gets_400_and_sglang_never_sees_it(served: Served) -> None:
+    url, metrics = served.serve(), f"{served.engine().url}/metrics"
+    before = httpx.get(metrics, timeout=60).text
+    for value in (r'"\ud800"', "[" * 5000 + "]" * 5000, "9" * 5000):
+        answer = httpx.post(f"{url}/completions", content=f'{{"model": "tiny", "prompt": {value}}}',
+                            headers={"content-type": "application/json"}, timeout=60)
+        assert answer.status_code == 400, value[:20]
+    assert httpx.get(metrics, timeout=60).text == before
+    assert httpx.post(f"{url}/completions", json={"model": "tiny", "prompt": "x"}, timeout=60).status_code == 200
+    assert httpx.get(metrics, timeout=60).text != before

@@ -19,8 +19,10 @@ that revision where the route has it (the console compares answers so); each res
 While one engine is replaced by another that does not fit next to it (`RouteRecord.on_hold`), requests wait for the new
 one, at most `HOLD_S` each and `_MOST_HELD` at once. Others get the 503, whose Retry-After tells clients to try again.
 
-Requests of web pages with another origin are refused, and bodies that are not JSON (`eyrie_api.request_origin`). Only
-the paths of inference, health and metrics are forwarded (`is_forwarded`): engines have others that change weights or
+Requests of web pages with another origin are refused, bodies that are not declared as JSON
+(`eyrie_api.request_origin`), and those with values that the embedded engine refuses (`read_object`): SGLang answers
+some of them with 500, which would count against a canary. Only
+the paths of inference, health and metrics are forwarded (`is_inference`): engines have others that change weights or
 stop the server.
 
 The gateway writes `D/gateway.json` (pid, start time, port) once it listens, and exits on SIGTERM.
@@ -70,6 +72,8 @@ from eyrie_operator.endpoints.traffic_recording import (
     redaction,
 )
 from eyrie_pipelines.processes import ProcessId, identify
+from eyrie_workers.engines.openai_api import InvalidRequest, error_body, read_object
+from eyrie_workers.engines.sglang.plugin.paths import OTHERS, is_inference
 
 T = TypeVar("T")
 
@@ -87,10 +91,6 @@ _NOT_SENT = _HOP_BY_HOP | {"origin", "sec-fetch-site", "sec-fetch-mode"}
 # uvicorn adds its own to each response.
 _NOT_RELAYED = _HOP_BY_HOP | {"date", "server"}
 
-_FORWARDED = frozenset({"/generate", "/health", "/health_generate", "/metrics", "/get_model_info", "/model_info",
-                        "/tokenize", "/detokenize"})
-"""Paths of the engines besides /v1/: the embedded engine has /health and /metrics, SGLang all of them."""
-
 _SWITCH_S = 0.1
 """Pause before the one retry: the control plane may be writing the new route. Also between two looks at a route on
 hold."""
@@ -102,6 +102,9 @@ the usual timeout of OpenAI clients is 600 s."""
 _MOST_HELD = 1000
 """Requests held at once: each keeps its body and a connection."""
 
+_SMALL_BYTES = 16_384
+"""Bodies up to this are checked in the event loop, within a millisecond or two; larger ones in a thread."""
+
 
 _CUT = "the engine was replaced and stopped before it finished this response (serve.drain_s); try again"
 
@@ -112,11 +115,6 @@ class GatewayRecord(Frozen):
     process: ProcessId
     host: str
     port: int
-
-
-def is_forwarded(path: str) -> bool:
-    """Whether requests for the decoded `path` reach an engine."""
-    return (path.startswith("/v1/") and ".." not in path.split("/")) or path in _FORWARDED
 
 
 def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOLD_S, *,
@@ -154,9 +152,9 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
         if not request.scope["raw_path"].isascii() or any(ord(one) < 32 for one in path):
             raise InvalidInput(f"the path {path[:100]!r} has characters that no path of an engine has",
                                "send a path of printable ASCII characters")
-        if not is_forwarded(path):
+        if not is_inference(path):
             raise NotFound(f"{path[:100]} is not forwarded to engines",
-                           "the gateway serves /v1/..., " + ", ".join(sorted(_FORWARDED)))
+                           "the gateway serves /v1/..., " + ", ".join(sorted(OTHERS)))
 
     async def forward(request: Request) -> Response:
         try:
@@ -168,6 +166,14 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
         except ClientDisconnect:
             return Response(status_code=499)
         is_post = request.method == "POST"
+        if is_post and body:
+            try:
+                if len(body) > _SMALL_BYTES:
+                    await asyncio.to_thread(read_object, body)
+                else:
+                    read_object(body)
+            except InvalidRequest as error:
+                return JSONResponse(error_body(error), status_code=error.http_status)
         if is_post and request.scope["path"] == CHAT_PATH:
             route = routes.current()
             traffic.record(body, 0 if route is None else route.record_prompts,

@@ -17,7 +17,7 @@ from eyrie_operator.manifests.deployment import (
     Undeployable,
     fetched,
 )
-from eyrie_workers.engines.sglang.launch import MODULE, adaptive_config, launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
 
 ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
 KEY_DIR = "/etc/eyrie/key"
@@ -68,11 +68,13 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         context_length=revision.use.context_length or shared.context_length, metrics=True,
         key_file=None if deployment.api_key is None else f"{KEY_DIR}/{deployment.api_key.key}",
         plugin_root=None if deployment.fetch_image is None else PLUGIN_DIR)  # else the engine's image has it
-    line = (*deployment.python, "-m", MODULE, *launch_arguments(plan))
+    line = (*deployment.python, "-m", GUARDED_MODULE, *launch_arguments(plan))
     environment = dict(zip(names := launch_environment(plan), literal(names.values()), strict=True))
+    if plan.plugin_root is not None:
+        environment["PYTHONPATH"] = plan.plugin_root
     return EngineLine(command=(*literal(line), *_nodes(deployment)), ready_path="/ready", environment=environment,
                       adaptive=adaptive_config(plan), drafter=drafter, fetch=stored,
-                      plugin="PYTHONPATH" in environment)
+                      plugin=plan.plugin_root is not None)
 
 
 def literal(arguments: Iterable[str]) -> tuple[str, ...]:

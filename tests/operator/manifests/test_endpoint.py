@@ -20,6 +20,7 @@ from eyrie_operator.manifests.deployment import (
     EndpointDeployment,
     KeySecret,
     SglangEngine,
+    StoredDrafter,
     Undeployable,
 )
 from eyrie_operator.manifests.endpoint import render_endpoint
@@ -56,6 +57,10 @@ def engine(pod: dict[str, Any]) -> dict[str, Any]:
 def one_container(containers: list[dict[str, Any]]) -> dict[str, Any]:
     [container] = containers
     return container
+
+
+def first(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    return one_container([one for one in pod["spec"].get("initContainers", ()) if one["name"] == name])
 
 
 def flag(container: dict[str, Any], name: str) -> str | None:
@@ -156,10 +161,11 @@ def test_each_image_starts_its_own_python() -> None:
     how = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), python=("/opt/sglang/python",),
                      fetch_image="eyrie:1", fetch_python=("/opt/eyrie/python", "-s"))
     [pod] = pods(render_endpoint(endpoint(active=2), how))
-    [engine], [fetcher] = pod["spec"]["containers"], pod["spec"]["initContainers"]
-    assert engine["command"][:2] == ["/opt/sglang/python", "-m"]
-    assert fetcher["command"][:3] == ["/opt/eyrie/python", "-s", "-m"]
-    assert (engine["image"], fetcher["image"]) == (PLACEMENT.image, "eyrie:1")
+    assert engine(pod)["command"][:2] == ["/opt/sglang/python", "-m"]
+    assert engine(pod)["image"] == PLACEMENT.image
+    for name in ("fetch-drafter", "bring-plugin"):
+        assert first(pod, name)["command"][:3] == ["/opt/eyrie/python", "-s", "-m"]
+        assert first(pod, name)["image"] == "eyrie:1"
 
 
 def test_an_adaptive_map_is_mounted_where_the_line_reads_it_and_a_change_rolls_the_pods() -> None:
@@ -207,11 +213,11 @@ def test_an_init_container_fills_the_model_cache_and_the_engine_only_reads_it(vo
     cached = CachedTarget(volume, JobTarget(model="org/model", revision="v1"))
     for pod in pods(render_endpoint(endpoint(active=2), rich(cached_target=cached))):
         spec = pod["spec"]
-        first = spec["initContainers"][0]
-        assert first["command"][-6:] == ["--cache", MODEL_CACHE_DIR, "--model", "org/model", "--revision", "v1"]
-        assert {"name": "model-cache", "mountPath": MODEL_CACHE_DIR} in first["volumeMounts"]
-        assert "HF_TOKEN" in [one["name"] for one in first["env"]]
-        assert "HF_HUB_OFFLINE" not in [one["name"] for one in first["env"]]
+        prefetcher = spec["initContainers"][0]
+        assert prefetcher["command"][-6:] == ["--cache", MODEL_CACHE_DIR, "--model", "org/model", "--revision", "v1"]
+        assert {"name": "model-cache", "mountPath": MODEL_CACHE_DIR} in prefetcher["volumeMounts"]
+        assert "HF_TOKEN" in [one["name"] for one in prefetcher["env"]]
+        assert "HF_HUB_OFFLINE" not in [one["name"] for one in prefetcher["env"]]
         [mount] = [one for one in engine(pod)["volumeMounts"] if one["name"] == "model-cache"]
         assert mount == {"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True}
         assert {"name": "HF_HUB_OFFLINE", "value": "1"} in engine(pod)["env"]
@@ -223,29 +229,35 @@ def test_an_init_container_fills_the_model_cache_and_the_engine_only_reads_it(vo
         assert "model-cache" not in [one["name"] for one in pod["spec"]["volumes"]]
 
 
-def test_an_architecture_that_needs_our_package_gets_it_from_an_init_container_in_sglangs_own_image() -> None:
-    needing = SglangEngine(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
-    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
+def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_brings_to_its_own_image() -> None:
+    [pod] = pods(render_endpoint(endpoint(active=1), deployment(fetch_image="eyrie:1")))
     bringer = one_container(pod["spec"]["initContainers"])
     directory = flag(bringer, "--directory")
-    variables = {each["name"]: each.get("value") for each in engine(pod)["env"]}
+    assert engine(pod)["command"][:3] == ["python3", "-m", f"{PACKAGE}.guarded"]
     assert bringer["image"] == "eyrie:1"
-    assert variables["PYTHONPATH"] == directory
-    assert variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] == PACKAGE
+    assert {"name": "PYTHONPATH", "value": directory} in engine(pod)["env"]
     for container in (bringer, engine(pod)):
         assert "plugin" in [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == directory]
-    [without] = pods(render_endpoint(endpoint(active=1), deployment(engine=needing)))  # its own image has Eyrie
+    [without] = pods(render_endpoint(endpoint(active=1), deployment()))  # its own image has Eyrie
+    assert engine(without)["command"] == engine(pod)["command"]
     assert "initContainers" not in without["spec"]
     assert "PYTHONPATH" not in {each["name"] for each in engine(without)["env"]}
+
+
+def test_an_architecture_that_needs_our_model_classes_is_given_our_package() -> None:
+    needing = SglangEngine(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
+    named = {"name": "SGLANG_EXTERNAL_MODEL_PACKAGE", "value": PACKAGE}
+    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
+    assert named in engine(pod)["env"]
     [plain] = pods(render_endpoint(endpoint(active=1), deployment(fetch_image="eyrie:1")))
-    assert "initContainers" not in plain["spec"]
+    assert named not in engine(plain)["env"]
 
 
 def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> None:
     result = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), fetch_image="eyrie:1")
     bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), result))
-    assert "initContainers" not in bare["spec"]
-    fetcher = one_container(drafted["spec"]["initContainers"])
+    assert [one["name"] for one in bare["spec"]["initContainers"]] == ["bring-plugin"]
+    fetcher = first(drafted, "fetch-drafter")
     directory = flag(engine(drafted), "--speculative-draft-model-path")
     assert fetcher["image"] == "eyrie:1"
     assert (flag(fetcher, "--prefix"), flag(fetcher, "--part")) == ("jobs/j2/stages/train/a", "checkpoints/c")
@@ -260,8 +272,8 @@ def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> Non
 
 def test_a_drafter_on_a_volume_is_compared_with_its_manifest_before_the_engine_loads_it() -> None:
     bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), deployment(fetch_image="eyrie:1")))
-    assert "initContainers" not in bare["spec"]
-    verifier = one_container(drafted["spec"]["initContainers"])
+    assert [one["name"] for one in bare["spec"]["initContainers"]] == ["bring-plugin"]
+    verifier = first(drafted, "verify-drafter")
     assert verifier["image"] == "eyrie:1"
     assert verifier["command"][-3:] == ["eyrie_api.artifacts.verify", "--path", "/var/lib/eyrie/jobs/j2/c"]
     assert flag(engine(drafted), "--speculative-draft-model-path") == flag(verifier, "--path")
@@ -418,6 +430,22 @@ def test_the_kubelet_expands_nothing_in_a_command_that_a_user_wrote() -> None:
     ours = EmbeddedEngine(named, lambda use, port: ["python3", "--target", named])
     [pod] = pods(render_endpoint(endpoint(active=1), embedded(engine=ours)))
     assert flag(engine(pod), "--target") == written
+
+
+def test_the_kubelet_expands_nothing_in_the_arguments_of_init_containers() -> None:
+    named, written = "$(SECRET)/$$(SECRET)", "$$(SECRET)/$$$$(SECRET)"
+    cached = CachedTarget(ModelCacheSpec(claim="models"), JobTarget.model_construct(model=named, revision=named))
+    known = {number: replace(files, facts=replace(files.facts, directory=named), stored=StoredDrafter(named, named))
+             for number, files in deployment().drafters.items()}
+    for work, name, flags in ((S3, "fetch-drafter", ("--prefix", "--part")),
+                              (PLACEMENT.work, "verify-drafter", ("--path",))):
+        [pod] = pods(render_endpoint(endpoint(active=2), deployment(
+            placement=PLACEMENT.model_copy(update={"work": work}), drafters=known, cached_target=cached,
+            fetch_image="eyrie:1")))
+        assert {flag(first(pod, name), one) for one in flags} == {written}
+        assert {flag(first(pod, "prefetch-target"), one) for one in ("--model", "--revision")} == {written}
+        for container in pod["spec"]["initContainers"]:
+            assert not [one for one in container["command"] if "$(" in one.replace("$$", "")]
 
 
 def test_the_embedded_engine_is_started_by_its_own_line() -> None:

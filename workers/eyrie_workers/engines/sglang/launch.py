@@ -36,7 +36,8 @@ from eyrie_workers.engines.sglang.launch_plan import (
 from eyrie_workers.engines.sglang.plugin_files import PACKAGE
 from eyrie_workers.engines.sglang.profiles import captured_batches
 
-MODULE = "sglang.launch_server"
+GUARDED_MODULE = "eyrie_workers.engines.sglang.plugin.guarded"
+"""Takes the arguments of `sglang.launch_server`; the server that it starts answers inference alone."""
 _BLOCK_DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton")
 """Attention backends that support DFLASH drafters. With any other backend for the target SGLang selects one of these
 for the drafter and only logs it."""
