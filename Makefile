@@ -252,7 +252,7 @@ campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
 	@$(BIN)/python -m tests.campaigns.tenancy --seconds 40 > /dev/null
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null
 	@$(BIN)/python -m tests.campaigns.chaos --seconds 30 > /dev/null
-	@$(BIN)/python -m tests.campaigns.corruption --home-only --seconds 40 > /dev/null
+	@$(BIN)/python -m tests.campaigns.corruption --parts home,endpoint,store,cache --seconds 90 > /dev/null
 
 $(SCHEMATHESIS): tests/campaigns/schemathesis.txt
 	@$(PYTHON) -m venv .eyrie/schemathesis
