@@ -222,7 +222,7 @@ campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and 
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN)
 
 campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
-	@$(BIN)/python -m tests.campaigns.tenancy $(CAMPAIGN)
+	@$(BIN)/python -m tests.campaigns.tenancy --postgres $(CAMPAIGN)
 
 campaign-chaos: setup  ## kills, full disks, clock jumps over short jobs and live traffic; counts add up; SERVERS=1: all processes apart
 	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN) $(if $(SERVERS),--servers)
@@ -249,7 +249,7 @@ campaign-upgrade-cluster: setup  ## the same by helm upgrade, with PostgreSQL, o
 
 # Four minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
-	@$(BIN)/python -m tests.campaigns.tenancy --seconds 40 > /dev/null
+	@$(BIN)/python -m tests.campaigns.tenancy --postgres --seconds 50 > /dev/null
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null
 	@$(BIN)/python -m tests.campaigns.chaos --seconds 30 > /dev/null
 	@$(BIN)/python -m tests.campaigns.corruption --parts home,endpoint,store,cache --seconds 90 > /dev/null

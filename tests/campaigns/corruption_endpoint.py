@@ -60,9 +60,9 @@ class EndpointRecords:
                 path = self.older / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(self.directory / name, path)
+            self._url, self._text = self._ask(plane)
             for one in marked_sessions(self.directory):
                 os.killpg(one.leader.pid, signal.SIGKILL)
-            self._url, self._text = self._ask(plane)
             assert wait_until(lambda: self._serves(plane) and not self._broken(), LIMIT_S), self._broken()
 
     def files(self) -> list[str]:

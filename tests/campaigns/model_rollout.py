@@ -301,8 +301,9 @@ class RolloutWorld(EndpointRow):
             return
         if self.rng.random() < 0.3:
             metadata["annotations"][OUTSIDE_ANNOTATION] = "keep"
+        self.kept = OUTSIDE_ANNOTATION in metadata["annotations"]  # also if it is annotated while it waits
         if not self.deleted:
-            self.deleted, self.kept = True, OUTSIDE_ANNOTATION in metadata["annotations"]
+            self.deleted = True
             metadata["deletionTimestamp"] = self.now.isoformat()
             self._collect()
 
@@ -372,5 +373,6 @@ class RolloutWorld(EndpointRow):
         owners = {owner["uid"] for one in self.objects.values() for owner in one["metadata"].get("ownerReferences", ())}
         expect(self.resource is not None or not owners, "a kept endpoint is owned by nobody", owners=owners)
         expect(row.candidate_revision is None, "each candidate is activated or rejected", row=row)
-        expect(row.active_revision is not None and current == steady_state(row),
-               "the objects are those of the active revision", current=current, row=row)
+        expect(current == steady_state(row), "the objects are those of the active revision", current=current, row=row)
+        expect(row.active_revision is not None or row.revisions[-1].checkpoint is None,
+               "without a drafter that becomes healthy the target alone is tried", row=row)
