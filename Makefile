@@ -227,12 +227,12 @@ campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and 
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN)
 
 campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
-	@$(BIN)/python -m tests.campaigns.tenancy $(CAMPAIGN)
+	@$(BIN)/python -m tests.campaigns.tenancy --postgres $(CAMPAIGN)
 
 campaign-chaos: setup  ## kills, full disks, clock jumps over short jobs and live traffic; counts add up; SERVERS=1: all processes apart
 	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN) $(if $(SERVERS),--servers)
 
-campaign-corruption: setup  ## files of jobs and of a home flipped, truncated, emptied: detected, named, made again, never used
+campaign-corruption: setup  ## files of jobs, a home, an endpoint, a store, a model cache flipped, truncated, emptied, older: never used
 	@$(BIN)/python -m tests.campaigns.corruption $(CAMPAIGN)
 
 # On any cluster on which you are an administrator, as for test-cluster; no pod has to run. Without KUBECONFIG: exit code 75.
@@ -252,12 +252,12 @@ campaign-upgrade-cluster: setup  ## the same by helm upgrade, with PostgreSQL, o
 	@EYRIE_CLUSTER_SCRIPTS="$${EYRIE_CLUSTER_SCRIPTS:-../shared/cluster}" .ci/cluster \
 		$(BIN)/python -m tests.campaigns.cluster_upgrade $(CAMPAIGN)
 
-# Four minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
+# Five minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
-	@$(BIN)/python -m tests.campaigns.tenancy --seconds 40 > /dev/null
+	@$(BIN)/python -m tests.campaigns.tenancy --postgres --seconds 50 > /dev/null
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null
 	@$(BIN)/python -m tests.campaigns.chaos --seconds 30 > /dev/null
-	@$(BIN)/python -m tests.campaigns.corruption --home-only --seconds 40 > /dev/null
+	@$(BIN)/python -m tests.campaigns.corruption --parts home,endpoint,store,cache --seconds 80 > /dev/null
 
 $(SCHEMATHESIS): tests/campaigns/schemathesis.txt
 	@$(PYTHON) -m venv .eyrie/schemathesis

@@ -125,10 +125,12 @@ def doctor(
     digests: Annotated[bool, typer.Option("--digests", help="Read every file of every stage as well.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find what is damaged or does not belong together in a home: database, job directories, manifests, records.
+    """Find what is damaged or does not belong together: database, job directories, manifests, records.
 
-    Ends with 74 when something is found and not repaired.
+    With EYRIE_CLUSTER_PROFILE, files of jobs are those of its work area. Ends with 74 when something is found and not
+    repaired.
     """
+    from eyrie_api.http.job_files import JobFiles
     from eyrie_operator import doctor as examination
 
     screen, settings = Screen(as_json=as_json), settings_for(home, None, None)
@@ -138,7 +140,8 @@ def doctor(
         raise Conflict("the control plane of this home is running", "stop it first: eyrie down")
     database = Database(settings.resolved_database_url)
     try:
-        found = list(examination.examine(examination.Home(settings.home.absolute(), database, digests)))
+        store = JobFiles.of(settings).store
+        found = list(examination.examine(examination.Home(settings.home.absolute(), database, digests, store)))
     finally:
         database.close()
     if repair:
@@ -146,8 +149,10 @@ def doctor(
     left = [one for one in found if not one.repaired]
     words = [f"{'repaired' if one.repaired else one.reason}  {one.where}\n  {one.message}"
              + ("" if one.repaired else f"\n  hint: {one.hint}") for one in found]
+    where = settings.home if store is None else store.url
+    more = "" if digests else "; --digests reads every file as well"
     words.append(f"{len(found)} findings, {len(found) - len(left)} repaired" if found else
-                 f"{settings.home}: nothing is damaged" + ("" if digests else "; --digests reads every file as well"))
+                 f"{where}: nothing is damaged{more}")
     screen.show([one.model_dump() for one in found], "\n".join(words))
     if left:
         raise typer.Exit(ArtifactCorrupt.exit_code)

@@ -1,20 +1,21 @@
 """What is damaged or does not belong together in a home, and its repair: `eyrie doctor`, and a part at every start.
 
-Four things are compared: the database with itself (SQLite's own checks), its rows with the directories of the home,
-every finished stage with its manifest, the records of endpoints with their format. A database that is older than its
+Four things are compared: the database with itself (SQLite's own checks), its rows with the directories of the home, or
+with the objects of the artifact store that is the work area of a cluster, every finished stage with its manifest, the
+records of endpoints with their format. A database that is older than its
 files (a restored backup, a disk that lost its last writes) shows as directories that no row knows, and as jobs that are
 running for the database and have nothing on disk.
 
 A repair deletes nothing that cannot be made again: directories that no row knows are moved to `<home>/set-aside`, a
 damaged manifest is renamed, so that a retried job runs that stage again, and damaged records of endpoints are removed,
-since the control plane writes them again.
+since the control plane writes them again. Nothing is repaired in a store.
 
 `check_start` is what a control plane does before it serves: it does not start on a damaged database, and logs which
 directories no row knows.
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,12 +25,14 @@ from pydantic import ValidationError
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError, OperationalError
 
-from eyrie_api.artifacts import MANIFEST, read_manifest, verify_files
+from eyrie_api.artifacts import MANIFEST, parse_manifest, read_manifest, read_sealed, verify_files
+from eyrie_api.artifacts.store import ArtifactStore, digest_stored
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.migrations import schema_state
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
@@ -58,10 +61,10 @@ class DatabaseDamaged(Permanent):
 class Finding(Frozen):
     """One thing that is wrong."""
 
-    reason: Literal["DatabaseDamaged", "UnknownDirectory", "JobWithoutFiles", "StageDamaged", "StageMissing",
-                    "DrafterMissing", "RecordDamaged"]
+    reason: Literal["DatabaseDamaged", "TablesBehind", "UnknownDirectory", "JobWithoutFiles", "StageDamaged",
+                    "StageMissing", "DrafterMissing", "RecordDamaged"]
     where: str
-    """A path below the home, or the id of a row."""
+    """A path below the home, a key or URL of the store, or the id of a row."""
 
     message: str
     hint: str
@@ -78,6 +81,9 @@ class Home:
     digests: bool
     """Compare every file of every stage with its digest, which reads them all."""
 
+    store: ArtifactStore | None = None
+    """The work area of the jobs; None where their directories are in the home."""
+
 
 def examine(home: Home) -> Iterator[Finding]:
     """All findings, the database's first. A database that cannot be read ends the examination."""
@@ -85,20 +91,30 @@ def examine(home: Home) -> Iterator[Finding]:
     yield from damage
     if damage:
         return
+    if schema_state(home.database) == "behind":
+        yield Finding(reason="TablesBehind", where="the database",
+                      message="it has no tables, or those of an earlier Eyrie",
+                      hint="migrate it, then examine again: `eyrie migrate`, or start the control plane once")
+        return
     jobs = {job.id: job for job in _all_jobs(Jobs(home.database))}
     endpoints = {endpoint.name: endpoint for endpoint in Endpoints(home.database).list().items}
-    yield from _unknown_directories(home, jobs, endpoints)
-    for job in jobs.values():
-        yield from _examine_job(home, job)
+    if home.store is None:
+        yield from _unknown_directories(home, "jobs", jobs)
+        for job in jobs.values():
+            yield from _examine_job(home, job)
+    else:
+        yield from _examine_store(home, home.store, jobs)
+    yield from _unknown_directories(home, "endpoints", endpoints)
     for endpoint in endpoints.values():
-        yield from _examine_endpoint(home.path, endpoint)
+        yield from _examine_records(home.path, endpoint)
+        yield from _examine_drafters(home, endpoint)
 
 
 def check_start(home: Home) -> None:
     """Log the directories that no row knows. The tables are migrated."""
     jobs = {job_id for job_id, _ in Jobs(home.database).changed_since(datetime.fromtimestamp(0, UTC))}
     endpoints = {endpoint.name for endpoint in Endpoints(home.database).list().items}
-    found = list(_unknown_directories(home, jobs, endpoints))
+    found = [*_unknown_directories(home, "jobs", jobs), *_unknown_directories(home, "endpoints", endpoints)]
     for one in found[:_MAX_LOGGED]:
         log.warning("%s: %s; `eyrie doctor`: %s", one.where, one.message, one.hint)
     if len(found) > _MAX_LOGGED:
@@ -119,16 +135,20 @@ def check_database(database: Database) -> None:
         raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage[0]}", _RESTORE)
 
 
-def _unknown_directories(home: Home, jobs: Collection[str], endpoints: Collection[str]) -> Iterator[Finding]:
+def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Finding]:
+    removed = _to_be_removed(home)
+    for directory in sorted((home.path / kind).glob("*/")):
+        if directory.name not in known and directory.name not in removed:
+            yield Finding(
+                reason="UnknownDirectory", where=f"{kind}/{directory.name}", repair="set-aside",
+                message=f"the database knows no such {kind[:-1]}: it is older than its files, or was replaced",
+                hint=f"restore a newer database, or move the directory to {SET_ASIDE} with --repair")
+
+
+def _to_be_removed(home: Home) -> set[str]:
+    """Ids of deleted jobs whose files a worker removes soon."""
     outbox = Outbox(home.database)
-    removed = {*outbox.recent("remove_files"), *(chore.argument for chore in outbox.pending())}  # of deleted jobs
-    for kind, known in (("jobs", jobs), ("endpoints", endpoints)):
-        for directory in sorted((home.path / kind).glob("*/")):
-            if directory.name not in known and directory.name not in removed:
-                yield Finding(
-                    reason="UnknownDirectory", where=f"{kind}/{directory.name}", repair="set-aside",
-                    message=f"the database knows no such {kind[:-1]}: it is older than its files, or was replaced",
-                    hint=f"restore a newer database, or move the directory to {SET_ASIDE} with --repair")
+    return {*outbox.recent("remove_files"), *(chore.argument for chore in outbox.pending())}
 
 
 def database_damage(database: Database) -> list[Finding]:
@@ -168,12 +188,9 @@ def _examine_job(home: Home, job: Job) -> Iterator[Finding]:
         return
     if not directory.is_dir():
         return  # of an ended job: its files were removed or are in a store
-    finished = {(stage.stage, stage.key) for stage in job.status.stages if stage.state == "Succeeded"}
-    for stage, key in sorted(finished):
-        if not (directory / "stages" / stage / key / MANIFEST).exists():
-            yield Finding(reason="StageMissing", where=f"jobs/{job.id}/stages/{stage}/{key}".rstrip("/"),
-                          message=f"the stage is finished for the database and has no {MANIFEST}",
-                          hint="restore the directory; a retried job runs the stage again")
+    for place in _finished_stages(job):
+        if not (home.path / place / MANIFEST).exists():
+            yield _stage_missing(place)
     for path in sorted((directory / "stages").glob(f"**/{MANIFEST}")):
         try:
             manifest = read_manifest(path)
@@ -185,7 +202,64 @@ def _examine_job(home: Home, job: Job) -> Iterator[Finding]:
                           repair="run-again")
 
 
-def _examine_endpoint(home: Path, endpoint: Endpoint) -> Iterator[Finding]:
+def _finished_stages(job: Job) -> list[str]:
+    """Where the stages are that are finished for the database, below the home or in the store."""
+    return sorted(f"jobs/{job.id}/stages/{stage.stage}/{stage.key}".rstrip("/")
+                  for stage in job.status.stages if stage.state == "Succeeded")
+
+
+def _stage_missing(place: str) -> Finding:
+    return Finding(reason="StageMissing", where=place,
+                   message=f"the stage is finished for the database and has no {MANIFEST}",
+                   hint="restore the directory; a retried job runs the stage again")
+
+
+def _examine_store(home: Home, store: ArtifactStore, jobs: Mapping[str, Job]) -> Iterator[Finding]:
+    """Rows compared with objects: one listing of all objects, and one read for each manifest."""
+    stored: dict[str, dict[str, int]] = {}
+    for one in store.list("jobs"):
+        stored.setdefault(one.key.split("/")[1], {})[one.key] = one.size_bytes
+    removed = _to_be_removed(home)
+    for job_id in sorted(set(stored) - set(jobs) - removed):
+        yield Finding(reason="UnknownDirectory", where=f"{store.url}/jobs/{job_id}",
+                      message="the database knows no such job: it is older than the store, or was replaced",
+                      hint="restore a newer database, or delete these objects when no database knows the job")
+    for job in jobs.values():
+        sizes = stored.get(job.id, {})
+        begun = any(stage.state != "Pending" for stage in job.status.stages)
+        if job.status.phase not in _ENDED and begun and not sizes:
+            yield Finding(reason="JobWithoutFiles", where=job.id,
+                          message=f"the job is {job.status.phase} and has no object in {store.url}",
+                          hint=f"restore the objects, or `eyrie cancel {job.id}` and submit it again")
+        if not sizes:
+            continue
+        yield from (_stage_missing(place) for place in _finished_stages(job) if f"{place}/{MANIFEST}" not in sizes)
+        for key in (key for key in sizes if key.endswith(f"/{MANIFEST}")):
+            message = _stage_damage(home, store, key, sizes)
+            if message:
+                yield Finding(reason="StageDamaged", where=key.removesuffix(f"/{MANIFEST}"), message=message,
+                              hint=f"restore the objects, or delete {key} in {store.url}: a retried job then runs the "
+                                   f"stage again: eyrie retry {job.id}")
+
+
+def _stage_damage(home: Home, store: ArtifactStore, key: str, sizes: Mapping[str, int]) -> str:
+    """What is wrong with a finished stage in a store; empty if nothing. Without `digests`, sizes are compared."""
+    directory = key.removesuffix(f"/{MANIFEST}")
+    try:
+        manifest = parse_manifest(store.read(key), key)
+        for entry in manifest.files:
+            place = f"{directory}/{entry.path}"
+            if sizes.get(place) != entry.size_bytes:
+                return (f"{place} is listed in its manifest with {entry.size_bytes} bytes and "
+                        + (f"has {sizes[place]}" if place in sizes else "does not exist"))
+            if home.digests and digest_stored(store, place, entry.size_bytes) != entry.sha256:
+                return f"{place} differs from the digest in its manifest"
+    except (ArtifactCorrupt, ArtifactMissing) as error:
+        return error.message
+    return ""
+
+
+def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Finding]:
     directory = home / "endpoints" / endpoint.name
     kinds: list[tuple[Path, type[Frozen]]] = [(directory / ROUTE_FILE, RouteRecord),
                                               (directory / GATEWAY_FILE, GatewayRecord)]
@@ -193,18 +267,31 @@ def _examine_endpoint(home: Path, endpoint: Endpoint) -> Iterator[Finding]:
     for path, kind in kinds:
         try:
             if path.exists():
-                kind.model_validate_json(path.read_bytes())
+                read_sealed(path.read_bytes(), kind)
         except ValidationError as error:
             yield _damaged_record(home, path, f"not a {kind.__name__}: {error.errors()[0]['msg']}")
+        except ValueError as error:  # no JSON, or another digest
+            yield _damaged_record(home, path, f"not a {kind.__name__}: {error}")
     port = directory / PORT_FILE
     if port.exists() and parse_port(port.read_bytes()) is None:
         yield _damaged_record(home, port, "not the number of a port")
+
+
+def _examine_drafters(home: Home, endpoint: Endpoint) -> Iterator[Finding]:
     numbers = {endpoint.active_revision, endpoint.candidate_revision}
     for revision in endpoint.revisions:
-        if revision.number in numbers and revision.drafter_dir and not Path(revision.drafter_dir).is_dir():
+        if revision.number in numbers and revision.drafter_dir and not _exists(home, Path(revision.drafter_dir)):
             yield Finding(reason="DrafterMissing", where=f"endpoint {endpoint.name}, revision {revision.number}",
                           message=f"{revision.drafter_dir} does not exist, so its engine cannot start",
                           hint=f"restore it, or `eyrie rollback {endpoint.name}`")
+
+
+def _exists(home: Home, directory: Path) -> bool:
+    if home.store is None:
+        return directory.is_dir()
+    if not directory.is_relative_to(home.path / "jobs"):
+        return True  # part of the engine's image
+    return next(iter(home.store.list(directory.relative_to(home.path).as_posix())), None) is not None
 
 
 def _damaged_record(home: Path, path: Path, message: str) -> Finding:

@@ -1,20 +1,23 @@
 """Damaged files at rest: each is detected and named, or made again; none is used: `make campaign-corruption`.
 
-A real job runs once, small, with the programs of every stage. Then, again and again, one of its files is damaged and
-the program that reads it runs, alone:
+A file is flipped (one bit), truncated, emptied, or replaced by an older one (the same file of another checkpoint, the
+first half of the lines), and what reads it runs. Parts: the home of a control plane (`corruption_home`), the records of
+a served endpoint (`corruption_endpoint`), objects of an S3 store (`corruption_store`), the model cache of a cluster
+(`corruption_cache`), and here the files of stages. A real job runs once, small, with the programs of every stage; then
+one of its files is damaged and the program that reads it runs, alone:
 
     input   a file of a finished stage; the next stage runs from the beginning
     own     a file of a stage that was killed before its manifest; that stage runs again and resumes
 
-A file is flipped (one bit), truncated, emptied, or replaced by an older one (the same file of another checkpoint, the
-first half of the lines). Rules: a program that does not finish says which file is damaged, as an error with a hint and
-not as a traceback; one that finishes has used nothing of the damage: files that are functions of the spec are those of
-the whole job, byte by byte, and no line of a ledger that the damage made is left.
+Rules: a program that does not finish says which file is damaged, as an error with a hint and not as a traceback; one
+that finishes has used nothing of the damage: files that are functions of the spec are those of the whole job, byte by
+byte, and no line of a ledger that the damage made is left.
 
-    python -m tests.campaigns.corruption [--seed 1] [--seconds 600] [--world DIR] [--out FILE]
+    python -m tests.campaigns.corruption [--seed 1] [--seconds 600] [--parts home,store] [--world DIR] [--out FILE]
 """
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -24,10 +27,10 @@ import runpy
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -38,7 +41,11 @@ from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.catalog import CATALOG
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
-from tests.campaigns.corruption_home import Home, Verdict
+from tests.campaigns.corruption_cache import ModelCache
+from tests.campaigns.corruption_damage import DAMAGES, GOOD, Damage, Part, Verdict, damage_bytes
+from tests.campaigns.corruption_endpoint import EndpointRecords
+from tests.campaigns.corruption_home import Home
+from tests.campaigns.corruption_store import StoreObjects
 from tests.campaigns.live_servers import scratch
 from tests.campaigns.report import ROOT, Campaign, options
 
@@ -46,12 +53,10 @@ WORLD_S = 1800.0
 """For the job; ten minutes were not enough on a crowded machine. With --world the next campaign continues the job."""
 
 CASE_S = 180.0
+PARTS = ("home", "endpoint", "store", "cache", "stages")
 EXAMPLE = ROOT / "docs/examples/smallest.yaml"
 
-Damage = Literal["flipped", "truncated", "emptied", "older"]
-DAMAGES: tuple[Damage, ...] = ("flipped", "truncated", "emptied", "older")
 Use = Literal["input", "own"]
-GOOD = ("refused", "made again", "answered")
 
 _NOT_READ = re.compile(
     r"(^|/)(\.lock|log\.txt|events\.jsonl|README\.md|spec\.json|failure\.json|report\.json|servers?/.*|variants/.*"
@@ -78,87 +83,8 @@ class Case:
         """The program's stage."""
         return self.runs.split("/")[0]  # type: ignore[return-value]
 
-
-class World:
-    """A finished job, and a copy to restore it from."""
-
-    def __init__(self, path: Path) -> None:
-        self.job, self.kept = path / "job", path / "kept"
-
-    def build(self) -> None:
-        """Run the job, unless an earlier campaign did."""
-        if self.kept.exists():
-            return
-        self.job.mkdir(parents=True, exist_ok=True)
-        wanted = yaml.safe_load(EXAMPLE.read_text())
-        wanted["data"]["max_conversations"] = 60
-        wanted["train"] |= {"max_steps": 12, "num_checkpoints": 2}
-        wanted["benchmark"]["suites"][0]["path"] = "held-out"
-        local.start(self.job, "job-1", JobSpec.model_validate(wanted))
-        if not wait_until(lambda: local.observe(self.job).state != "running", WORLD_S):
-            local.stop(self.job)
-        if local.observe(self.job).state != "succeeded":
-            raise SystemExit(f"the job did not finish: see {self.job}/run/pipeline.log")
-        shutil.copytree(self.job, self.kept.with_name("copying"), dirs_exist_ok=True)
-        self.kept.with_name("copying").rename(self.kept)
-
-    def restore(self) -> None:
-        """Undo what the last case did."""
-        shutil.rmtree(self.job / "stages")
-        shutil.copytree(self.kept / "stages", self.job / "stages")
-
-    def cases(self) -> list[Case]:
-        """Every file that a stage reads, with the stage."""
-        stages = self.kept / "stages"
-        manifests = sorted(stages.rglob("manifest.json"))
-        directories = [manifest.parent.relative_to(stages).as_posix() for manifest in manifests]
-        found = []
-        for runs in directories:
-            files = self._files(runs)
-            found += [Case(runs, "own", file) for file in files if not file.endswith("manifest.json")]
-            spec = json.loads((stages / runs / "spec.json").read_text())
-            for name in _INPUTS:
-                if not spec.get(name):
-                    continue
-                path = Path(spec[name]).relative_to(self.job / "stages")
-                owner = next(one for one in directories if path.is_relative_to(one))
-                # What a measurement left to resume from is not read by the next stage.
-                read = {file for file in self._files(owner) if Path(file).is_relative_to(path)
-                        and owner.split("/")[0] not in _MEASURED}
-                # A store has digests of its own, and who reads it does not read the manifest.
-                manifest = f"{owner}/manifest.json"
-                read = read - {manifest} if name == "store_dir" else read | {manifest}
-                found += [Case(runs, "input", file) for file in read]
-        return sorted(found, key=lambda case: (case.runs, case.use, case.file))
-
-    def _files(self, directory: str) -> list[str]:
-        stages = self.kept / "stages"
-        return sorted(name for path in (stages / directory).rglob("*") if path.is_file() and path.stat().st_size
-                      if not _NOT_READ.search(name := path.relative_to(stages).as_posix()))
-
-
-def damaged(case: Case, damage: Damage, world: World, rng: random.Random) -> bytes | None:
-    """The file's bytes after the damage; None where this damage does not apply."""
-    path = world.kept / "stages" / case.file
-    data = path.read_bytes()
-    if damage == "flipped":
-        bit = rng.randrange(8 * len(data))
-        flipped = bytearray(data)
-        flipped[bit // 8] ^= 1 << bit % 8
-        return bytes(flipped)
-    if damage == "truncated":
-        return data[:rng.randrange(1, len(data))] if len(data) > 1 else None
-    if damage == "emptied":
-        return b""
-    if case.use == "own":
-        return None  # an older file of an unfinished stage is what a kill leaves
-    siblings = [one for one in path.parent.parent.glob(f"*/{path.name}") if one.read_bytes() != data]
-    if siblings:
-        return siblings[0].read_bytes()
-    if path.suffix == ".jsonl":
-        lines = data.splitlines(keepends=True)
-        return b"".join(lines[:len(lines) // 2])
-    return None
+    def __str__(self) -> str:
+        return f"{self.runs}, {self.use} {self.file}"
 
 
 def _program(module: str, directory: str) -> None:
@@ -190,23 +116,99 @@ class Programs:
         return process.exitcode
 
 
-def try_case(case: Case, data: bytes, world: World, programs: Programs) -> Verdict:
-    """Damage, run, judge: `refused`, `made again`, or the rule that was broken, with facts."""
-    world.restore()
-    stages, directory = world.job / "stages", world.job / "stages" / case.runs
-    (directory / "manifest.json").unlink()
-    if case.use == "input":
-        for path in directory.iterdir():
-            if path.name != "spec.json":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    path = stages / case.file
-    path.write_bytes(data)
-    code = programs.run(case.stage, directory)
-    if code is None:
-        return "a program ends", {}
-    if code != 0:
-        return _judge_error(path, directory, code)
-    return _judge_result(case, data, world)
+class World:
+    """A finished job, and a copy to restore it from."""
+
+    def __init__(self, path: Path) -> None:
+        self.job, self.kept, self._programs = path / "job", path / "kept", Programs()
+
+    def build(self) -> None:
+        """Run the job, unless an earlier campaign did."""
+        if self.kept.exists():
+            return
+        self.job.mkdir(parents=True, exist_ok=True)
+        wanted = yaml.safe_load(EXAMPLE.read_text())
+        wanted["data"]["max_conversations"] = 60
+        wanted["train"] |= {"max_steps": 12, "num_checkpoints": 2}
+        wanted["benchmark"]["suites"][0]["path"] = "held-out"
+        local.start(self.job, "job-1", JobSpec.model_validate(wanted))
+        if not wait_until(lambda: local.observe(self.job).state != "running", WORLD_S):
+            local.stop(self.job)
+        if local.observe(self.job).state != "succeeded":
+            raise SystemExit(f"the job did not finish: see {self.job}/run/pipeline.log")
+        shutil.copytree(self.job, self.kept.with_name("copying"), dirs_exist_ok=True)
+        self.kept.with_name("copying").rename(self.kept)
+
+    def restore(self) -> None:
+        """Undo what the last case did."""
+        shutil.rmtree(self.job / "stages")
+        shutil.copytree(self.kept / "stages", self.job / "stages")
+
+    def files(self) -> list[Case]:
+        """Every file that a stage reads, with the stage."""
+        stages = self.kept / "stages"
+        manifests = sorted(stages.rglob("manifest.json"))
+        directories = [manifest.parent.relative_to(stages).as_posix() for manifest in manifests]
+        found = []
+        for runs in directories:
+            files = self._files(runs)
+            found += [Case(runs, "own", file) for file in files if not file.endswith("manifest.json")]
+            spec = json.loads((stages / runs / "spec.json").read_text())
+            for name in _INPUTS:
+                if not spec.get(name):
+                    continue
+                path = Path(spec[name]).relative_to(self.job / "stages")
+                owner = next(one for one in directories if path.is_relative_to(one))
+                # What a measurement left to resume from is not read by the next stage.
+                read = {file for file in self._files(owner) if Path(file).is_relative_to(path)
+                        and owner.split("/")[0] not in _MEASURED}
+                # A store has digests of its own, and who reads it does not read the manifest.
+                manifest = f"{owner}/manifest.json"
+                read = read - {manifest} if name == "store_dir" else read | {manifest}
+                found += [Case(runs, "input", file) for file in read]
+        return sorted(found, key=lambda case: (case.runs, case.use, case.file))
+
+    def damaged(self, file: Case, damage: Damage, rng: random.Random) -> bytes | None:
+        """The file's bytes after the damage; None where this damage does not apply."""
+        path = self.kept / "stages" / file.file
+        data = path.read_bytes()
+        if damage != "older":
+            return damage_bytes(data, damage, rng)
+        if file.use == "own":
+            return None  # an older file of an unfinished stage is what a kill leaves
+        siblings = [one for one in path.parent.parent.glob(f"*/{path.name}") if one.read_bytes() != data]
+        if siblings:
+            return siblings[0].read_bytes()
+        if path.suffix == ".jsonl":
+            lines = data.splitlines(keepends=True)
+            return b"".join(lines[:len(lines) // 2])
+        return None
+
+    def try_case(self, file: Case, data: bytes) -> Verdict:
+        """Damage, run, judge: `refused`, `made again`, or the rule that was broken, with facts."""
+        self.restore()
+        stages, directory = self.job / "stages", self.job / "stages" / file.runs
+        (directory / "manifest.json").unlink()
+        if file.use == "input":
+            for path in directory.iterdir():
+                if path.name != "spec.json":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        path = stages / file.file
+        path.write_bytes(data)
+        code = self._programs.run(file.stage, directory)
+        if code is None:
+            return "a program ends", {}
+        if code != 0:
+            return _judge_error(path, directory, code)
+        return _judge_result(file, data, self)
+
+    def close(self) -> None:
+        """Each program ended with its case."""
+
+    def _files(self, directory: str) -> list[str]:
+        stages = self.kept / "stages"
+        return sorted(name for path in (stages / directory).rglob("*") if path.is_file() and path.stat().st_size
+                      if not _NOT_READ.search(name := path.relative_to(stages).as_posix()))
 
 
 def _judge_error(path: Path, directory: Path, code: int) -> Verdict:
@@ -256,42 +258,55 @@ def _world_at(path: Path | None) -> Iterator[Path]:
         yield temporary
 
 
+def _parts(names: list[str], path: Path) -> dict[str, Part]:
+    home = Home(path / "home")
+    makers: dict[str, Callable[[], Part]] = {
+        "home": lambda: home, "endpoint": lambda: EndpointRecords(path / "endpoint"),
+        "store": lambda: StoreObjects(home), "cache": lambda: ModelCache(path / "cache"),
+        "stages": lambda: World(path)}
+    if "store" in names:
+        home.build()
+    return {name: makers[name]() for name in PARTS if name in names}
+
+
+def _plan(parts: dict[str, Part], rng: random.Random) -> list[tuple[str, Any, Damage]]:
+    """Every file with every damage, in random order, the parts in turn: a short campaign sees something of each."""
+    todo = []
+    for name, part in parts.items():
+        of_part = [(name, file, damage) for file in part.files() for damage in DAMAGES]
+        rng.shuffle(of_part)
+        todo.append(of_part)
+    return [one for turn in itertools.zip_longest(*todo) for one in turn if one is not None]
+
+
 def main() -> int:
     """Run the campaign."""
     parser = options("corruption", "Damaged files at rest, and the programs that read them.", 600.0)
     parser.add_argument("--world", type=Path, help="keep the jobs there, and use them again")
-    parser.add_argument("--home-only", action="store_true", help="not the stages, whose job takes two minutes to make")
+    parser.add_argument("--parts", default=",".join(PARTS),
+                        help=f"of {', '.join(PARTS)} (default: all; the job of the stages takes minutes to make)")
     wanted = parser.parse_args()
     campaign = Campaign("corruption", wanted.seed, wanted.seconds, wanted.out)
     rng, counts, done = random.Random(wanted.seed), Counter[str](), 0
-    with _world_at(wanted.world) as path:
-        home, world, programs = Home(path / "home"), World(path), Programs()
-        home.build()
-        files: list[Case | str] = [*home.files()]
-        if not wanted.home_only:
-            world.build()
-            files += world.cases()
-        built_s = campaign.elapsed_s
-        todo = [(file, damage) for file in files for damage in DAMAGES]
-        rng.shuffle(todo)
-        for case, damage in todo:
+    with _world_at(wanted.world) as path, contextlib.ExitStack() as stack:
+        parts = _parts(wanted.parts.split(","), path)
+        for part in parts.values():
+            stack.callback(part.close)
+            part.build()
+        built_s, todo = campaign.elapsed_s, _plan(parts, rng)
+        for name, file, damage in todo:
             if campaign.is_over:
                 break
-            if isinstance(case, Case):
-                where = f"{case.runs}, {case.use} {case.file}"
-                data = damaged(case, damage, world, rng)
-                verdict, facts = try_case(case, data, world, programs) if data is not None else ("", {})
-            else:
-                where, data = f"home, {case}", home.damaged(case, damage, rng)
-                verdict, facts = home.try_case(case, data) if data is not None else ("", {})
+            data = parts[name].damaged(file, damage, rng)
             if data is None:
                 continue
+            verdict, facts = parts[name].try_case(file, data)
             done += 1
-            counts[f"{where.partition(' ')[0].strip(',')}: {damage}: {verdict}"] += 1
-            print(f"corruption: {done}: {where} {damage}: {verdict}", file=sys.stderr, flush=True)
+            counts[f"{name}: {damage}: {verdict}"] += 1
+            print(f"corruption: {done}: {name}, {file} {damage}: {verdict}", file=sys.stderr, flush=True)
             if verdict not in GOOD:
-                campaign.add_finding(verdict, where=where, damage=damage, **facts)
-    return campaign.finish({"cases": done, "possible": len(todo), "building the jobs, s": round(built_s),
+                campaign.add_finding(verdict, part=name, file=str(file), damage=damage, **facts)
+    return campaign.finish({"cases": done, "possible": len(todo), "building, s": round(built_s),
                             "verdicts": dict(sorted(counts.items()))})
 
 

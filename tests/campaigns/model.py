@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from tests.campaigns.model_plane import PlaneWorld, RuleBroken
 from tests.campaigns.model_resources import ResourceWorld
+from tests.campaigns.model_rollout import RolloutWorld
 from tests.campaigns.report import Campaign, options
 
+WORLDS = (PlaneWorld, ResourceWorld, RolloutWorld)
 STEPS = 120
 """Changes and steps per world before it settles."""
 
@@ -30,7 +32,7 @@ class Counts:
     busy_s: float = 0.0
 
 
-def play(kind: type[PlaneWorld] | type[ResourceWorld], seed: int, counts: Counts) -> None:
+def play(kind: type[PlaneWorld | ResourceWorld | RolloutWorld], seed: int, counts: Counts) -> None:
     """One world from its seed to its end. Raises RuleBroken, or what a reconciler raised."""
     began = time.process_time()
     rng = random.Random(f"{kind.__name__}/{seed}")
@@ -51,10 +53,10 @@ def play(kind: type[PlaneWorld] | type[ResourceWorld], seed: int, counts: Counts
 
 def run(campaign: Campaign, worlds: int | None = None) -> dict[str, Counts]:
     """Play worlds from the campaign's seed on until its time bound, or that many of each kind."""
-    counted = {kind.__name__: Counts() for kind in (PlaneWorld, ResourceWorld)}
+    counted = {kind.__name__: Counts() for kind in WORLDS}
     number = 0
     while not campaign.is_over and (worlds is None or number < worlds):
-        for kind in (PlaneWorld, ResourceWorld):
+        for kind in WORLDS:
             seed = campaign.seed + number
             try:
                 play(kind, seed, counted[kind.__name__])
@@ -72,7 +74,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, help="play the worlds of this seed alone, with a traceback")
     wanted = parser.parse_args()
     if wanted.world is not None:
-        for kind in (PlaneWorld, ResourceWorld):
+        for kind in WORLDS:
             play(kind, wanted.world, Counts())
         return 0
     campaign = Campaign("model", wanted.seed, wanted.seconds, wanted.out)

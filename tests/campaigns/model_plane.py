@@ -13,15 +13,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, PromotionDecision
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.stages import JOB_STAGES, Manifest
-from eyrie_api.v1alpha1.status import Endpoint, JobStatus, Revision
+from eyrie_api.v1alpha1.status import Endpoint, JobStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import is_over, is_true
 from eyrie_operator.endpoints import state as act
 from eyrie_operator.endpoints.plan import plan_endpoint
@@ -38,6 +36,7 @@ from eyrie_operator.jobs.reconcile import (
     reconcile,
 )
 from eyrie_pipelines.runner import ObservedRun, RunFailed
+from tests.campaigns.model_endpoint_row import TAU, EndpointRow
 
 START = datetime(2026, 1, 2, tzinfo=UTC)
 SPEC = JobSpec(target=TargetSpec(model="quickstart"), data=DataSpec(sources=(DataSource(path="quickstart"),)))
@@ -53,7 +52,6 @@ MANIFESTS = {stage: Manifest.model_validate({
     "stage": stage, "job_id": "j", "spec_digest": "sha256:" + "0" * 64, "code_version": "0",
     "started_at": START.isoformat(), "finished_at": START.isoformat(), "files": (), "report": _REPORT})
     for stage in JOB_STAGES}
-TAU = 3.0
 _ENDS = ("Succeeded", "Cancelled", "LossDiverged", "RunKeepsDying")
 MAX_LOOKS = 6
 """Plans of one step of an endpoint while each leads to the next, as in `embedded.endpoints`."""
@@ -132,17 +130,14 @@ class SimulatedRoute:
     errors: int = 0
 
 
-class PlaneWorld:
+class PlaneWorld(EndpointRow):
     """Three jobs that promote to one endpoint on a machine with room for one run."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.now = rng, START
+        super().__init__(START)
+        self.rng = rng
         self.jobs = [SimulatedJob(f"job-{number}", UNSERVED if rng.random() < 0.2 else SPEC,
                                   VERDICTS[rng.choices(list(VERDICTS), (6, 1, 2, 1))[0]]) for number in range(3)]
-        self.endpoint: Endpoint | None = None
-        self.proposed: dict[str, int] = {}
-        """Revision by `once` of the proposal, as the endpoint's history has it."""
-
         self.engines: dict[int, SimulatedEngine] = {}
         self.route: SimulatedRoute | None = None
         self.gateway = False
@@ -199,19 +194,12 @@ class PlaneWorld:
             job.decision = job.verdict
         elif isinstance(action, Promote):
             expect(job.revision is None, "an attempt is promoted once", job=job.name)
-            self._create_endpoint()
+            self.create_endpoint()
             revision = 1
             if job.decision is not None and job.decision.promote:
                 revision = self.propose(job.name, f"proposed/{job.name}/{job.attempt}")
             self._maybe_kill()
             job.revision = revision
-
-    def _create_endpoint(self) -> None:
-        if self.endpoint is None:
-            bare = Revision(number=1, job_id=None, checkpoint=None, tree=None, drafter_dir=None, created_at=self.now,
-                            reason="the target alone")
-            self.endpoint = Endpoint(name="default", target="quickstart", url=None, model="m", active_revision=None,
-                                     candidate_revision=1, revisions=(bare,), updated_at=self.now)
 
     def look_at_endpoint(self) -> None:
         """As `embedded.endpoints` does it."""
@@ -308,84 +296,10 @@ class PlaneWorld:
                revision=revision)
 
     def _record(self, action: act.EndpointAction) -> None:
-        """As `database.endpoints` does it."""
-        assert self.endpoint is not None
         if isinstance(action, act.Activate):
             routed = self.route is not None and self.route.revision == action.revision
             expect(routed, "a revision is activated when the route leads to it", revision=action.revision)
-            before = self._revision(self.endpoint.active_revision)
-            if before is not None and before.number != action.revision:
-                self._change(before.number, state="retired" if before.rejected_reason is None else "rolled-back")
-            self._change(action.revision, state="active", rejected_reason=None)
-            candidate = self.endpoint.candidate_revision
-            self.endpoint = self.endpoint.model_copy(update={
-                "active_revision": action.revision,
-                "candidate_revision": None if candidate == action.revision else candidate})
-        elif isinstance(action, act.Reject):
-            self._change(action.revision, state="rejected", rejected_reason=f"{action.reason}: {action.message}")
-            if self.endpoint.candidate_revision == action.revision:
-                if self.endpoint.active_revision is not None:
-                    self._change(self.endpoint.active_revision, rejected_reason=None)
-                self.endpoint = self.endpoint.model_copy(update={"candidate_revision": None})
-        elif isinstance(action, act.RollBack):
-            self.roll_back(action.reason)
-        elif isinstance(action, act.ProposeNoDrafter):
-            self.propose(None, None)
-
-    # What requests do to the rows of the endpoint.
-
-    def propose(self, job: str | None, once: str | None) -> int:
-        """`Endpoints.propose`."""
-        assert self.endpoint is not None
-        if once is not None and once in self.proposed:
-            return self.proposed[once]
-        directory = None if job is None else f"/drafters/{job}"
-        for number in (self.endpoint.candidate_revision, self.endpoint.active_revision):
-            same = self._revision(number)
-            if same is not None and same.use.drafter_dir == directory:
-                return same.number
-        use = DrafterUse() if job is None else DrafterUse(drafter_dir=directory,
-                                                          setting=Setting(method="drafter", tree=DraftTreeShape()))
-        revision = Revision(number=len(self.endpoint.revisions) + 1, job_id=job, checkpoint=job, tree=None,
-                            drafter_dir=directory, use=use, tau=None if job is None else TAU, created_at=self.now,
-                            reason="better")
-        self.endpoint = self.endpoint.model_copy(update={"revisions": (*self.endpoint.revisions, revision)})
-        self._set_candidate(revision)
-        if once is not None:
-            self.proposed[once] = revision.number
-        return revision.number
-
-    def roll_back(self, reason: str) -> None:
-        """`Endpoints.roll_back` to the revision before; no effect where that one refuses."""
-        assert self.endpoint is not None
-        active = self._revision(self.endpoint.active_revision)
-        if active is None:
-            return
-        earlier = [one for one in reversed(self.endpoint.revisions) if one.number < active.number]
-        good = [one for one in earlier if one.state == "retired"] or [one for one in earlier if one.checkpoint is None]
-        if good:
-            self._change(active.number, rejected_reason=f"{reason}: requested")
-            self._set_candidate(good[0])
-
-    def _set_candidate(self, revision: Revision) -> None:
-        assert self.endpoint is not None
-        waiting = self._revision(self.endpoint.candidate_revision)
-        if waiting is not None and waiting.number != revision.number and waiting.state in ("proposed", "canary"):
-            self._change(waiting.number, state="retired")
-        if revision.state == "rejected":
-            self._change(revision.number, state="proposed", rejected_reason=None)
-        candidate = None if revision.number == self.endpoint.active_revision else revision.number
-        self.endpoint = self.endpoint.model_copy(update={"candidate_revision": candidate, "desired": "on"})
-
-    def _revision(self, number: int | None) -> Revision | None:
-        assert self.endpoint is not None
-        return None if number is None else self.endpoint.revisions[number - 1]
-
-    def _change(self, number: int, **values: Any) -> None:
-        assert self.endpoint is not None
-        revisions = list(self.endpoint.revisions)
-        revisions[number - 1] = revisions[number - 1].model_copy(update=values)
-        self.endpoint = self.endpoint.model_copy(update={"revisions": tuple(revisions)})
+        self.record(action)
 
     # What the world does.
 

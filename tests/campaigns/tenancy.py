@@ -9,11 +9,13 @@ projects, ids altered, three ways to name a project, as JSON and as an event str
 - no caller of another project, no viewer and no dead key changes a row or a file of the project;
 - a dead key gets 401 on all but the probes.
 
-A gateway has no callers to tell apart: it is not part of this, and neither are custom resources (tests/cluster).
+Custom resources are another way in: `tenancy_resources` applies objects of the other project's namespaces. A gateway
+has no callers to tell apart, and is not part of this.
 
-    python -m tests.campaigns.tenancy [--seed 1] [--seconds 60] [--out FILE]
+    python -m tests.campaigns.tenancy [--seed 1] [--seconds 60] [--postgres] [--out FILE]
 """
 
+import contextlib
 import random
 import sys
 from collections import Counter
@@ -21,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import select
 
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.tables import Base
 from eyrie_api.http.middleware import MUTATING, PROBES
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
@@ -33,12 +36,18 @@ from tests.api.access.harness import KEYS, TOKEN, Harness, Tenant, two_projects
 from tests.api.access.test_walk import CHANGING_NOTHING, OPEN, ROUTES, SIGN_IN, body_of, filled
 from tests.campaigns.live_servers import scratch
 from tests.campaigns.report import Campaign, options
+from tests.campaigns.tenancy_resources import apply_objects
+from tests.servers import postgres
+from tests.servers.processes import Session, Unavailable, private_dir
 
 STREAM_PARTS = 3
 _NOT_STATE = {"audit", "idempotency", "outbox"}
 """Tables that refused requests, or reads, may change."""
 
 _NOT_COLUMNS = {"last_used_at"}
+WORDS = {"a word of north", "printed by north", "north-c1", "north-person", "http://127.0.0.1:9/north",
+         "a report of north"}
+"""Of north's rows and files."""
 
 
 @dataclass(frozen=True)
@@ -84,28 +93,25 @@ def state_of(database: Database, tenant: Tenant, home: Path) -> frozenset[str]:
                                if name not in ("stage", "path", "member_id"))}
     rows = set()
     with database.reading() as session:
-        tables = session.execute(text("SELECT name FROM sqlite_master WHERE type = 'table'")).scalars().all()
-        for table in tables:
-            if table not in _NOT_STATE and not table.startswith("sqlite_"):
-                for row in session.execute(text(f'SELECT * FROM "{table}"')).mappings():
+        for table in Base.metadata.sorted_tables:
+            if table.name not in _NOT_STATE:
+                for row in session.execute(select(table)).mappings():
                     values = {name: value for name, value in row.items() if name not in _NOT_COLUMNS}
                     if any(str(value) in marks for value in values.values()):
-                        rows.add(f"{table}: {values}")
+                        rows.add(f"{table.name}: {values}")
     files = {f"{path}: {path.read_bytes()!r}" for path in (home / "jobs" / tenant.ids["job_id"]).rglob("*")
              if path.is_file()}
     return frozenset(rows | files)
 
 
-def walk(campaign: Campaign, harness: Harness, database: Database, home: Path) -> dict[str, Any]:
-    """Send every caller along every route until the time is over, at least once."""
+def walk(campaign: Campaign, harness: Harness, database: Database, home: Path, until_s: float) -> dict[str, Any]:
+    """Send every caller along every route until the campaign is `until_s` old, at least once."""
     rng = random.Random(campaign.seed)
     north = harness.a
     callers, before = make_callers(harness), state_of(database, north, home)
-    words = {"a word of north", "printed by north", "north-c1", "north-person", "http://127.0.0.1:9/north",
-             "a report of north"}
     counted: Counter[str] = Counter()
     rounds = 0
-    while rounds == 0 or not campaign.is_over:
+    while rounds == 0 or campaign.elapsed_s < until_s:
         for caller in callers:
             for (method, path), (_kind, body) in ROUTES.items():
                 asked, headers = _variant(rng, method, path, harness, rounds)
@@ -117,7 +123,7 @@ def walk(campaign: Campaign, harness: Harness, database: Database, home: Path) -
                 if caller.is_dead and status != 401 and not is_open:
                     campaign.add_finding("a dead key is refused", **facts)
                 if not caller.is_inside:
-                    found = [word for word in words if word in said and word not in asked]
+                    found = [word for word in WORDS if word in said and word not in asked]
                     named = any(north.ids[name] in asked
                                 for name in ("job_id", "name", "key_id", "webhook_id", "report_id"))
                     if found or (named and status < 300):
@@ -171,23 +177,46 @@ def _ask(harness: Harness, secret: str, method: str, path: str, body: Any, heade
     return answer.status_code, said
 
 
+def attack(campaign: Campaign, path: Path, url: str | None, until_s: float) -> dict[str, Any]:
+    """Both ways in, on one database: the routes, then custom resources for a quarter of the time."""
+    home = path / "home"
+    home.mkdir(parents=True)
+    settings = Settings(home=home, database_url=url, rate_limit_per_minute=10_000_000, sse_heartbeat_s=0.1,
+                        sse_poll_s=0.02)
+    database = Database(settings.resolved_database_url)
+    upgrade(database)
+    served = {(method, route.path) for route in create_app(settings, database=database).state.routes
+              for method in route.methods - {"HEAD"}}
+    for missing in sorted(served - set(ROUTES)):
+        campaign.add_finding("every route is walked", route=missing)
+    with two_projects(settings, database) as harness:
+        share = (until_s - campaign.elapsed_s) / 4
+        figures = walk(campaign, harness, database, home, until_s - share)
+        figures |= apply_objects(campaign, settings, database, harness, WORDS,
+                                 lambda: state_of(database, harness.a, home), until_s)
+    database.close()
+    return figures
+
+
 def main() -> int:
     """Run the campaign."""
-    wanted = options("tenancy", "Callers that must not read or change a project, along every route.", 60.0).parse_args()
+    parser = options("tenancy", "Callers that must not read or change a project, along every route.", 60.0)
+    parser.add_argument("--postgres", action="store_true", help="on PostgreSQL too, half of the time")
+    wanted = parser.parse_args()
     campaign = Campaign("tenancy", wanted.seed, wanted.seconds, wanted.out)
-    with scratch("tenancy") as path:
-        home = path / "home"
-        home.mkdir()
-        settings = Settings(home=home, rate_limit_per_minute=10_000_000, sse_heartbeat_s=0.1, sse_poll_s=0.02)
-        database = Database(settings.resolved_database_url)
-        upgrade(database)
-        served = {(method, route.path) for route in create_app(settings, database=database).state.routes
-                  for method in route.methods - {"HEAD"}}
-        for missing in sorted(served - set(ROUTES)):
-            campaign.add_finding("every route is walked", route=missing)
-        with two_projects(settings, database) as harness:
-            figures = walk(campaign, harness, database, home)
-        database.close()
+    figures: dict[str, Any] = {}
+    with scratch("tenancy") as path, contextlib.ExitStack() as stack:
+        first_s = wanted.seconds / (2 if wanted.postgres else 1)
+        figures["SQLite"] = attack(campaign, path / "sqlite", None, first_s)
+        if wanted.postgres:
+            stack.callback(Session().end)
+            try:
+                server = postgres.start(private_dir())
+            except Unavailable as reason:
+                figures["PostgreSQL"] = f"left out: {reason}"
+            else:
+                figures["PostgreSQL"] = attack(campaign, path / "postgres", server.url(server.create()),
+                                               wanted.seconds)
     return campaign.finish(figures)
 
 

@@ -7,10 +7,13 @@ from datetime import datetime
 import pytest
 
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_operator.endpoints.state import EndpointPlan, Reject
 from eyrie_operator.jobs.reconcile import ObservedJob, Plan, reconcile
-from tests.campaigns import model_plane
+from eyrie_operator.manifests.rollout import RolloutState, apply_plan
+from tests.campaigns import model_plane, model_rollout
 from tests.campaigns.model import Counts, play, run
 from tests.campaigns.model_plane import PlaneWorld, RuleBroken
+from tests.campaigns.model_rollout import RolloutWorld
 from tests.campaigns.report import Campaign
 
 
@@ -28,6 +31,31 @@ def test_a_reconciler_that_forgets_its_decision_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(model_plane, "reconcile", forgetful)
     with pytest.raises(RuleBroken, match="an attempt is decided once"):
         play(PlaneWorld, 1, Counts())
+
+
+def play_rollouts(num: int) -> None:
+    for seed in range(num):
+        play(RolloutWorld, seed, Counts())
+
+
+def test_a_rollout_that_deletes_the_old_engine_before_the_service_leads_to_the_new_one_is_found(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(before: RolloutState, plan: EndpointPlan, now: datetime) -> RolloutState:
+        wanted = apply_plan(before, plan, now)
+        return replace(wanted, engines=tuple(one for one in wanted.engines if one != before.serving))
+
+    monkeypatch.setattr(model_rollout, "apply_plan", hasty)
+    with pytest.raises(RuleBroken, match="no engine is deleted while the Service selects it"):
+        play_rollouts(20)
+
+
+def test_a_rejection_that_is_forgotten_leaves_a_failed_revision_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(before: RolloutState, plan: EndpointPlan, now: datetime) -> RolloutState:
+        return before if any(isinstance(one, Reject) for one in plan.actions) else apply_plan(before, plan, now)
+
+    monkeypatch.setattr(model_rollout, "apply_plan", forgetful)
+    with pytest.raises(RuleBroken, match="no revision that failed serves"):
+        play_rollouts(20)
 
 
 def test_the_same_seed_plays_the_same_world() -> None:

@@ -1,6 +1,7 @@
 """`eyrie doctor`: each kind of damage is found and named, and repaired where that is possible."""
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -9,19 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import write_model
+from eyrie_api.artifacts import write_model, write_sealed
+from eyrie_api.artifacts.directories import upload_dir
+from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import JobStatus, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.control_plane import Plane
 from eyrie_operator.doctor import SET_ASIDE, DatabaseDamaged, Finding, Home, check_start, examine, repair
-from tests.api.samples import ended, job_spec
+from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_pipelines.processes import ProcessId
+from tests.api.artifacts.conftest import make_bucket
+from tests.api.samples import benchmark_report, ended, finish_stage, job_spec
+from tests.api.test_job_files import profile
 from tests.operator.test_reconcile import manifest
+from tests.servers.postgres import Postgres
+from tests.servers.s3 import S3Server
 
 
 class Made:
@@ -94,6 +104,20 @@ def test_a_damaged_port_number_of_an_endpoint_is_found_and_removed(made: Made, t
     assert made.found() == []
 
 
+def test_a_flipped_digit_in_the_record_of_a_gateway_is_found_and_the_record_removed(made: Made) -> None:
+    Endpoints(made.database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
+    record = made.home / "endpoints" / "default" / GATEWAY_FILE
+    record.parent.mkdir(parents=True)
+    write_sealed(record, GatewayRecord(process=ProcessId(pid=7, started_ticks=1, boot="b"), host="h", port=8100))
+    assert made.found() == []
+    record.write_text(record.read_text().replace("8100", "8101"))
+    [one] = made.found()
+    assert (one.reason, one.where) == ("RecordDamaged", f"endpoints/default/{GATEWAY_FILE}")
+    assert "digest" in one.message
+    assert repair(made.home, one).repaired
+    assert made.found() == []
+
+
 def test_a_damaged_page_of_the_database_is_found(made: Made) -> None:
     made.database.close()
     with sqlite3.connect(made.home / "eyrie.db") as raw:
@@ -138,6 +162,64 @@ def test_a_database_that_has_lost_rows_starts_and_the_log_names_the_files_that_i
     check_start(Home(made.home, made.database, digests=False))
     named = {record.getMessage().split(":")[0] for record in caplog.records}
     assert named == {"jobs/job-of-yesterday", "endpoints/of-yesterday"}
+
+
+def on_postgres_and_s3(postgres: Postgres, s3: S3Server, path: Path) -> tuple[Database, ArtifactStore, dict[str, str]]:
+    """A cluster's database and work area, and the variables of its pods."""
+    bucket, database = make_bucket(s3, path), Database(postgres.url(postgres.create()))
+    upgrade(database)
+    work = {"kind": "s3", "url": f"s3://{bucket.name}/eyrie", "endpoint_url": s3.endpoint_url}
+    return database, bucket.store("eyrie"), {
+        **os.environ, "EYRIE_DATABASE_URL": database.engine.url.render_as_string(hide_password=False),
+        "EYRIE_CLUSTER_PROFILE": str(profile(path / "profile.yaml", work)), "EYRIE_HOME": str(path / "home"),
+        "EYRIE_ARTIFACTS_CREDENTIALS_DIR": str(bucket.secret)}
+
+
+def test_on_postgresql_and_s3_rows_without_objects_and_objects_without_rows_are_found(
+        postgres_server: Postgres, rclone_s3: S3Server, tmp_path: Path) -> None:
+    database, store, variables = on_postgres_and_s3(postgres_server, rclone_s3, tmp_path)
+    jobs = Jobs(database)
+    whole, bare, halved = (jobs.submit(job_spec()).id for _ in range(3))
+    stages = (StageStatus(stage="benchmark", key="base-step-9", state="Succeeded"),
+              StageStatus(stage="tune", state="Running"))
+    for job in (whole, bare, halved):
+        jobs.save_status(job, JobStatus(phase="Running", stages=stages))
+        for stage in stages:
+            jobs.set_stage(job, stage)
+    for job in (whole, halved, "job-of-another-database"):
+        finish_stage(tmp_path / job, "benchmark", benchmark_report("base-step-9", {"chat": (2.0,)}),
+                     {"cells.json": b"[]", "rows.jsonl": b"1\n2\n"}, job)
+        upload_dir(store, tmp_path / job, f"jobs/{job}/stages/benchmark/base-step-9")
+    Endpoints(database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
+    drafter = tmp_path / "home" / "jobs" / whole / "stages/train/base/checkpoints/c1"
+    Endpoints(database).propose("default", job_id=whole, checkpoint="c1", tree=DraftTreeShape(),
+                                drafter_dir=str(drafter), reason="better")
+
+    def found(*options: str) -> set[tuple[str, str]]:
+        command = [sys.executable, "-m", "eyrie_operator.command", "doctor", "--json", *options]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 74, done.stderr
+        return {(one["reason"], one["where"]) for one in json.loads(done.stdout)}
+
+    expected = {("UnknownDirectory", f"{store.url}/jobs/job-of-another-database"), ("JobWithoutFiles", bare),
+                ("DrafterMissing", "endpoint default, revision 2")}
+    assert found() == expected
+    stage = f"jobs/{halved}/stages/benchmark/base-step-9"
+    store.write(f"{stage}/rows.jsonl", b"1\n3\n")
+    assert found() == expected
+    assert found("--digests") == expected | {("StageDamaged", stage)}
+    store.write(f"{stage}/rows.jsonl", b"1\n")
+    assert found() == expected | {("StageDamaged", stage)}
+    store.delete(f"{stage}/manifest.json")
+    assert found() == expected | {("StageMissing", stage)}
+    database.close()
+
+
+def test_a_database_without_tables_is_named_and_nothing_in_it_is_read(
+        postgres_server: Postgres, tmp_path: Path) -> None:
+    database = Database(postgres_server.url(postgres_server.create()))
+    assert [one.reason for one in examine(Home(tmp_path, database, digests=False))] == ["TablesBehind"]
+    database.close()
 
 
 def test_the_command_prints_findings_and_ends_with_74_until_they_are_repaired(made: Made) -> None:

@@ -17,6 +17,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.decisions.sweep import expand
+from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -207,6 +208,14 @@ def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_di
         harness.serve(1)
         assert (harness.engines()[1].process, harness.gateway().process) == (engine.process, gateway.process)
         assert ask(url).status_code == 200
+    # Neither is one with another digit, which would be valid JSON.
+    for record, was in ((harness.directory / GATEWAY_FILE, f'"port": {gateway.port}'),
+                        (folder / ENGINE_FILE, f'"pid": {engine.process.pid}')):
+        text = record.read_text()
+        assert was in text
+        record.write_text(text.replace(was, f'{was[:-1]}{(int(was[-1]) + 1) % 10}'))
+        assert harness.serve(1).url == url
+        assert (harness.engines()[1].process, harness.gateway()) == (engine.process, gateway)
     os.kill(engine.process.pid, signal.SIGKILL)
     os.kill(gateway.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not is_alive(engine.process) and not is_alive(gateway.process), 10.0)
@@ -218,8 +227,11 @@ def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_di
     harness.tend_until(lambda _seen: not harness.engines() and not is_alive(last.process))
     with pytest.raises(httpx.ConnectError):
         ask(url)
+    (harness.directory / "port").write_text(f"{free_port()}\n")  # the row has the endpoint's URL, and so its port
+    harness.tend_until(lambda seen: seen.url == url)
     harness.endpoints.set_desired("default", "on")
     assert harness.serve(1).url == url
+    assert (harness.directory / "port").read_text() == f"{gateway.port}\n"
 
 
 def test_collapsed_acceptance_brings_the_revision_before_back(harness: Harness, drafter: Path) -> None:

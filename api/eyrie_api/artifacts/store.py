@@ -9,6 +9,7 @@ guarantee that (an S3 server that ignores If-None-Match overwrites silently) rep
 read before and after the write, which leaves a race of milliseconds.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from typing import Protocol
 from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, Permanent, Transient
 
 _KEY = re.compile(r"(?:[^./\\\x00-\x1f][^/\\\x00-\x1f]*)(?:/[^./\\\x00-\x1f][^/\\\x00-\x1f]*)*")
+
+_PIECE_BYTES = 8 * 2**20
 
 
 class StoreUnavailable(Transient):
@@ -134,6 +137,14 @@ def checked_key(key: str) -> str:
         raise InvalidInput(f"{key!r} is not an artifact key",
                            "write a relative path with forward slashes in which no name begins with a dot")
     return key
+
+
+def digest_stored(store: ArtifactStore, key: str, size_bytes: int) -> str:
+    """`sha256:<hex>` of an object's bytes, which are read in pieces and not kept."""
+    sha = hashlib.sha256()
+    for start in range(0, size_bytes, _PIECE_BYTES):
+        sha.update(store.read(key, start=start, length=min(_PIECE_BYTES, size_bytes - start)))
+    return "sha256:" + sha.hexdigest()
 
 
 def other_bytes(key: str) -> ArtifactCorrupt:

@@ -41,6 +41,11 @@ class JobFiles:
     def __init__(self, settings: Settings, store: ArtifactStore | None) -> None:
         self._settings, self._store = settings, store
 
+    @property
+    def store(self) -> ArtifactStore | None:
+        """The work area, where that is a store."""
+        return self._store
+
     @classmethod
     def of(cls, settings: Settings) -> "JobFiles":
         """From the settings. Raises InvalidInput for a profile that cannot be read."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from eyrie_api.artifacts import write_model
+from eyrie_api.artifacts import write_model, write_sealed
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.engine import Database
@@ -119,7 +119,8 @@ class EmbeddedEndpoints:
             conditions = self._records.reject_candidate(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
         delete_older(directory, serving.serve.record_days, now)
-        port = read_port(directory)
+        gateway = find_gateway(directory)
+        port = gateway.port if gateway is not None else read_port(directory, endpoint.url)
         self._records.save_status(endpoint, conditions, f"http://{HOST}:{port}/v1" if port is not None else None)
         return bool(plan.actions)
 
@@ -178,7 +179,7 @@ class EmbeddedEndpoints:
         if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
             record = record.model_copy(update={"starts": 0})
         if record != known:
-            write_model(folder / ENGINE_FILE, record)
+            write_sealed(folder / ENGINE_FILE, record)
         assert record.url is not None
         counters = read_counters(record.url)
         # Race: read after the counters, so that what they count has been noted. While the gateway does not respond,
@@ -198,7 +199,7 @@ class EmbeddedEndpoints:
         now = self._clock()
         if isinstance(action, StartGateway):
             write_rules(directory, serving.serve)
-            start_gateway(directory, serving.serve.port)
+            start_gateway(directory, serving.serve.port, endpoint.url)
         elif isinstance(action, StopGateway):
             stop_gateway(directory)
         elif isinstance(action, StartEngine):
@@ -232,7 +233,7 @@ class EmbeddedEndpoints:
         # Race: killed between spawn and record, the next control plane finds the engine by its mark.
         process = spawn(argv, Mark(folder=str(folder), alone=action.alone), folder / "engine.log",
                         {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None)
-        write_model(folder / ENGINE_FILE, EngineRecord(
+        write_sealed(folder / ENGINE_FILE, EngineRecord(
             revision=action.revision, process=process, started_at=self._clock(), starts=action.starts,
             alone=action.alone))
 
@@ -278,7 +279,7 @@ def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Pat
             # To the leader only: SGLang's child processes would exit at once and drop their requests.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record.process.pid, signal.SIGTERM)
-        write_model(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
+        write_sealed(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
     elif isinstance(action, KillEngine):
         stop_group(record.process, grace_s=0.0)
     else:
@@ -291,7 +292,7 @@ def _restart_window(folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     counters = read_counters(record.url) if record is not None and record.url is not None else None
     if record is not None and counters is not None:
-        write_model(folder / ENGINE_FILE, record.begin_window(counters, now))
+        write_sealed(folder / ENGINE_FILE, record.begin_window(counters, now))
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as PathRoute
 
-from eyrie_api.artifacts import write_model
+from eyrie_api.artifacts import write_sealed
 from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse
 from eyrie_api.program_exit import report_error
@@ -366,8 +366,8 @@ def main() -> int:
     process = identify(os.getpid())
     assert process is not None
     # Race: written after `listen`, so that a reader of this file can connect; early requests wait in the backlog.
-    write_model(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,
-                                                        port=listening.getsockname()[1]))
+    write_sealed(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,
+                                                         port=listening.getsockname()[1]))
     app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE, redact),
                          is_loopback=is_loopback_host(arguments.host))
     print(f"{datetime.now(UTC).isoformat()} listening on {listening.getsockname()}", flush=True)

@@ -25,11 +25,12 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel
 
-from eyrie_api.artifacts import verify_part, write_atomically, write_model
+from eyrie_api.artifacts import read_sealed, verify_part, write_atomically, write_sealed
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.processes import last_lines
@@ -108,18 +109,21 @@ def find_gateway(directory: Path) -> GatewayRecord | None:
                        for one in running_leaders(directory) if one.mark.port is not None), None)
         if record is None:
             return None
-        write_model(directory / GATEWAY_FILE, record)
+        write_sealed(directory / GATEWAY_FILE, record)
     if _stored_port(directory) != record.port:
         write_atomically(directory / PORT_FILE, f"{record.port}\n")
     return record
 
 
-def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
-    """Start the endpoint's gateway on its stable port and return once it listens. Raises PortInUse or Transient."""
+def start_gateway(directory: Path, wanted_port: int, url: str | None = None) -> GatewayRecord:
+    """Start the endpoint's gateway on its stable port and return once it listens. Raises PortInUse or Transient.
+
+    url   the endpoint's, as stored in its row
+    """
     found = find_gateway(directory)
     if found is not None:
         return found
-    port = read_port(directory)
+    port = read_port(directory, url)
     with contextlib.closing(bind(HOST, port if port is not None else wanted_port)) as probe_socket:
         port = int(probe_socket.getsockname()[1])  # 0 has become a free port, which the endpoint keeps
     write_atomically(directory / PORT_FILE, f"{port}\n")
@@ -271,8 +275,12 @@ def engine_dir(directory: Path, revision: int) -> Path:
     return directory / "engines" / str(revision)
 
 
-def read_port(directory: Path) -> int | None:
-    """The stable port, once chosen; where its file is missing or damaged, the one in the gateway's record."""
+def read_port(directory: Path, url: str | None = None) -> int | None:
+    """The stable port, once chosen: that of the URL in the endpoint's row, since another number in the file would be a
+    damaged one; else the file's, or where it is missing or damaged, the one in the gateway's record."""
+    known = urlsplit(url or "")
+    if known.hostname == HOST and known.port is not None:  # not a URL of a cluster
+        return known.port
     stored = _stored_port(directory)
     if stored is not None:
         return stored
@@ -300,7 +308,7 @@ def adopt_engines(directory: Path, now: datetime) -> None:
         record = read_record(folder / ENGINE_FILE, EngineRecord)
         if record is None or not is_alive(record.process):
             folder.mkdir(parents=True, exist_ok=True)
-            write_model(folder / ENGINE_FILE, EngineRecord(
+            write_sealed(folder / ENGINE_FILE, EngineRecord(
                 revision=int(folder.name), process=one.leader, started_at=now, alone=one.mark.alone,
                 starts=1 if record is None else record.starts + 1))
 
@@ -317,7 +325,7 @@ def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
     """A record; None when the file does not exist or is damaged. What it described is found again: a route is written
     again, a running process is known by its mark."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return read_sealed(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
     except ValueError as error:
