@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom requirements audit docs lint bench bench-load bench-control bench-console bench-tuner bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -154,13 +154,17 @@ sbom: setup  ## what an installation and each image consist of, as CycloneDX doc
 	  -o .eyrie/sbom.json $(BIN)/python && echo "sbom: .eyrie/sbom.json"
 	@for image in api operator workers; do $(BIN)/cyclonedx-py requirements $$image/requirements.txt --pyproject pyproject.toml \
 	  --output-reproducible --of JSON -o .eyrie/sbom-$$image.json && echo "sbom: .eyrie/sbom-$$image.json" || exit 1; done
+	@$(BIN)/python -m tests.api.console_libraries sbom .eyrie/sbom.json .eyrie/sbom-{api,operator,workers}.json
 
 # After a change of constraints.txt or of pyproject.toml's dependencies: `make setup` (which finds them), then this.
 requirements:  ## the hashes of what images and `make setup` install, asked of PyPI again: */requirements.txt
 	@$(BIN)/python -m tests.helm.image_requirements
 
-audit: setup  ## known vulnerabilities of the pinned versions (needs PyPI's advisories)
+audit: setup  ## known vulnerabilities of the pinned versions (needs the advisories of PyPI and npm)
 	@.ci/audit
+
+console-assets: setup  ## the console's npm packages, fetched by the pins of libraries.json (needs an npm registry, no node)
+	@$(BIN)/python -m tests.api.console_libraries fetch
 
 docs: setup  ## the documentation as a site, in .eyrie/docs
 	@$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt sphinx myst-parser furo

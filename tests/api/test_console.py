@@ -4,7 +4,6 @@ Chromium has looked at them by hand; no browser takes part here.
 """
 
 import gzip
-import hashlib
 import json
 import re
 from html import unescape
@@ -243,15 +242,6 @@ def test_pages_load_nothing_from_elsewhere_and_run_nothing_inline(client: httpx.
         for file in re.findall(r"/console/static/([\w.]+)", page.text):
             assert client.get(f"/console/static/{file}").status_code == 200
     assert client.get("/console/static/LICENSES.md").status_code == 404
-
-
-def test_the_libraries_are_the_files_of_their_packages() -> None:
-    static = Path(pages.HERE) / "static"
-    rows = (static / "LICENSES.md").read_text()
-    listed = dict(re.findall(r"^\| ([\w.-]+) \|.*\| ([0-9a-f]{64}) \|$", rows, re.MULTILINE))
-    assert set(listed) == {name for name in pages.STATIC if ".min." in name}
-    for name, digest in listed.items():
-        assert hashlib.sha256((static / name).read_bytes()).hexdigest() == digest, name
 
 
 def test_all_scripts_and_styles_are_less_than_500_kb_compressed() -> None:

@@ -56,7 +56,8 @@ CANNOT_SHOW = (
     "real Kubeflow: its double (tests/kubeflow) read the compiled pipeline and made the pods",
     "a real object store: rclone's S3 server over a directory of this machine, without conditional writes",
     "the Hub: the target is a local directory, and Dolci's two data sets are rows of the quickstart corpus in Dolci's "
-    "form, in a bucket",
+    "form, in a bucket; of the suites only the held-out prompts were measured",
+    "hardware compared: there is one kind of node, so prove.hardware is left out",
     "the size: 32 billion parameters, 500,000 conversations of 2048 tokens, bfloat16, temperature 0.6 while measuring",
     "a canary's share of the requests: without a Gateway the Service changes to a healthy revision at once",
     "a current Kubernetes: the cluster of tests is 1.20, with one node",

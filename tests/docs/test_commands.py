@@ -8,6 +8,7 @@ they compute is tested elsewhere. A page's placeholders are replaced by what a r
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,12 @@ NOT_RUN = {
     r"make (setup|lint)\b": "CI runs them: .ci/run",
     r"\.ci/run\b": "is what CI runs",
     r"make compare\b": "minutes: tests/workers/comparison runs its program",
+    r"make (bench-(scratch|drift)|rehearse-seed)\b": "minutes, or a cluster: docs/results has what was found",
+    r"make test-(images|cluster)\b": "needs a container engine, or a cluster",
+    r"make sbom\b": "CI runs it: .ci/run",
+    r"pytest ": "make test and make test-slow run them",
+    r"python -m tests\.benchmarks\.plans\b": "needs a checkout: test_documentation.py compares the page",
+    r"eyrie data push ": "needs an S3 server: tests/operator/test_data_push.py",
     r"make image-": "needs a container engine: make test-images",
     r"for part in .* docker push": "needs a registry",
     r"git clone ": "CI begins with it",
@@ -92,6 +99,18 @@ def test_an_indented_command_is_found_and_indented_text_is_not() -> None:
 def test_every_reason_not_to_run_a_line_is_still_needed() -> None:
     lines = [line for page in PAGES for line in lines_of(page)]
     assert [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in lines)] == []
+
+
+def test_the_make_targets_and_test_files_of_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    missing = []
+    for line in (line for page in PAGES for line in lines_of(page)):
+        program, *words = shlex.split(line)
+        if program == "make":
+            missing += [line for word in words if "=" not in word and "$" not in word and word not in targets]
+        if program == "pytest":
+            missing += [line for word in words if "/" in word and not (ROOT / word.partition("::")[0]).exists()]
+    assert missing == []
 
 
 def _without_server(line: str) -> bool:

@@ -62,3 +62,22 @@ def test_an_example_is_refused_naming_the_file_that_is_missing(name: str, missin
     (files / missing).rename(files / "elsewhere")
     with pytest.raises(InvalidInput, match=missing):
         plan(example(name), Settings(home=files / "home"))
+
+
+def test_the_job_of_the_seed_is_planned_with_its_published_suites_and_both_kinds_of_hardware(files: Path) -> None:
+    seed = yaml_text.load((ROOT / "docs/examples/olmo-3.1-32b.yaml").read_text())
+    seed["target"]["model"] = "my-model"  # what is on the Hub or in a bucket is not on this machine
+    paths = ("chats.jsonl", "tool-calls.parquet", "code.jsonl.gz")
+    for source, path in zip(seed["data"]["sources"], paths, strict=True):
+        source |= {"path": path, "name": source.get("name", "support")}
+    profile = files / "profile.json"
+    profile.write_text(json.dumps({"kubeflow": {"url": "http://ml-pipeline:8888"}, "stages": {
+        "image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}}}))
+    settings = Settings(home=files / "home", cluster_profile=profile)
+    planned = plan(JobSpec.model_validate(seed), settings)
+    compared = [(one.num_gpus, one.gpu_type, one.cost) for one in planned.stages if one.stage == "hardware"]
+    assert [one[:2] for one in compared] == [(2, "H200"), (1, "B200")]
+    assert all(cost is not None and cost > 0.0 for *_, cost in compared)
+    seed["benchmark"]["suites"][2]["path"] = "gsm8k-test"
+    with pytest.raises(InvalidInput, match="suite 'gsm8k': 'gsm8k-test' is neither a file here nor a Hub id"):
+        plan(JobSpec.model_validate(seed), settings)

@@ -19,6 +19,8 @@ BASELINE_BLUE = "#0072B2"
 BEST_GREEN = "#009E73"
 OTHER_GREY = "#999999"
 WARM_ORANGE = "#D55E00"
+SKY_BLUE = "#56B4E9"
+REDDISH_PURPLE = "#CC79A7"
 
 SETTINGS = {
     "font.size": 12, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",

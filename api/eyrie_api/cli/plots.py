@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from eyrie_api.client import Client
 from eyrie_api.errors import Permanent
+from eyrie_api.figures.themes import PAGE
 from eyrie_api.figures.training_figures import training_figures
 from eyrie_api.v1alpha1.figures import Figure
 
 Format = Literal["svg", "png"]
 
-_BACKGROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 _SCALE = 2.0  # PNG: pixels per unit, for dense displays and print
 _VL_VERSION = "5.21"  # the newest of major version 5 that vl-convert 1.9 brings
 
@@ -41,7 +41,7 @@ def write_figures(figures: Sequence[Figure], out: Path, kind: Format, theme: Lit
 
 def _write(library: Any, figure: Figure, out: Path, kind: Format, theme: Literal["light", "dark"]) -> Path:
     # A file stands alone: it has a background, and its title and caption in the picture.
-    spec = figure.spec | {"config": figure.themes[theme] | {"background": _BACKGROUNDS[theme]}, "padding": 12,
+    spec = figure.spec | {"config": figure.themes[theme] | {"background": PAGE[theme]["paper"]}, "padding": 12,
                           "title": {"text": figure.title, "anchor": "start",
                                     "color": figure.themes[theme]["text"]["color"]}}  # type: ignore[call-overload,index]
     path = out / f"{figure.name}.{kind}"

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 from eyrie_api.errors import NotFound
 from eyrie_api.figures import canary_figure
-from eyrie_api.figures.themes import INK
+from eyrie_api.figures.themes import DASHES, INK, SOLID
 from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary
@@ -25,7 +25,6 @@ CHANGES = tuple(dict.fromkeys((*MARKED, *canary_figure.KINDS)))
 """Entries that the figures are drawn from, besides the windows."""
 
 _LIMITS = {"proven_tau": "proven", "drift_below": "drift is reported below", "rollback_below": "rolled back below"}
-_DASHES = [[1, 0], [8, 4], [2, 3]]
 _MOST_LABELS = 24  # side by side in the width of a figure; on a phone they touch
 _LEAD = timedelta(minutes=5)
 """Marks this long before the first window are drawn: what it watches was activated before it."""
@@ -129,7 +128,8 @@ def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry])
         "mark": {"type": "line", "interpolate": "step-before", "strokeWidth": 1.5, "style": INK},
         "encoding": {"x": x, "y": number("bound", None), "detail": each,
                      "strokeDash": {"field": "limit", "type": "nominal", "title": None, "sort": None,
-                                    "scale": {"domain": list(_LIMITS), "range": _DASHES},
+                                    "scale": {"domain": list(_LIMITS),
+                                              "range": [list(pattern or SOLID) for _, pattern in DASHES[:3]]},
                                     "legend": {"orient": "top", "columns": 1, "symbolType": "stroke", "symbolSize": 500,
                                                "labelExpr": names}}}}
     line: Row = {"transform": stretches, "mark": {"type": "line", "strokeWidth": 1.5},

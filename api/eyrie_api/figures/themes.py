@@ -23,9 +23,19 @@ CATEGORIES: dict[Theme, tuple[str, ...]] = {
 DASHES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("solid", ()), ("dashed", (8, 4)), ("dotted", (2, 3)), ("dash-dot", (12, 3, 2, 3)), ("short dashes", (5, 2)),
     ("sparse dots", (1, 5)), ("longest dashes", (14, 5)), ("dash-dot-dot", (8, 3, 2, 3, 2, 3)))
+"""Patterns of lines, by their names for readers. Of a figure: `pattern or SOLID`."""
+
+SOLID = (1, 0)  # Vega-Lite's pattern of a line without gaps
 
 
-def _theme(ink: str, quiet: str, rule: str, theme: Theme) -> dict[str, JsonValue]:
+PAGE: dict[Theme, dict[str, str]] = {
+    "light": {"ink": "#1b1f24", "quiet": "#57606a", "rule": "#d0d7de", "paper": "#ffffff"},
+    "dark": {"ink": "#e6edf3", "quiet": "#9da7b3", "rule": "#30363d", "paper": "#0d1117"}}
+"""Text, lines of axes, grids and background. The console's style sheet has the same, which a test compares."""
+
+
+def _theme(theme: Theme) -> dict[str, JsonValue]:
+    ink, quiet, rule = (PAGE[theme][name] for name in ("ink", "quiet", "rule"))
     text: dict[str, JsonValue] = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     return {
         "background": "transparent", "font": FONT,
@@ -40,5 +50,4 @@ def _theme(ink: str, quiet: str, rule: str, theme: Theme) -> dict[str, JsonValue
     }
 
 
-THEMES: dict[Theme, dict[str, JsonValue]] = {"light": _theme("#1b1f24", "#57606a", "#d0d7de", "light"),
-                                             "dark": _theme("#e6edf3", "#9da7b3", "#30363d", "dark")}
+THEMES: dict[Theme, dict[str, JsonValue]] = {"light": _theme("light"), "dark": _theme("dark")}

@@ -1,11 +1,11 @@
 """The curves of a training as Vega-Lite specifications, for files: what `training_curves` defines, one figure for each
 chart."""
 
+from eyrie_api.figures.themes import SOLID
 from eyrie_api.figures.vega_lite import Row, figure, number, series, tips
 from eyrie_api.v1alpha1.curves import Chart, TrainingCurves
 from eyrie_api.v1alpha1.figures import Figure
 
-_SOLID = (1, 0)  # Vega-Lite's pattern of a line without gaps
 _LEGEND: Row = {"legend": {"symbolSize": 900}}  # lines of 30 pixels: the longest pattern has 21
 
 
@@ -27,7 +27,7 @@ def _drawn(chart: Chart, curves: TrainingCurves) -> Figure:
         encoding["color"] = series("series", rows) | _LEGEND
         names = {name: place // len(curves.colours["light"]) for name, place in names.items()}
     if any(names.values()):
-        patterns = [list(curves.dashes[place % len(curves.dashes)].pattern or _SOLID) for place in names.values()]
+        patterns = [list(curves.dashes[place % len(curves.dashes)].pattern or SOLID) for place in names.values()]
         encoding["strokeDash"] = series("series", rows) | _LEGEND | {
             "scale": {"domain": list(names), "range": patterns}}
     return figure(chart.name, chart.title, chart.caption, rows, {

@@ -459,7 +459,7 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec, elsewhere: bool) -> None:
     if is_remote(suite.path) or (elsewhere and _is_missing(suite.path)):
         return
     path = local_path(suite.path)
-    if path is None and not is_hub_id(suite.path):
+    if path is None and not is_hub_id(kind):  # before the split of `org/name:split`
         raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is neither a file here nor a Hub id",
                            "give a JSONL file, an s3:// or https:// URL, a Hub id, quickstart:<suite>, or held-out")
     if path is not None and not path.is_file():

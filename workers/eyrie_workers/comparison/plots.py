@@ -21,14 +21,16 @@ from eyrie_workers.figure_style import (
     BASELINE_BLUE,
     BEST_GREEN,
     OTHER_GREY,
+    REDDISH_PURPLE,
     SETTINGS,
+    SKY_BLUE,
     WARM_ORANGE,
     new_figure,
     save,
     title,
 )
 
-_COLOURS = (WARM_ORANGE, BASELINE_BLUE, BEST_GREEN, "#CC79A7", "#E69F00", "#56B4E9")
+_COLOURS = (WARM_ORANGE, BASELINE_BLUE, BEST_GREEN, REDDISH_PURPLE, "#E69F00", SKY_BLUE)
 _MARKERS = {"chain": "o", "tree": "^", "static tree": "s", "off": "_"}
 _LINES = {"chain": "-", "tree": "--", "static tree": ":", "off": "-"}
 
@@ -165,7 +167,7 @@ def _annotate(axes: Axes, drafted: Sequence[VariantReport]) -> None:
         while any(abs(at - other) < high and abs(x - where) < wide for where, other in taken):
             at += high / 4
         taken.append((x, at))
-        line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6} if at != y else None
+        line = {"arrowstyle": "-", "color": OTHER_GREY, "linewidth": 0.6} if at != y else None
         axes.annotate(
             one.variant.title,
             (x, y),

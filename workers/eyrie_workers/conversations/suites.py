@@ -102,7 +102,7 @@ def _excluded(path: str, warn: Callable[[str], None]) -> Iterator[list[Message]]
         warn(f"prompts of {path} are not excluded from training: the `datasets` package is not installed")
     else:
         try:
-            yield from map(_texts_of, evaluation_hub_rows(path))
+            yield from map(_texts_of, evaluation_hub_rows(path.partition(":")[0]))
         except (OSError, ValueError, InvalidInput) as error:
             warn(f"prompts of {path} are not all excluded from training: {error}")
 

@@ -20,7 +20,9 @@ from eyrie_workers.figure_style import (
     BASELINE_BLUE,
     BEST_GREEN,
     OTHER_GREY,
+    REDDISH_PURPLE,
     SETTINGS,
+    SKY_BLUE,
     WARM_ORANGE,
     new_figure,
     save,
@@ -178,7 +180,7 @@ def _by_variant(report: LoadReport, mode: str) -> dict[str, list[LoadLevel]]:
 def _colours(report: LoadReport) -> dict[str, str]:
     """Colour by variant: the baseline blue, the first compared variant green."""
     baseline = report.comparisons[0].baseline if report.comparisons else None
-    others = iter([BEST_GREEN, WARM_ORANGE, OTHER_GREY, "#CC79A7", "#56B4E9"] * len(report.variants))
+    others = iter([BEST_GREEN, WARM_ORANGE, OTHER_GREY, REDDISH_PURPLE, SKY_BLUE] * len(report.variants))
     return {variant: BASELINE_BLUE if variant == baseline else next(others) for variant in report.variants}
 
 
