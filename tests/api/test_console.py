@@ -89,7 +89,7 @@ def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Cl
     jobs.set_stage(job.id, failed)
     jobs.save_status(job.id, JobStatus(phase="Failed", stages=(failed,)))
     assert "Nothing needs a person" not in text_of(client.get("/"))
-    assert "Needs a person Job broken failed in capture 40 GB are needed; hint: free some" in text_of(client.get("/"))
+    assert "Needs a person Job broken failed in capture 40 GB are needed hint: free some" in text_of(client.get("/"))
     page = client.get(f"/console/jobs/{job.id}")
     assert "DiskTooSmall : 40 GB are needed free some" in text_of(page)
     assert "data-stream" not in page.text, "an ended job is not followed"
