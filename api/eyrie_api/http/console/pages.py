@@ -30,6 +30,7 @@ from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.clock import utc_now
+from eyrie_api.database.rendering import decode_cursor
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.attention import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
@@ -83,20 +84,31 @@ _ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, 
                          "shell": shlex.quote}
 
 
+Before = Annotated[str | None, Query(max_length=512, description="next_cursor of `GET /v1alpha1/jobs`")]
+
+
 @router.get("/", response_class=HTMLResponse)
-def home(control: Here, request: Request) -> Response:
-    """Endpoints, jobs, and what needs a person."""
-    return render_page("home.html", control, request, **home_values(control))
+def home(control: Here, request: Request, before: Before = None) -> Response:
+    """Endpoints, one page of jobs, and what needs a person."""
+    return render_page("home.html", control, request, **home_values(control, before))
 
 
-def home_values(control: Control) -> dict[str, Any]:
-    """What its template shows."""
-    endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=NEWEST_JOBS)
+def home_values(control: Control, before: str | None) -> dict[str, Any]:
+    """What its template shows: of jobs the newest, or those before a cursor. Raises InvalidInput."""
+    before_time = None if before is None else decode_cursor(before)[0]
+    endpoints, newest = control.endpoints.list().items, control.jobs.list(limit=NEWEST_JOBS)
+    listed = newest if before is None else control.jobs.list(limit=NEWEST_JOBS, cursor=before)
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
     return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
-            "more": listed.next_cursor is not None,
-            "attention": attention_now(control, listed.items, endpoints, traffic).items,
+            "before": before_time, "live": home_address("/console/live", before),
+            "older": None if listed.next_cursor is None else home_address("/", listed.next_cursor),
+            "attention": attention_now(control, newest.items, endpoints, traffic).items,
             "left": times_left(control, listed.items), "now": datetime.now(UTC)}
+
+
+def home_address(path: str, before: str | None) -> str:
+    """Of home or its stream, for one page of jobs."""
+    return path if before is None else f"{path}?{urlencode({'before': before})}"
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
