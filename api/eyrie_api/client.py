@@ -48,12 +48,13 @@ from eyrie_api.v1alpha1.access import (
     WebhookList,
     WhoAmI,
 )
+from eyrie_api.v1alpha1.attention import AttentionList
 from eyrie_api.v1alpha1.curves import TrainingCurves
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages
+from eyrie_api.v1alpha1.plan import Plan, PlannedAndActual, PlannedStages
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
 from eyrie_api.v1alpha1.resources import WaitingList
 from eyrie_api.v1alpha1.stages import StageName
@@ -162,6 +163,11 @@ class Client:
     def planned(self, job_id: str) -> PlannedStages:
         """What a job was planned to take when it was accepted. Raises NotFound for a job without a plan."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/plan", PlannedStages)
+
+    def planned_and_actual(self, job_id: str) -> PlannedAndActual:
+        """Planned and actual time and bytes of every stage so far, and the time left of a running job. Raises NotFound
+        for a job without a plan."""
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/plan/actual", PlannedAndActual)
 
     def jobs(self, *, phase: str | None = None, name: str | None = None, target: str | None = None,
              labels: dict[str, str] | None = None, limit: int = 50, cursor: str | None = None) -> JobList:
@@ -317,6 +323,10 @@ class Client:
         """Measured checkpoints, best first; by the measurements of a suite, a temperature or an engine alone."""
         return self._get(f"{_API}/leaderboard", Leaderboard, target=target, job_id=job_id, family=family, suite=suite,
                          temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
+
+    def attention(self) -> AttentionList:
+        """What needs a person now."""
+        return self._get(f"{_API}/attention", AttentionList)
 
     def waiting(self, *, limit: int = 100) -> WaitingList:
         """DrafterJobs that wait for a quota of their project, those that have waited longest first."""

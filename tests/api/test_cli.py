@@ -27,8 +27,9 @@ from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
-from tests.api.samples import benchmark_report
+from tests.api.samples import benchmark_report, job_spec
 from tests.tiny import chats_file, tiny_target
 
 
@@ -206,6 +207,28 @@ def test_leaderboard_and_endpoints_are_lists_even_when_empty(eyrie: Eyrie) -> No
     assert eyrie.json("endpoints") == eyrie.json("endpoints", "list") == {"items": []}
     for verb in ("leaderboard", "endpoints", "jobs"):
         assert eyrie(verb).stdout.strip()
+
+
+def test_what_needs_a_person_is_listed_in_words_and_as_json(eyrie: Eyrie) -> None:
+    assert eyrie.json("attention") == {"items": []}
+    assert eyrie("attention").stdout.strip() == "Nothing needs a person."
+    job_id = eyrie.submit("broken")
+    eyrie.plane.jobs.save_status(job_id, JobStatus(phase="Failed"))
+    eyrie.plane.jobs.set_stage(job_id, stage("Failed"))
+    (item,) = eyrie.json("attention")["items"]
+    assert (item["kind"], item["job_id"], item["title"]) == ("job-failed", job_id, "Job broken failed in train")
+    assert "Job broken failed in train" in eyrie("attention").stdout
+
+
+def test_a_running_job_with_a_plan_shows_its_time_left(eyrie: Eyrie) -> None:
+    planned = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=1, hours=200.0),))
+    for name, plan in (("with", planned), ("without", None)):
+        job_id = eyrie.plane.jobs.submit(job_spec(name=name), planned=plan).id
+        eyrie.plane.jobs.save_status(job_id, JobStatus(phase="Running"))
+    assert "about 8d8h" in eyrie("job", "with").stdout
+    without = eyrie("job", "without")
+    assert without.exit_code == 0
+    assert "time left" not in without.stdout
 
 
 def test_a_target_of_the_leaderboard_may_be_a_relative_path_as_of_a_job(

@@ -18,6 +18,7 @@ from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.rendering import encode_cursor
 from eyrie_api.database.tables import JobRow
 from eyrie_api.http.console import pages
 from eyrie_api.http.server import create_app
@@ -88,7 +89,7 @@ def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Cl
     jobs.set_stage(job.id, failed)
     jobs.save_status(job.id, JobStatus(phase="Failed", stages=(failed,)))
     assert "Nothing needs a person" not in text_of(client.get("/"))
-    assert "Needs a person Job broken failed in capture 40 GB are needed; hint: free some" in text_of(client.get("/"))
+    assert "Needs a person Job broken failed in capture 40 GB are needed hint: free some" in text_of(client.get("/"))
     page = client.get(f"/console/jobs/{job.id}")
     assert "DiskTooSmall : 40 GB are needed free some" in text_of(page)
     assert "data-stream" not in page.text, "an ended job is not followed"
@@ -247,3 +248,50 @@ def test_pages_load_nothing_from_elsewhere_and_run_nothing_inline(client: httpx.
 def test_all_scripts_and_styles_are_less_than_500_kb_compressed() -> None:
     static = Path(pages.HERE) / "static"
     assert sum(len(gzip.compress((static / name).read_bytes())) for name in pages.STATIC) < 500_000
+
+
+def links_of(page: httpx.Response) -> dict[str, str]:
+    assert page.status_code == 200, page.text
+    found = re.findall(r'<a href="([^"]*)">((?:Older|Newest) jobs)</a>', page.text)
+    return {text: unescape(link) for link, text in found}
+
+
+def test_older_jobs_are_on_further_pages_and_what_needs_a_person_is_of_the_newest_on_each(
+        client: httpx.Client, database: Database) -> None:
+    jobs = Jobs(database)
+    names = [f"night-{number:03}" for number in range(103)]
+    ids = [jobs.submit(job_spec(name=name)).id for name in names]
+    for place in (0, 102):
+        jobs.save_status(ids[place], JobStatus(phase="Failed"))
+    page, seen, number = client.get("/"), list[str](), 0
+    while True:
+        links, number = links_of(page), number + 1
+        seen += re.findall(r'<tr>\s*<td><a href="/console/jobs/[^"]*">(night-\d+)</a>', page.text)
+        assert "Job night-102 failed" in page.text
+        assert "Job night-000 failed" not in page.text, "it is not among the newest 50"
+        assert ("Newest jobs" in links) == (number > 1)
+        assert f'data-stream="{links_path(page)}"' in page.text
+        if "Older jobs" not in links:
+            break
+        page = client.get(links["Older jobs"])
+    assert (number, seen) == (3, names[::-1])
+    assert links["Newest jobs"] == "/"
+    first = [one["id"] for one in client.get("/v1alpha1/jobs").json()["items"]]
+    assert first == ids[:52:-1], "the pages are those of the API"
+
+
+def links_path(page: httpx.Response) -> str:
+    query = page.url.query.decode()
+    return "/console/live" + (f"?{query}" if query else "")
+
+
+def test_a_page_of_older_jobs_that_are_gone_says_so_and_a_wrong_cursor_is_refused_with_a_hint(
+        client: httpx.Client, database: Database) -> None:
+    job = Jobs(database).submit(job_spec(name="only"))
+    page = client.get("/", params={"before": encode_cursor(job.created_at, job.id)})
+    assert "No older jobs" in page.text
+    assert links_of(page) == {"Newest jobs": "/"}
+    for path in ("/", "/console/live"):
+        refused = client.get(path, params={"before": "other"}, headers={"accept": "text/html"})
+        assert refused.status_code == 422
+        assert "was not made by this server" in unescape(refused.text)

@@ -13,21 +13,15 @@ from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
+from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.http.console.job_details import (
-    Difference,
-    TimeLeft,
-    by_stage,
-    differences,
-    planned_and_actual,
-    time_left,
-)
+from eyrie_api.http.console.job_details import Difference, differences
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
-from eyrie_api.v1alpha1.status import JobStatus, Progress, StageFile, StageStatus
+from eyrie_api.v1alpha1.plan import PlannedAndActual, PlannedStages, StagePlan, TimeLeft
+from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.samples import job_body, job_spec
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
@@ -67,14 +61,10 @@ def _part(key: str, start_s: int, stop_s: int | None, state: str = "Succeeded") 
                        finished_at=stop)
 
 
-def _file(stage: str, size: int) -> StageFile:
-    return StageFile(stage=stage, key="", path="f", size_bytes=size, sha256="0", url="/f")  # type: ignore[arg-type]
-
-
 def test_parts_of_a_stage_that_ran_together_are_counted_once_and_pauses_not_at_all() -> None:
     plan = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01),))
     stages = (_part("a", 0, 100), _part("b", 50, 120), _part("c", 200, 210))
-    (row,) = planned_and_actual(plan, stages, by_stage((_file("train", 3), _file("train", 4))), T0)
+    (row,) = planned_and_actual(plan, stages, {"train": 7}, T0)
     assert row.seconds == 130.0
     assert row.time_ratio == pytest.approx(130 / 36)
     assert row.size_bytes == 7
@@ -82,14 +72,14 @@ def test_parts_of_a_stage_that_ran_together_are_counted_once_and_pauses_not_at_a
 
 def test_a_running_stage_has_its_time_so_far_and_no_ratio_nor_size() -> None:
     plan = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=5, hours=0.01),))
-    (row,) = planned_and_actual(plan, (_part("a", 0, 20), _part("b", 20, None, "Running")),
-                                by_stage((_file("train", 3),)), T0 + timedelta(seconds=60))
+    (row,) = planned_and_actual(plan, (_part("a", 0, 20), _part("b", 20, None, "Running")), {"train": 3},
+                                T0 + timedelta(seconds=60))
     assert (row.seconds, row.is_running, row.time_ratio, row.size_bytes) == (60.0, True, None, None)
 
 
 def test_a_stage_that_has_not_started_or_was_not_planned_has_a_row_too() -> None:
     rows = planned_and_actual(PlannedStages(stages=(StagePlan(stage="capture", tokens=1, bytes_on_disk=5, hours=1.0),)),
-                              (StageStatus(stage="prove"),), (), T0)
+                              (StageStatus(stage="prove"),), {}, T0)
     assert [(row.stage, row.planned_seconds, row.seconds) for row in rows] == [
         ("capture", 3600.0, None), ("prove", None, None)]
 
@@ -104,19 +94,20 @@ HOURS = PlannedStages(stages=tuple(
 def test_the_time_left_is_what_was_planned_less_what_was_taken_with_its_range() -> None:
     stages = (StageStatus(stage="capture", state="Succeeded"), _part("a", 0, 600), _part("b", 600, None, "Running"))
     left = time_left(HOURS, stages, T0 + timedelta(seconds=1800))
-    assert left == TimeLeft(3600 * (2.0 + 1.0) - 1800, 3600 * (1.0 + 0.5) - 1800, 3600 * (4.0 + 2.0) - 1800)
+    assert left == TimeLeft(seconds=3600 * (2.0 + 1.0) - 1800, low=3600 * (1.0 + 0.5) - 1800,
+                            high=3600 * (4.0 + 2.0) - 1800)
 
 
 def test_a_running_stage_takes_at_least_as_long_as_it_expects() -> None:
     running = _part("a", 0, None, "Running").model_copy(update={
         "progress": Progress(done=1, total=9, unit="steps", eta_s=9000.0)})
     left = time_left(HOURS, (StageStatus(stage="capture", state="Succeeded"), running), T0 + timedelta(hours=5))
-    assert left == TimeLeft(9000 + 3600, 9000 + 1800, 9000 + 7200), "it takes longer than was planned"
+    assert left == TimeLeft(seconds=9000 + 3600, low=9000 + 1800, high=9000 + 7200), "it takes longer than was planned"
 
 
 def test_without_a_range_of_every_stage_the_time_left_has_none() -> None:
     mixed = PlannedStages(stages=(*HOURS.stages, StagePlan(stage="tune", tokens=1, bytes_on_disk=1, hours=1.0)))
-    assert time_left(mixed, (), T0) == TimeLeft(5 * 3600.0, None, None)
+    assert time_left(mixed, (), T0) == TimeLeft(seconds=5 * 3600.0)
 
 
 def test_without_a_plan_and_below_what_a_plan_knows_no_time_left_is_told() -> None:
@@ -142,6 +133,32 @@ def test_the_plan_that_a_job_was_accepted_with_is_answered_and_its_time_left_is_
     assert "so far, about" in page
     assert "by the plan it was accepted with" in page
     assert "so far, about" not in client.get(f"/console/jobs/{without}").text
+
+
+def test_the_figures_of_plan_against_actual_and_the_time_left_are_answered_as_the_page_has_them(
+        client: httpx.Client, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, now = Jobs(database), T0 + timedelta(hours=3)
+    job, without = jobs.submit(job_spec(), planned=HOURS).id, jobs.submit(job_spec()).id
+    monkeypatch.setattr("eyrie_api.http.routes.outcomes.utc_now", lambda: now)
+    for one in (job, without):
+        jobs.save_status(one, JobStatus(phase="Running", started_at=T0))
+        jobs.set_stage(one, StageStatus(stage="capture", state="Succeeded", started_at=T0,
+                                        finished_at=T0 + timedelta(hours=2)))
+        jobs.set_stage(one, StageStatus(stage="train", state="Running", started_at=T0 + timedelta(hours=2)))
+    answer = PlannedAndActual.model_validate(client.get(f"/v1alpha1/jobs/{job}/plan/actual").json())
+    stages = {one.stage: one for one in answer.stages}
+    assert (stages["capture"].seconds, stages["capture"].time_ratio) == (7200.0, 2.0)
+    assert (stages["train"].seconds, stages["train"].is_running) == (3600.0, True)
+    assert stages["hardware"].seconds is None
+    assert answer.time_left == time_left(HOURS, jobs.get(job).status.stages, now)
+    assert answer.time_left == TimeLeft(seconds=7200.0, low=3600 * 0.5, high=3600 * 5.0)
+    words = "about 2h00m left (30m00s to 5h00m)"
+    assert words in client.get("/").text
+    assert words in client.get(f"/console/jobs/{job}").text
+    assert words.capitalize() in client.get(f"/console/jobs/{job}/plan").text
+    assert client.get(f"/v1alpha1/jobs/{without}/plan/actual").status_code == 404
+    jobs.save_status(job, JobStatus(phase="Cancelled", started_at=T0, finished_at=now))
+    assert client.get(f"/v1alpha1/jobs/{job}/plan/actual").json()["time_left"] is None
 
 
 def test_a_submitted_job_is_kept_with_its_plan(client: httpx.Client) -> None:

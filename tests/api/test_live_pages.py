@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,7 @@ from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.http.console import pages
-from eyrie_api.http.live_pages import is_due
+from eyrie_api.http.live_pages import LivePages, PageKey, Render, is_due
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
@@ -106,6 +106,37 @@ def test_home_and_an_endpoint_arrive_as_they_change(server: Running, monkeypatch
         endpoints.propose("assistant", job_id=None, checkpoint="base-step-7", drafter_dir="/d", reason="better",
                           tau=2.5, tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
         shows(at_one, "base-step-7", "Roll back")
+
+
+def test_a_page_of_older_jobs_keeps_to_them_while_new_ones_arrive_and_readers_of_a_page_share_it(
+        server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.http.live_pages._REFRESH_S", {True: 30.0, False: 0.1})
+    monkeypatch.setattr("eyrie_api.http.console.pages.NEWEST_JOBS", 2)
+    keys, original = list[PageKey](), LivePages.stream
+
+    def stream(mine: LivePages, key: PageKey, render: Render) -> AsyncIterator[bytes]:
+        keys.append(key)
+        return original(mine, key, render)
+
+    monkeypatch.setattr(LivePages, "stream", stream)
+    old = server.client.create_job(job_spec(name="night-0"))
+    for number in (1, 2):
+        server.client.create_job(job_spec(name=f"night-{number}"))
+    cursor = server.client.jobs(limit=2).next_cursor
+    with (httpx.stream("GET", f"{server.url}/console/live", timeout=60) as first,
+          httpx.stream("GET", f"{server.url}/console/live", timeout=60) as second,
+          httpx.stream("GET", f"{server.url}/console/live?before={cursor}", timeout=60) as older):
+        at_first, at_second, at_older = messages(first), messages(second), messages(older)
+        shows(at_first, "night-1", "Older jobs")
+        shows(at_second, "night-1")
+        stream_of = f'data-stream="/console/live?before={cursor}"'
+        assert "night-1" not in shows(at_older, "night-0", "Newest jobs", stream_of)
+        server.client.create_job(job_spec(name="night-3"))
+        assert "night-1<" not in shows(at_first, "night-3", "night-2")
+        server.control.jobs.save_status(old.id, ended("Succeeded"))
+        changed = shows(at_older, "night-0", "Succeeded")
+        assert not [name for name in ("night-1", "night-2", "night-3") if name in changed]
+    assert sorted(keys.count(one) for one in set(keys)) == [1, 2], "equal keys are one page"
 
 
 def test_a_silent_stream_sends_heartbeats_with_their_interval_and_nothing_else(server: Running) -> None:

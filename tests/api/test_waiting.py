@@ -15,8 +15,8 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import downgrade, upgrade
 from eyrie_api.database.waiting import WaitingObjects
+from eyrie_api.decisions.attention import attention
 from eyrie_api.errors import InvalidInput
-from eyrie_api.http.console.attention import attention
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from tests.api.conftest import Running
 from tests.api.samples import NOW, job_spec
@@ -88,7 +88,7 @@ def test_home_names_object_project_time_reason_and_hint(server: Running) -> None
     page = httpx.get(server.url).text
     text = " ".join(unescape(re.sub(r"<[^>]+>", " ", page)).split())
     assert ("DrafterJob team-a/night waits: QuotaReached since 2026-11-21 12:00:00 UTC , in project team: project "
-            "'team' may have 8 GPUs and has 8; hint: wait until a job ends") in text
+            "'team' may have 8 GPUs and has 8 hint: wait until a job ends") in text
     assert f'since <time datetime="{NOW.isoformat()}">' in page, "which script shows in the viewer's time zone"
 
 
@@ -104,7 +104,7 @@ def test_home_shows_twenty_objects_and_says_how_many_more_wait(server: Running) 
 
 def test_one_more_is_said_in_the_singular_and_none_not_at_all() -> None:
     def titles(total: int) -> list[str]:
-        return [one.title for one in attention([], [], waiting=WaitingList(items=(waiting(),), total=total))]
+        return [one.title for one in attention([], [], waiting=WaitingList(items=(waiting(),), total=total)).items]
 
     assert titles(2) == ["DrafterJob team-a/night waits: QuotaReached", "1 more DrafterJob waits"]
     assert titles(1) == ["DrafterJob team-a/night waits: QuotaReached"]

@@ -329,8 +329,8 @@ def test_what_is_loading_refused_or_without_an_answer_is_said_and_goes_away_when
     failed = page.locator("#curves-failed")
     assert not failed.is_visible()
     page.context.set_offline(True)
-    failed.filter(has_text="No answer since").wait_for()
-    assert "trying again" in failed.inner_text()
+    failed.filter(has_text="Not current since").wait_for()
+    assert failed.inner_text().endswith(": the server does not answer; trying again"), "in the words of the header"
     assert charts(page).count() == 7, "what is drawn stays"
     page.context.set_offline(False)
     failed.wait_for(state="hidden")

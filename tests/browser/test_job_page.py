@@ -1,5 +1,6 @@
 """The page of a job in a real Chromium: logs, artifacts, plan, compared documents, the leaderboard in other orders."""
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -95,6 +96,56 @@ def test_the_log_of_a_running_stage_is_followed_and_stays_open_when_the_stage_en
     assert "the last line" in shown.inner_text()
     assert shown.evaluate("one => one === document.activeElement"), "focus stays in the log"
     assert shown.evaluate("one => one.scrollTop > 0"), "and so does its position"
+    assert faults == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_pipeline_is_a_graph_whose_parts_fan_out_between_the_stages_before_and_after(
+        scheme: str, guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+    sweep, stages = job_in(guarded, tmp_path, "sweep")
+    parts = [stage("train", "Running" if number > 3 else "Succeeded", f"rate-{number}",
+                   progress=Progress(done=2400, total=9000, unit="steps", rate=12.3, eta_s=540)) for number in range(8)]
+    set_stages(guarded, sweep, "Running", stage("regenerate"), stage("capture"), *parts)
+    write_log(stages / "train" / "rate-0", "the first line\n")
+    single, _ = job_in(guarded, tmp_path, "single")
+    set_stages(guarded, single, "Failed", stage("regenerate"), stage("capture", "Failed", reason="Crashed",
+                                                                     message="it crashed", hint="look at its log"))
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for width, height in SIZES:
+        for job, name in ((sweep, "sweep"), (single, "single")):
+            page = signed_in(guarded, open_page, f"/console/jobs/{job}", color_scheme=scheme,
+                             viewport={"width": width, "height": height})
+            assert [one.split()[0] for one in page.locator("ol.pipeline > li h3").all_inner_texts()] == [
+                "regenerate", "capture", "train", "benchmark", "tune", "prove"], "an ordered list"
+            places = page.locator("ol.pipeline > li").evaluate_all("""stages => stages.map(one =>
+                [...one.querySelectorAll(".node")].map(node => (({ x, y, right, bottom }) => [x, y, right, bottom])(
+                    node.getBoundingClientRect())))""")
+            assert [len(one) for one in places] == [1, 1, 8 if job == sweep else 1, 1, 1, 1]
+            is_wide = width == SIZES[-1][0]
+            for before, after in itertools.pairwise(places):
+                edge, follows = (2, 0) if is_wide else (3, 1)
+                assert max(one[edge] for one in before) < min(one[follows] for one in after), "in order, with room"
+                assert not is_wide or before[0][1] == after[0][1], "edges between stages are straight"
+            for above, below in itertools.pairwise(places[2]):
+                assert above[0] == below[0]
+                assert above[3] < below[1], "the parts of a stage are one below the other"
+            arrows = page.locator("li:not(:first-child) > .box").evaluate_all("""boxes => boxes.map(one => {
+                const edge = getComputedStyle(one, "::before");
+                return edge.backgroundImage.includes("conic-gradient") && parseFloat(edge.width) > 12; })""")
+            assert arrows == [True] * (12 if job == sweep else 5), "an arrow into each node but the first"
+            page.locator("section[aria-labelledby=pipeline]").screenshot(
+                path=SHOTS / f"pipeline-{name}-{width}-{scheme}.png")
+            assert_accessible(page, f"{name} at {width}, {scheme}")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            if job == sweep:
+                page.locator("summary", has_text="Log of train rate-0").click()
+                page.get_by_role("region", name="Log of train rate-0").filter(has_text="the first line").wait_for()
+                shown = page.locator("#log-train-rate-0 .tail").evaluate("""one => {
+                    const { top, bottom } = one.getBoundingClientRect();
+                    return top >= 0 && bottom <= innerHeight + 1; }""")
+                assert shown, "an open log is in sight, wherever it is drawn"
+                assert_accessible(page, f"a log at {width}, {scheme}", "section[aria-labelledby=pipeline]")
+            page.close()
     assert faults == []
 
 

@@ -19,7 +19,7 @@ from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, ended, job_spec
 from tests.api.test_live_pages import rename_table
 from tests.api.test_waiting import waiting
-from tests.browser.conftest import TOKEN
+from tests.browser.conftest import TOKEN, assert_accessible
 from tests.servers.cutting import Relay, relaying
 
 OpenPage = Callable[..., Any]
@@ -145,3 +145,32 @@ def test_what_waits_is_listed_with_its_time_in_the_zone_of_the_viewer(
     page.goto(url)
     since = f"{NOW + timedelta(hours=9):%d/%m/%Y, %H:%M:%S}"
     page.locator(".attention li", has_text=f"since {since}, in project team").wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_home_leads_to_older_jobs_and_back_and_each_page_of_them_is_followed(
+        scheme: str, server: Running, open_page: OpenPage, faults: list[str]) -> None:
+    jobs = Jobs(server.control.database)
+    ids = [jobs.submit(job_spec(name=f"night-{number:02}")).id for number in range(53)]
+    page = open_page(color_scheme=scheme)
+    page.set_default_timeout(_PATIENCE_MS)
+    page.request.post(f"{server.url}/console/sign-in", headers={"authorization": f"Bearer {TOKEN}"})
+    page.goto(server.url)
+    names = page.locator("section[aria-labelledby=jobs] tbody a")
+    assert (names.count(), names.first.inner_text()) == (50, "night-52")
+    with page.expect_response("**/console/live?before=*"):
+        page.get_by_role("link", name="Older jobs").click()
+    page.evaluate("window.stays = true")
+    assert names.all_inner_texts() == ["night-02", "night-01", "night-00"]
+    assert page.get_by_role("link", name="Older jobs").count() == 0
+    jobs.submit(job_spec(name="night-53"))
+    jobs.save_status(ids[1], ended("Cancelled"))
+    page.locator("section[aria-labelledby=jobs] tr", has_text="night-01").filter(has_text="Cancelled").wait_for()
+    assert names.all_inner_texts() == ["night-02", "night-01", "night-00"]
+    assert page.evaluate("window.stays"), "the page was loaded again"
+    assert_accessible(page, f"older jobs, {scheme}")
+    with page.expect_response("**/console/live"):
+        page.get_by_role("link", name="Newest jobs").click()
+    page.get_by_role("link", name="night-53").wait_for()
+    assert_accessible(page, f"newest jobs, {scheme}")
+    assert faults == []

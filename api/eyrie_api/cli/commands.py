@@ -208,13 +208,26 @@ def jobs(
         screen.note(f"more: eyrie jobs --cursor {page.next_cursor}")
 
 
+@app.command()
+@verb
+def attention(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List what needs a person: failures, decisions, drift, quotas, what waits; each with what to do."""
+    with connect(server) as client:
+        listed = client.attention()
+    Screen(as_json=as_json).show(listed, tables.attention_view(listed.items, tables.utc_now()))
+
+
 @app.command("job")
 @verb
 def job_(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Show one job: stages, conditions, decision."""
+    """Show one job: stages, time left, conditions, decision."""
+    left = None
     with connect(server) as client:
         found = find_job(client, job)
-    Screen(as_json=as_json).show(found, tables.job_view(found, tables.utc_now()))
+        if found.status.phase == "Running" and not as_json:
+            with suppress(NotFound):  # it has no plan
+                left = client.planned_and_actual(found.id).time_left
+    Screen(as_json=as_json).show(found, tables.job_view(found, tables.utc_now(), left))
 
 
 app.command("show", hidden=True)(job_)

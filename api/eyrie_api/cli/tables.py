@@ -14,8 +14,9 @@ from rich.text import Text
 
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.quantities import duration, size
+from eyrie_api.v1alpha1.attention import AttentionItem
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages, TimeLeft
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import (
@@ -89,7 +90,21 @@ def current_stage(job: Job) -> str:
     return failed[0].stage if failed else "-"
 
 
-def job_view(job: Job, now: datetime) -> RenderableType:
+def attention_view(items: Sequence[AttentionItem], now: datetime) -> RenderableType:
+    """What needs a person: a title, what was seen, what to do."""
+    if not items:
+        return Text("Nothing needs a person.")
+    found = Text()
+    for one in items:
+        found.append(f"{one.title}\n", "bold")
+        found.append(f"  {one.message}" + (f" ({ago(one.since, now)})" if one.since else "") + "\n")
+        if one.hint:
+            found.append("  hint: ", "bold green").append(f"{one.hint}\n")
+    found.right_crop(1)
+    return found
+
+
+def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> RenderableType:
     """Everything about one job."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold")
@@ -98,6 +113,9 @@ def job_view(job: Job, now: datetime) -> RenderableType:
     head.add_row("phase", Text(job.status.phase, STATE_STYLE[job.status.phase]))
     head.add_row("target", f"{job.spec.target.model} ({job.spec.target.dtype})")
     head.add_row("created", ago(job.created_at, now))
+    if left is not None:
+        head.add_row("time left", f"about {duration(left.seconds)}" + (
+            "" if left.low is None else f" ({duration(left.low)} to {duration(left.high)})"))
     if job.status.attempt > 1:
         head.add_row("attempt", str(job.status.attempt))
     if job.status.best is not None:

@@ -5,8 +5,6 @@ when it is requested.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 from sqlalchemy import func, or_, select
 from sqlalchemy.exc import IntegrityError
@@ -20,23 +18,9 @@ from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import live_endpoints, live_gpus, live_jobs, live_replicas
 from eyrie_api.database.tables import JobRow, MembershipRow, ProjectRow
+from eyrie_api.decisions.attention import UsedUp
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, Member, Project, Quotas, Role
-
-
-@dataclass(frozen=True)
-class UsedUp:
-    """A quota of jobs that leaves no room for another one."""
-
-    project: str
-    what: Literal["jobs", "GPUs"]
-    used: int
-    most: int
-
-    @property
-    def option(self) -> str:
-        """Of `eyrie projects quotas`."""
-        return f"--{self.what.lower()}"
 
 
 class Projects:

@@ -24,6 +24,7 @@ from eyrie_api.http.live_pages import LivePages
 from eyrie_api.http.middleware import AccessMiddleware, RequestTimer
 from eyrie_api.http.routes import (
     access,
+    attention,
     audit,
     endpoints,
     jobs,
@@ -84,8 +85,8 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.live_pages = LivePages(database, settings.sse_heartbeat_s)
     app.state.telemetry = operations.Telemetry(control)
-    parts = (jobs, streams, outcomes, stored_reports, storage, endpoints, access, audit, webhooks, operations, pages,
-             job_pages, live, compare, curves, reports, admin)
+    parts = (jobs, streams, outcomes, stored_reports, storage, attention, endpoints, access, audit, webhooks,
+             operations, pages, job_pages, live, compare, curves, reports, admin)
     routers = [part.router for part in parts]
     for router in routers:
         app.include_router(router)

@@ -79,6 +79,52 @@ class PlannedStages(Frozen):
     stages: tuple[StagePlan, ...]
 
 
+class TimeLeft(Frozen):
+    """About what a running job will still take, in seconds."""
+
+    seconds: float
+    low: float | None = None
+    high: float | None = None
+    """The ends of its range; null where the plan has no range, as on CPUs."""
+
+
+class StageComparison(Frozen):
+    """What was planned for a stage and what it took."""
+
+    stage: str
+    planned: StagePlan | None
+    """Profiles of `prove.hardware` together."""
+
+    seconds: float | None
+    """Time in which any part of the stage ran, so far; null before it has started."""
+
+    is_running: bool
+    size_bytes: int | None
+    """Of its files; null until it has finished: what an unfinished stage has written is not known."""
+
+    @property
+    def planned_seconds(self) -> float | None:
+        """Of the plan, by its middle."""
+        return None if self.planned is None else self.planned.hours * 3600
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Actual over planned time of a stage that has ended."""
+        if self.seconds is None or self.is_running or not self.planned_seconds:
+            return None
+        return self.seconds / self.planned_seconds
+
+
+class PlannedAndActual(Frozen):
+    """The plan that a job was accepted with against what its stages have taken so far."""
+
+    stages: tuple[StageComparison, ...]
+    """Those of the plan and of the job, in order."""
+
+    time_left: TimeLeft | None
+    """null of a job that does not run, and below ten minutes: a plan does not count the start of programs."""
+
+
 class Present(Frozen):
     """What earlier jobs of the project have of this job (`reuse: auto`)."""
 

@@ -1,6 +1,6 @@
 """Pages beside that of a job: its plan against what it took, and its document against that of another job.
 
-The plan is the one that the job was accepted with (`GET /v1alpha1/jobs/ID/plan`).
+The plan is the one that the job was accepted with; the page has what `GET /v1alpha1/jobs/ID/plan/actual` answers.
 """
 
 from typing import Annotated
@@ -9,12 +9,11 @@ from fastapi import APIRouter, Query, Request
 from pydantic import JsonValue
 from starlette.responses import HTMLResponse, Response
 
-from eyrie_api.clock import utc_now
 from eyrie_api.errors import NotFound
 from eyrie_api.http.console import pages
-from eyrie_api.http.console.job_details import by_stage, differences, planned_and_actual
+from eyrie_api.http.console.job_details import differences
 from eyrie_api.http.control import Control, Here
-from eyrie_api.http.routes.outcomes import list_artifacts
+from eyrie_api.http.routes.outcomes import compare_plan
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job
 
@@ -26,10 +25,12 @@ _LISTED = 50
 @router.get("/console/jobs/{job_id}/plan", response_class=HTMLResponse)
 def plan(job_id: str, control: Here, request: Request) -> Response:
     """Hours and bytes of every stage as planned when the job was accepted, and as they were; or that none was kept."""
-    job, planned = control.jobs.get(job_id), control.jobs.planned((job_id,)).get(job_id)
-    files = by_stage(list_artifacts(job_id, control).items)
-    rows = () if planned is None else planned_and_actual(planned, job.status.stages, files, utc_now())
-    return pages.render_page("job_plan.html", control, request, job=job, rows=rows, plan=planned)
+    job = control.jobs.get(job_id)
+    try:
+        found = compare_plan(job_id, control)
+    except NotFound:
+        found = None
+    return pages.render_page("job_plan.html", control, request, job=job, found=found)
 
 
 @router.get("/console/jobs/{job_id}/diff", response_class=HTMLResponse)

@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
+from eyrie_api.database.rendering import decode_cursor
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.live_pages import LivePages, PageKey, Rendered
@@ -20,9 +21,12 @@ router = APIRouter(tags=["console"], include_in_schema=False)
 
 
 @router.get("/console/live")
-def home(control: Here, request: Request) -> Response:
-    """Home, as it changes."""
-    return _stream(control, request, partial(_home, control), request.url.path)
+def home(control: Here, request: Request, before: pages.Before = None) -> Response:
+    """Home with one page of jobs, as it changes. Its readers share it, those of the newest jobs as those of older
+    ones."""
+    if before is not None:
+        decode_cursor(before)
+    return _stream(control, request, partial(_home, control, before), pages.home_address(request.url.path, before))
 
 
 @router.get("/console/jobs/{job_id}/live")
@@ -41,8 +45,8 @@ def endpoint(name: str, control: Here, request: Request) -> Response:
     return _stream(control, request, partial(_endpoint, control, name, pages.server_of(request)), request.url.path)
 
 
-def _home(control: Control) -> Rendered:
-    return Rendered(pages.rendered("home_live.html", pages.home_values(control)))
+def _home(control: Control, before: str | None) -> Rendered:
+    return Rendered(pages.rendered("home_live.html", pages.home_values(control, before)))
 
 
 def _job(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> Rendered:

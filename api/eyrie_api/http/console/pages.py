@@ -15,7 +15,7 @@ Strict Content-Security-Policy: script, style and data from this server alone, n
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,20 +30,21 @@ from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.clock import utc_now
+from eyrie_api.database.rendering import decode_cursor
 from eyrie_api.database.results import ResultFilter
+from eyrie_api.decisions.attention import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.hardware_choice import sentence
 from eyrie_api.decisions.job_report import report_of
 from eyrie_api.errors import EyrieError, NotFound, Unauthorized
-from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.http.console.attention import Item, attention, drift_hint
-from eyrie_api.http.console.job_details import TimeLeft, by_stage, time_left
+from eyrie_api.http.console.job_details import by_stage
 from eyrie_api.http.console.job_form import job_form, with_code
 from eyrie_api.http.console.stage_tables import stage_tables
 from eyrie_api.http.control import Control, Here
+from eyrie_api.http.routes.attention import NEWEST_JOBS, attention_now
 from eyrie_api.http.routes.endpoints import list_figures
-from eyrie_api.http.routes.outcomes import LeaderboardQuery, files_of
+from eyrie_api.http.routes.outcomes import LeaderboardQuery, files_of, times_left
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.history import History
@@ -66,7 +67,7 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cache-Control": "no-store"}
-_JOBS, _EVENTS, _HISTORY, _WAITING = 50, 100, 60, 20
+_EVENTS, _HISTORY = 100, 60
 _FIRST_JOB = {"name": "first", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
               "serve": {"endpoint": "default"}}
 """The shipped target and data: it needs nothing else."""
@@ -83,29 +84,31 @@ _ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, 
                          "shell": shlex.quote}
 
 
+Before = Annotated[str | None, Query(max_length=512, description="next_cursor of `GET /v1alpha1/jobs`")]
+
+
 @router.get("/", response_class=HTMLResponse)
-def home(control: Here, request: Request) -> Response:
-    """Endpoints, jobs, and what needs a person."""
-    return render_page("home.html", control, request, **home_values(control))
+def home(control: Here, request: Request, before: Before = None) -> Response:
+    """Endpoints, one page of jobs, and what needs a person."""
+    return render_page("home.html", control, request, **home_values(control, before))
 
 
-def home_values(control: Control) -> dict[str, Any]:
-    """What its template shows."""
-    endpoints, listed = control.endpoints.list().items, control.jobs.list(limit=_JOBS)
+def home_values(control: Control, before: str | None) -> dict[str, Any]:
+    """What its template shows: of jobs the newest, or those before a cursor. Raises InvalidInput."""
+    before_time = None if before is None else decode_cursor(before)[0]
+    endpoints, newest = control.endpoints.list().items, control.jobs.list(limit=NEWEST_JOBS)
+    listed = newest if before is None else control.jobs.list(limit=NEWEST_JOBS, cursor=before)
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
-    needed = attention(listed.items, endpoints, traffic, control.projects.used_up(),
-                       control.waiting.list(limit=_WAITING))
     return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
-            "more": listed.next_cursor is not None, "attention": [*_disk(control.settings.home), *needed],
-            "left": _time_left(control, listed.items), "now": datetime.now(UTC)}
+            "before": before_time, "live": home_address("/console/live", before),
+            "older": None if listed.next_cursor is None else home_address("/", listed.next_cursor),
+            "attention": attention_now(control, newest.items, endpoints, traffic).items,
+            "left": times_left(control, listed.items), "now": datetime.now(UTC)}
 
 
-def _time_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
-    """Of those that run and were planned to take so long that the plan tells it, by id."""
-    running, now = [one for one in jobs if one.status.phase == "Running"], datetime.now(UTC)
-    planned = control.jobs.planned([one.id for one in running])
-    found = {one.id: time_left(planned.get(one.id), one.status.stages, now) for one in running}
-    return {job_id: left for job_id, left in found.items() if left is not None}
+def home_address(path: str, before: str | None) -> str:
+    """Of home or its stream, for one page of jobs."""
+    return path if before is None else f"{path}?{urlencode({'before': before})}"
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
@@ -135,7 +138,7 @@ def job_values(control: Control, job_id: str, server: str, selected: Leaderboard
     measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
     project = control.jobs.project_of(job_id)
     return {"job": found, "pipeline": pipeline(found), "board": selected.board(control, job_id), "selected": selected,
-            "leaderboard": entries, "measured": measured, "left": _time_left(control, (found,)).get(job_id),
+            "leaderboard": entries, "measured": measured, "left": times_left(control, (found,)).get(job_id),
             "choices": [] if measured is None or measured.hardware is None else [
                 sentence(choice, measured.hardware) for choice in measured.hardware.choices],
             "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,
@@ -333,14 +336,6 @@ def may(control: Control, action: Action, project: str | None) -> bool:
 def _recent(history: History) -> History:
     """Newest first."""
     return history.model_copy(update={"items": history.items[::-1]})
-
-
-def _disk(home: Path) -> list[Item]:
-    """Looked at now: on a full disk neither an event nor a condition could be stored."""
-    if not is_short(home):
-        return []
-    full = disk_full(home)
-    return [Item("The disk is full", "/", f"{full.message}; hint: {full.hint}")]
 
 
 def pipeline(job: Job) -> list[dict[str, Any]]:

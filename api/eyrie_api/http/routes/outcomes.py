@@ -1,10 +1,11 @@
-"""Routes of a job's results: files, report, figures and leaderboard.
+"""Routes of a job's results: files, report, figures, leaderboard, and its plan against what it took.
 
 Only files listed in the manifest of a finished stage can be downloaded, by exactly the listed path, so that no other
 path of a request is opened. A link to a file outside of the stage's directory is refused (`JobFiles.path`).
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote, urlencode
@@ -14,18 +15,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from eyrie_api.artifacts.stage_manifests import StageManifest
+from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.job_report import report_of
 from eyrie_api.decisions.leaderboard import Selection
+from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, Here
-from eyrie_api.http.routes.jobs import JOBS
+from eyrie_api.http.routes.jobs import JOBS, get_plan
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList, FigureSummary
 from eyrie_api.v1alpha1.model import Name
+from eyrie_api.v1alpha1.plan import PlannedAndActual, TimeLeft
 from eyrie_api.v1alpha1.stages import FileEntry, StageName
-from eyrie_api.v1alpha1.status import JobReport, Leaderboard, StageFile, StageFileList
+from eyrie_api.v1alpha1.status import Job, JobReport, Leaderboard, StageFile, StageFileList
 
 router = APIRouter(tags=["outcomes"])
 
@@ -43,6 +47,26 @@ def files_of(job_id: str, manifests: Iterable[StageManifest]) -> StageFileList:
         StageFile(stage=one.stage, key=one.key, path=entry.path, size_bytes=entry.size_bytes, sha256=entry.sha256,
                   url=_url(job_id, one, entry.path))
         for one in manifests for entry in one.manifest.files))
+
+
+@router.get(JOBS + "/{job_id}/plan/actual")
+def compare_plan(job_id: str, control: Here) -> PlannedAndActual:
+    """The plan that the job was accepted with against time and bytes of its stages so far, and about what a running job
+    will still take. 404 for a job without a plan."""
+    job, plan = control.jobs.get(job_id), get_plan(job_id, control)
+    sizes: Counter[str] = Counter()
+    for one in control.files.manifests(job_id):
+        sizes[one.stage] += sum(entry.size_bytes for entry in one.manifest.files)
+    return PlannedAndActual(stages=planned_and_actual(plan, job.status.stages, sizes, utc_now()),
+                            time_left=times_left(control, (job,)).get(job_id))
+
+
+def times_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
+    """`time_left` of those that run and were planned to take so long that the plan has one, by id."""
+    running, now = [one for one in jobs if one.status.phase == "Running"], utc_now()
+    planned = control.jobs.planned([one.id for one in running])
+    found = {one.id: time_left(planned.get(one.id), one.status.stages, now) for one in running}
+    return {job_id: left for job_id, left in found.items() if left is not None}
 
 
 def _url(job_id: str, one: StageManifest, path: str) -> str:

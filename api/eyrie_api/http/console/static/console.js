@@ -178,9 +178,13 @@ function warn(text) {
   stale.hidden = text === "";
 }
 
+function notCurrentWords(since, reason) {  // curves.js says it too
+  return `Not current since ${TIME_FORMAT.format(since)}: ${reason}`;
+}
+
 function notCurrent(since, reason) {
   staleSince ??= since;
-  warn(`Not current since ${TIME_FORMAT.format(staleSince)}: ${reason}`);
+  warn(notCurrentWords(staleSince, reason));
 }
 
 function current() {

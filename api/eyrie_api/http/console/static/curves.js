@@ -412,7 +412,7 @@ async function refresh() {
   } catch {
     unanswered ??= new Date();
     const isTriedAgain = curves.dataset.follow !== undefined || document.querySelector("[data-stream]") !== null;
-    sayFailed(`No answer since ${unanswered.toLocaleTimeString()}; ${isTriedAgain ? "trying again" : "load the page again"}`);
+    sayFailed(notCurrentWords(unanswered, `the server does not answer; ${isTriedAgain ? "trying again" : "load the page again"}`));
     return;
   } finally {
     restUntil = Date.now() + 4 * (Date.now() - began);  // a large sweep must not keep the server busy

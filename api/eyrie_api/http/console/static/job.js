@@ -188,7 +188,10 @@ document.addEventListener("replacing", ({ detail: part }) => {
 document.addEventListener("toggle", ({ target }) => {
   if (!target.isConnected) return;
   if (target.id === "plan" && target.open) readPlan(target);
-  if (target.matches(".log")) target.open ? openLogs() : closeLog(target.id);
+  if (!target.matches(".log")) return;
+  if (!target.open) return closeLog(target.id);
+  if (!logs.has(target.id)) target.querySelector(".tail").scrollIntoView({ block: "nearest" });  // it may be below the graph
+  openLogs();
 }, true);
 document.addEventListener("click", ({ target }) => {
   const button = target.closest(`${LEADERBOARD} th button`);
