@@ -52,7 +52,8 @@ CANNOT_SHOW = (
     "GPUs: no CUDA kernel ran, memory and speed are a CPU's, tensor parallelism and the placement on H200 are replaced",
     "SGLang's own image: SGLang 0.5.23 ran from a virtual environment of the node, its CPU kernels replaced by "
     "stand-ins that verify greedily",
-    "our images: pods run this machine's programs in an empty image",
+    "our images: pods run this machine's programs in an empty image (the walk has run in the images: "
+    "docs/helm_operations.md)",
     "real Kubeflow: its double (tests/kubeflow) read the compiled pipeline and made the pods",
     "a real object store: rclone's S3 server over a directory of this machine, without conditional writes",
     "the Hub: the target is a local directory, and Dolci's two data sets are rows of the quickstart corpus in Dolci's "
