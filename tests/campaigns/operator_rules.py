@@ -1,9 +1,9 @@
 """What must hold of custom resources and rows once operators that were killed have settled. Pure; `cluster_operator`
 collects the values.
 
-An object that was deleted is gone, and its job with it. Each other object has one job and shows its row; no uid has two
-jobs; a job that has not ended has an object. An endpoint that is on has a DraftEndpoint, and objects that serve it;
-one that is off has none; none belongs to nobody.
+An object that was deleted is gone, and its job with it. Each other object has one job and shows its row, or was
+suspended before it had one; no uid has two jobs; a job that has not ended has an object. An endpoint that is on has a
+DraftEndpoint, and objects that serve it; one that is off has none; none belongs to nobody.
 """
 
 from collections import Counter
@@ -26,6 +26,8 @@ def broken_jobs(objects: Sequence[Object], jobs: Sequence[Job]) -> Iterator[Brok
     for one in objects:
         name, status = one["metadata"]["name"], one.get("status") or {}
         job_id = status.get("job_id")
+        if job_id is None and status.get("phase") == "Suspended" and not by_uid[one["metadata"]["uid"]]:
+            continue
         if job_id not in rows:
             yield "an object has its job", {"object": name, "status": status}
             continue

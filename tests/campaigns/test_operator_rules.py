@@ -46,6 +46,12 @@ def test_an_object_without_a_job_or_with_an_old_status_is_found() -> None:
     assert rules(broken_jobs([shown(row())], [row(status=ended("Succeeded"))])) == ["an object shows its row"]
 
 
+def test_an_object_that_was_suspended_before_it_had_a_job_breaks_nothing_and_one_that_forgot_its_job_does() -> None:
+    suspended = {"metadata": {"name": "mine", "uid": "u1"}, "status": {"phase": "Suspended"}}
+    assert not rules(broken_jobs([suspended], [row(uid="u2", status=ended("Succeeded"))]))
+    assert "an object has its job" in rules(broken_jobs([suspended], [row(status=ended("Succeeded"))]))
+
+
 def test_a_live_job_without_an_object_and_an_object_that_is_held_are_found() -> None:
     assert rules(broken_jobs([], [row()])) == ["a job that has not ended has an object"]
     held = shown(row(), deletionTimestamp="2026-01-01T00:00:00Z")
