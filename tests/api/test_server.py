@@ -241,7 +241,7 @@ def test_a_token_is_demanded_where_one_is_set_except_by_the_probes(
             answer = httpx.get(server.url + JOBS, headers=headers)  # type: ignore[arg-type]
             problem(answer, 401, "Unauthorized")
             assert answer.headers["www-authenticate"].startswith("Bearer")
-        assert httpx.get(server.url + "/healthz").status_code == 200
+        assert httpx.get(server.url + "/healthz", timeout=60).status_code == 200
         assert httpx.get(server.url + "/readyz").status_code == 200
         assert httpx.get(server.url + JOBS, headers={"Authorization": f"Bearer {token}"}).status_code == 200
         assert server.client.jobs().items == ()
@@ -293,7 +293,7 @@ def test_readiness_names_what_does_not_run(settings: Settings, database: Databas
         answer = httpx.get(server.url + "/readyz")
         assert "chores" in problem(answer, 503, "Transient").detail
         assert answer.headers["retry-after"] == "5"
-        assert httpx.get(server.url + "/healthz").status_code == 200
+        assert httpx.get(server.url + "/healthz", timeout=60).status_code == 200
 
 
 def test_prometheus_sees_jobs_by_phase_outbox_events_and_latency_by_route(server: Running) -> None:
@@ -433,4 +433,4 @@ def test_a_request_that_is_not_http_ends_without_harm(server: Running) -> None:
     with socket.create_connection((host, int(port)), timeout=5) as raw:
         raw.sendall(b"\x16\x03\x01nonsense\r\n\r\n")
         assert b"400" in raw.recv(1024)
-    assert httpx.get(server.url + "/healthz").status_code == 200
+    assert httpx.get(server.url + "/healthz", timeout=60).status_code == 200

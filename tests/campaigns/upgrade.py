@@ -77,18 +77,24 @@ class OldVersion:
 
 def check_out(path: Path, *besides: str) -> OldVersion:
     """Take the old version's packages, and what else is named, from git's history into `path`. Raises NoHistory."""
-    newest = max(Path(versions.__file__).parent.glob("v[0-9]*.py"))
-    name = newest.relative_to(ROOT).as_posix()
-    added = _git("log", "--diff-filter=A", "--format=%H", "--", name).split()
-    if not added:
-        raise NoHistory(f"git knows no commit that added {name}")
-    commit = _git("rev-parse", "--verify", f"{added[-1]}^").strip()
-    if _git("ls-tree", "--name-only", commit, "--", name).strip():
-        raise NoHistory(f"{commit} has {name} already")
+    folder = Path(versions.__file__).parent
+    before, newest = sorted(one.name for one in folder.glob("v[0-9]*.py"))[-2:]
+    commit = _last_with(before, folder.relative_to(ROOT).as_posix())
     archive = _git_bytes("archive", "--format=tar", commit, "--", *PACKAGES, *besides)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(path, filter="data")
-    return OldVersion(commit[:7], _git("show", "-s", "--format=%cs", commit).strip(), path, newest.name)
+    return OldVersion(commit[:7], _git("show", "-s", "--format=%cs", commit).strip(), path, newest)
+
+
+def _last_with(migration: str, folder: str) -> str:
+    """The last commit of the main line whose newest migration this is: branches may have given its number, or the next
+    one, to another. Raises NoHistory."""
+    for commit in _git("rev-list", "--first-parent", "HEAD", "--", folder).split():
+        parent = _git("rev-parse", "--verify", f"{commit}^").strip()
+        names = [Path(one).name for one in _git("ls-tree", "--name-only", parent, "--", f"{folder}/").split()]
+        if max(one for one in names if one.startswith("v0")) == migration:
+            return parent
+    raise NoHistory(f"git knows no commit whose newest migration is {migration}")
 
 
 def _git_bytes(*arguments: str) -> bytes:

@@ -1,11 +1,15 @@
 """Who runs a home's control plane: a lock tells, not a file that outlives its writer."""
 
+import fcntl
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +63,23 @@ def test_a_killed_holder_leaves_a_file_that_does_not_lie(tmp_path: Path) -> None
     assert running_plane(tmp_path) is None
     with claim(tmp_path, "http://127.0.0.1:3"):
         pass
+
+
+def test_a_home_is_claimed_while_somebody_looks_whether_a_control_plane_runs(tmp_path: Path) -> None:
+    file = tmp_path / PLANE_FILE
+    file.write_text(json.dumps({"pid": 1, "url": "http://127.0.0.1:1"}))  # of one that was killed
+    with file.open() as looking, ThreadPoolExecutor(1) as other:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        claimed = other.submit(_claim_once, tmp_path)
+        with pytest.raises(TimeoutError):
+            claimed.result(timeout=0.5)
+        fcntl.flock(looking, fcntl.LOCK_UN)
+        assert claimed.result(timeout=60.0)["url"] == "http://127.0.0.1:4"
+
+
+def _claim_once(home: Path) -> Any:
+    with claim(home, "http://127.0.0.1:4"):
+        return json.loads((home / PLANE_FILE).read_text())
 
 
 def test_a_port_in_use_is_reported_with_the_hint() -> None:

@@ -30,6 +30,7 @@ _START_S = 60.0
 # Runs get SIGTERM and save their state; a training step or a verify round takes well under a second here.
 _STOP_S = 30.0
 _POLL_S = 0.1
+_CLAIM_S = 10.0
 
 
 class PlaneFailed(Permanent):
@@ -69,12 +70,18 @@ def claim(home: Path, url: str) -> Iterator[None]:
     # Race: opened for appending, so that a process that fails to get the lock does not truncate the file. Python does
     # not pass the descriptor to child processes, which would keep the lock.
     with (home / PLANE_FILE).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            other = running_plane(home)
-            raise Conflict(f"a control plane already runs on {home}" + (f" at {other.url}" if other else ""),
-                           "use it, stop it with `eyrie down`, or choose another --home") from None
+        until = time.monotonic() + _CLAIM_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # Without a holder that says who it is, somebody looks (`running_plane`) or a killed one is ending.
+                other = running_plane(home)
+                if other is not None or time.monotonic() > until:
+                    raise Conflict(f"a control plane already runs on {home}" + (f" at {other.url}" if other else ""),
+                                   "use it, stop it with `eyrie down`, or choose another --home") from None
+                time.sleep(_POLL_S)
         file.seek(0)
         file.truncate()
         file.write(json.dumps({"pid": os.getpid(), "url": url}) + "\n")
