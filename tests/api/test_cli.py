@@ -439,6 +439,7 @@ def test_no_server_is_reported_with_the_hint_and_exit_code_69(eyrie: Eyrie) -> N
     done = eyrie("jobs")
     assert done.exit_code == 69
     assert "eyrie up" in done.stderr
+    assert "EYRIE_SERVER" in done.stderr
     assert eyrie("train", "--target", str(eyrie.target), "--data", str(eyrie.chats)).exit_code == 69
     eyrie.plane.open()
 

@@ -20,6 +20,7 @@ from eyrie_api.artifacts import write_atomically
 from eyrie_api.artifacts.stage_manifests import read_manifests
 from eyrie_api.cli import chat
 from eyrie_api.cli.plots import figures_of_job, write_figures
+from eyrie_api.cli.running_plane import running_plane
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import times
 from eyrie_api.cli.watch import verdict, watch
@@ -44,7 +45,7 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
-from eyrie_operator.cli.detached import running_plane, start_detached, stop_plane
+from eyrie_operator.cli.detached import start_detached, stop_plane
 from eyrie_operator.jobs.driver import REPORT_FILE
 
 HOME = Path(".eyrie/demo")
