@@ -529,7 +529,8 @@ class Client:
             yield
         except httpx.HTTPError as error:
             raise Unreachable(f"no answer from {self.base_url}: {error or type(error).__name__}",
-                              "start the control plane with `eyrie up`, or give its --server URL", 1.0) from error
+                              "start the control plane with `eyrie up`, or give its URL by --server or EYRIE_SERVER",
+                              1.0) from error
         except httpx.InvalidURL as error:
             raise errors.InvalidInput(f"{self.base_url!r} is not a URL: {error}", "write http://host:port") from error
 

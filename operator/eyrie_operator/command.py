@@ -32,6 +32,7 @@ import typer
 from rich.text import Text
 
 from eyrie_api.cli.commands import app, find_job
+from eyrie_api.cli.running_plane import Plane, running_plane
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.verbs import Json, Server, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
@@ -40,14 +41,7 @@ from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, Invalid
 from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_operator.cli.detached import (
-    Plane,
-    check_port,
-    claim,
-    running_plane,
-    start_detached,
-    stop_plane,
-)
+from eyrie_operator.cli.detached import check_port, claim, start_detached, stop_plane
 
 Home = Annotated[Path | None, typer.Option("--home", envvar="EYRIE_HOME", help="Where state lives. Default: .eyrie")]
 

@@ -251,6 +251,26 @@ def test_a_target_that_is_not_there_is_not_found_by_every_verb(eyrie: Eyrie, mon
             assert "TargetNotFound" in missing.output
 
 
+def test_a_file_that_is_not_there_is_named_by_the_field_or_option_that_names_it(
+        eyrie: Eyrie, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = tmp_path / "job.yaml"
+
+    def refusal(verb: str, model: object, paths: list[object], *options: str) -> str:
+        document.write_text(json.dumps({"target": {"model": str(model)},
+                                        "data": {"sources": [{"path": str(path)} for path in paths]}}))
+        done = eyrie(verb, "--file", "job.yaml", *options)
+        assert done.exit_code in (65, 66), done.output
+        return " ".join(done.stderr.split())
+
+    here, chats = eyrie.target, eyrie.chats
+    for verb in ("plan", "train"):
+        assert "NoUsableData: data.sources[1].path ./a.jsonl: no such" in refusal(verb, here, [chats, "./a.jsonl"])
+        assert "TargetNotFound: target.model ./model: no such" in refusal(verb, "./model", [chats])
+        assert "NoUsableData: --data ./b.jsonl: no such" in refusal(verb, here, ["./a.jsonl"], "--data", "./b.jsonl")
+        assert "TargetNotFound: --target ./other: no such" in refusal(verb, "./model", [chats], "--target", "./other")
+
+
 def test_cancel_retry_and_delete(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
     assert eyrie.json("cancel", job_id)["id"] == job_id
@@ -369,6 +389,19 @@ def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
     assert lines[-1]["status"]["phase"] == "Succeeded"
 
 
+def test_a_watch_ends_with_the_url_of_the_endpoint_and_what_it_serves(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit()
+    spec = eyrie.plane.jobs.get(job_id).spec
+    eyrie.plane.endpoints.create("assistant", spec.target, spec.endpoint_serve, "my-model")
+    eyrie.plane.jobs.save_status(job_id, ended("Succeeded").model_copy(update={"endpoint": "assistant"}))
+    assert "It does not serve yet" in eyrie("watch", job_id).stdout
+    eyrie.plane.endpoints.activate("assistant", 1, "http://127.0.0.1:1/v1")
+    words = eyrie("watch", job_id).stdout.splitlines()
+    assert words[-2] == "It serves model my-model without a drafter at http://127.0.0.1:1/v1"
+    assert words[-1].startswith("curl http://127.0.0.1:1/v1/chat/completions")
+    assert '"model": "my-model"' in words[-1]
+
+
 def test_a_failed_job_ends_the_watch_with_its_hint_and_a_code(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
     eyrie.plane.jobs.save_status(job_id, ended("Failed", stage("Failed", reason="LossDiverged", message="nan at 3",
@@ -406,6 +439,7 @@ def test_no_server_is_reported_with_the_hint_and_exit_code_69(eyrie: Eyrie) -> N
     done = eyrie("jobs")
     assert done.exit_code == 69
     assert "eyrie up" in done.stderr
+    assert "EYRIE_SERVER" in done.stderr
     assert eyrie("train", "--target", str(eyrie.target), "--data", str(eyrie.chats)).exit_code == 69
     eyrie.plane.open()
 

@@ -1,5 +1,7 @@
 """What people read: durations, sizes, tables that survive narrow terminals, and no colour in a pipe."""
 
+import json
+import shlex
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 
@@ -14,7 +16,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
-from eyrie_api.v1alpha1.status import Event, Job, JobStatus, Phase, Progress, StageStatus
+from eyrie_api.v1alpha1.status import Endpoint, Event, Job, JobStatus, Phase, Progress, Revision, StageStatus
 
 NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
 SPEC = JobSpec.model_validate({"name": "mine", "target": {"model": "org/model"},
@@ -100,6 +102,34 @@ def test_tau_never_stands_without_its_draft_tree() -> None:
 def test_closing_words_tell_the_decision_with_its_reasons() -> None:
     decision = PromotionDecision(promote=False, verdict="no-drafter", reasons=("slower in tools: 0.97x",))
     assert "slower in tools: 0.97x" in closing_words(job("Succeeded", best=ENTRY, decision=decision))
+
+
+def endpoint(**changes: object) -> Endpoint:
+    """One that serves a drafter."""
+    drafted = Revision(number=2, job_id="j-1", checkpoint="c0-step-90", tree=ENTRY.tree, drafter_dir="/d",
+                       created_at=NOW, reason="faster", state="active")
+    return Endpoint(name="assistant", target="/models/my-model", url="http://127.0.0.1:5/v1", model="my-model",
+                    active_revision=2, revisions=(drafted,), updated_at=NOW).model_copy(update=changes)
+
+
+def test_closing_words_end_with_a_request_to_the_endpoint_by_the_name_of_its_model() -> None:
+    words = closing_words(job("Succeeded", endpoint="assistant"), endpoint()).splitlines()
+    assert words[-2] == "It serves model my-model with the drafter c0-step-90 at http://127.0.0.1:5/v1"
+    command = shlex.split(words[-1])
+    assert command[:2] == ["curl", "http://127.0.0.1:5/v1/chat/completions"]
+    body = json.loads(command[command.index("-d") + 1])
+    assert (body["model"], body["messages"][0]["role"]) == ("my-model", "user")
+
+
+def test_closing_words_say_that_an_endpoint_serves_without_a_drafter_or_does_not_serve() -> None:
+    alone = endpoint().revisions[0].model_copy(update={"checkpoint": None, "tree": None, "drafter_dir": None})
+    ended = job("Succeeded", endpoint="assistant")
+    assert "It serves model my-model without a drafter at http" in closing_words(ended, endpoint(revisions=(alone,)))
+    for silent in (endpoint(url=None), endpoint(active_revision=None), endpoint(desired="off")):
+        words = closing_words(ended, silent)
+        assert words.endswith("eyrie endpoints show assistant")
+        assert "curl" not in words
+    assert "curl" not in closing_words(ended)
 
 
 def test_empty_lists_say_what_to_do() -> None:

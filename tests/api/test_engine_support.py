@@ -12,7 +12,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.submission.devices import local_device
 from eyrie_api.submission.preflight import check
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from tests.api.samples import job_body, job_spec, target_directory
 
@@ -79,6 +79,7 @@ def test_heads_are_divided_among_the_gpus_of_one_server(tp_size: int, says: str 
 def test_a_job_for_sglang_on_this_cpu_is_accepted_with_what_it_can_do(
         settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(SGLANG_PROGRAM, "python -m sglang.launch_server")
     if local_device() == "gpu":
         pytest.skip("an AMD GPU is visible")
     target = {"model": str(target_directory(tmp_path / "target"))}

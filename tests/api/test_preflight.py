@@ -26,6 +26,7 @@ from eyrie_api.submission.preflight import check, plan
 from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.submission.target_facts import target_facts
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
 from eyrie_api.v1alpha1.requests import JobPlacement
@@ -39,6 +40,12 @@ ROW = '{"messages": [{"role": "user", "content": "hi"}]}\n'
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return target_directory(tmp_path / "target")
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has SGLang, as far as its control plane sees."""
+    monkeypatch.setenv(SGLANG_PROGRAM, "python -m sglang.launch_server")
 
 
 def data(path: object, **more: Any) -> dict[str, Any]:
@@ -298,6 +305,7 @@ def test_a_target_sglang_cannot_draft_for_is_refused_when_sglang_is_to_serve_it(
     refused(settings, UnsupportedTarget, "embedded engine does not compute", target={"model": str(mixtral)})
 
 
+@pytest.mark.usefixtures("sglang")
 def test_a_target_the_embedded_engine_does_not_compute_is_accepted_for_sglang_where_that_captures_its_layers(
         settings: Settings, tmp_path: Path) -> None:
     mixture = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
@@ -332,6 +340,7 @@ def test_a_mixture_of_experts_is_counted_whole_for_memory_and_by_its_active_expe
     assert facts.active_parameters == pytest.approx(22e9, rel=0.02)
 
 
+@pytest.mark.usefixtures("sglang")
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
 @pytest.mark.parametrize(("layers", "says"), [
     ([1, 2, 4], "last layer"), ([2], "one layer"), ([1, 3, 2], "ascending"), ([1, 1, 3], "distinct")])
@@ -345,6 +354,7 @@ def test_layers_no_checkpoint_can_name_are_refused_at_submission(settings: Setti
         assert check(job_spec(**job, capture={"aux_layers": good}), settings).plan is not None
 
 
+@pytest.mark.usefixtures("sglang")
 def test_a_windowed_drafter_is_not_tuned_into_a_tree_that_sglang_would_serve(settings: Settings, target: Path) -> None:
     job = {"target": {"model": str(target)}, "engine": "sglang"}
     refused(settings, InvalidInput, "sliding_window 512", **job, drafter={"sliding_window": 512})
@@ -363,7 +373,8 @@ def test_a_windowed_drafter_is_not_tuned_into_a_tree_that_sglang_would_serve(set
 def test_an_accepted_job_names_the_dtype_that_auto_means(
         asked: str | None, stored: str, placed: dict[str, Any], accepted: str, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EYRIE_DEVICE", "cpu")  # also on a machine with a GPU
+    monkeypatch.delenv("EYRIE_DEVICE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # counted as one GPU, on any machine
     target = target_directory(tmp_path, dtype=stored)
     spec = job_spec(target={"model": str(target)} | ({} if asked is None else {"dtype": asked}), placement=placed)
     checked = check(spec, Settings(home=tmp_path))

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from eyrie_api.cli.running_plane import running_plane
 from eyrie_api.processes import free_port
-from eyrie_operator.cli.detached import running_plane
 
 
 def eyrie(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,5 @@
 """The demo's pure parts: its job, and the words it closes with."""
 
-import json
-import shlex
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -125,14 +123,6 @@ def test_closing_words_fit_narrow_terminals() -> None:
         words = demo.closing(report(promoted=True), FINAL, None)
         assert all(len(line) <= width for line in rendered(words, width).splitlines())
         assert "math" in rendered(words, width)
-
-
-def test_the_curl_line_is_one_shell_command_with_a_valid_body() -> None:
-    command = shlex.split(demo.curl_line("http://127.0.0.1:5/v1", "quickstart"))
-    assert command[:2] == ["curl", "http://127.0.0.1:5/v1/chat/completions"]
-    body = json.loads(command[command.index("-d") + 1])
-    assert body["model"] == "quickstart"
-    assert body["messages"][0]["role"] == "user"
 
 
 def test_where_lists_time_by_stage_and_the_files(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from eyrie_api.cli.commands import app
+from eyrie_api.cli.running_plane import PLANE_FILE, running_plane
 from eyrie_api.errors import Conflict, PortInUse
 from eyrie_api.processes import free_port
-from eyrie_operator.cli.detached import PLANE_FILE, check_port, claim, running_plane
+from eyrie_operator.cli.detached import check_port, claim
 
 HOLDER = """
 import sys, pathlib
@@ -50,6 +53,25 @@ def test_the_holder_is_found_from_another_process_and_a_second_claim_is_refused(
         found = running_plane(tmp_path)
         assert found is not None
         assert found.url == "http://127.0.0.1:1"  # the loser did not overwrite it
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_command_that_reaches_no_server_names_the_one_that_runs_on_this_home(tmp_path: Path) -> None:
+    def said(server: str) -> str:
+        done = CliRunner().invoke(app, ["jobs"], env={"EYRIE_HOME": str(tmp_path), "EYRIE_SERVER": server})
+        assert done.exit_code == 69
+        return " ".join(done.stderr.split())
+
+    elsewhere = f"http://127.0.0.1:{free_port()}"
+    assert "give its URL by --server or EYRIE_SERVER" in said(elsewhere)
+    assert "export EYRIE_SERVER" not in said(elsewhere)
+    holder = hold(tmp_path)
+    try:
+        assert f"the control plane of {tmp_path} is at http://127.0.0.1:1: export EYRIE_SERVER=http://127.0.0.1:1" in \
+            said(elsewhere)
+        assert "export EYRIE_SERVER" not in said("http://127.0.0.1:1"), "it does not answer"
     finally:
         holder.kill()
         holder.wait()

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import check
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.resources import DraftEndpointSpec, DrafterJobSpec
@@ -117,7 +118,9 @@ _DEPEND = (("data", "max_conversations"), ("data", "held_out_fraction"), ("engin
 
 
 @pytest.mark.parametrize("fields", [{}, {"engine": {"kind": "sglang"}}])
-def test_a_job_for_own_data_that_is_applied_gets_what_it_gets_by_rest(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_a_job_for_own_data_that_is_applied_gets_what_it_gets_by_rest(
+        fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SGLANG_PROGRAM, "python -m sglang.launch_server")
     target, chats = target_directory(tmp_path / "target"), tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 100)
     given = {"target": {"model": str(target)}, "data": {"sources": [{"path": str(chats)}]}, **fields}

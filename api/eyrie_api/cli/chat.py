@@ -18,6 +18,9 @@ from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient
 from eyrie_api.v1alpha1.status import Endpoint
 
+QUESTION = "Explain electricity in three sentences."
+"""Of examples."""
+
 _CONNECT_S = 5.0
 # Between two chunks; a cold engine or a long line of waiting requests may need it.
 _READ_S = 300.0
@@ -78,6 +81,12 @@ class Reply:
             "tokens_per_s": self.tokens_per_s, "first_token_s": self.first_token_s, "total_s": self.total_s,
             "acceptance_length": self.acceptance_length, "verify_rounds": self.verify_rounds,
         }
+
+
+def curl_line(url: str, model: str) -> str:
+    """A curl command for the endpoint. Pure."""
+    body = json.dumps({"model": model, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]})
+    return f"curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'"
 
 
 def pick_endpoint(endpoints: tuple[Endpoint, ...], name: str | None) -> Endpoint:

@@ -9,7 +9,7 @@ otherwise; 2 is a wrong command line.
 import subprocess
 import sys
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from eyrie_api.cli.spec import build_job
 from eyrie_api.cli.verbs import Json, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
-from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TargetNotFound
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.history import HistoryKind
@@ -57,21 +57,26 @@ def is_local(server: str) -> bool:
     return (urlsplit(server).hostname or "") in ("127.0.0.1", "localhost", "::1")
 
 
-def absolute_paths(job: JobSpec, server: str) -> JobSpec:
-    """The job with absolute local paths: the server has another working directory. Raises InvalidInput,
-    for the target TargetNotFound."""
+def absolute_paths(job: JobSpec, server: str, target: str | None = None, data: Sequence[str] = ()) -> JobSpec:
+    """The job with absolute local paths: the server has another working directory. Raises TargetNotFound, NoUsableData
+    or InvalidInput for what does not exist.
+
+    target, data   what was given by --target and --data: such a value is named by its option, another by its field
+    """
     if not is_local(server):
         return job
     document = job.model_dump(mode="json", exclude_unset=True)  # defaults are the server's
-    document["target"]["model"] = _absolute(document["target"]["model"], "--target", TargetNotFound)
-    for source in document["data"]["sources"]:
-        source["path"] = _absolute(source["path"], "--data")
-    for suite in document.get("benchmark", {}).get("suites", ()):
-        suite["path"] = _absolute(suite["path"], "benchmark.suites")
+    model = document["target"]["model"]
+    document["target"]["model"] = _absolute(model, "--target" if model == target else "target.model", TargetNotFound)
+    for number, source in enumerate(document["data"]["sources"]):
+        named = "--data" if source["path"] in data else f"data.sources[{number}].path"
+        source["path"] = _absolute(source["path"], named, NoUsableData)
+    for number, suite in enumerate(document.get("benchmark", {}).get("suites", ())):
+        suite["path"] = _absolute(suite["path"], f"benchmark.suites[{number}].path")
     return JobSpec.model_validate(document)
 
 
-def _absolute(path: str, flag: str, missing: type[InvalidInput] = InvalidInput) -> str:
+def _absolute(path: str, named: str, missing: type[InvalidInput] = InvalidInput) -> str:
     if path in ("quickstart", "held-out") or is_remote(path):
         return path
     here = Path(path).expanduser()
@@ -80,7 +85,7 @@ def _absolute(path: str, flag: str, missing: type[InvalidInput] = InvalidInput) 
     if is_pattern(path) and here.parent.is_dir():
         return str(here.absolute())
     if path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or is_pattern(path):
-        raise missing(f"{flag} {path}: no such file or directory",
+        raise missing(f"{named} {path}: no such file or directory",
                       f"give a path that exists (we are in {Path.cwd()}), or a Hub id like org/name")
     return path
 
@@ -133,7 +138,7 @@ def train(
     screen = Screen(as_json=as_json)
     job = build_job(file=file, name=name, target=target, revision=revision, dtype=dtype, data=data or (),
                     settings=settings or ())
-    job = absolute_paths(job, server)
+    job = absolute_paths(job, server, target, data or ())
     if local:
         start_local(server, screen)
     with connect(server) as client:
@@ -175,7 +180,11 @@ def follow_job(client: Client, job_id: str, screen: Screen) -> None:
     if screen.as_json:
         screen.line(job, "")
     else:
-        screen.out.print(watch.closing_words(job), soft_wrap=True)
+        endpoint = None
+        if job.status.endpoint is not None:
+            with suppress(EyrieError):  # what the job came to is known without it
+                endpoint = client.endpoint(job.status.endpoint)
+        screen.out.print(watch.closing_words(job, endpoint), soft_wrap=True, markup=False, highlight=False)
     watch.verdict(job)
 
 
@@ -184,7 +193,8 @@ def follow_job(client: Client, job_id: str, screen: Screen) -> None:
 def plan(target: Target = None, data: Data = None, file: File = None, settings: Set = None,
          server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Estimate a job's tokens, bytes and hours, with all assumptions, without running it."""
-    job = absolute_paths(build_job(file=file, target=target, data=data or (), settings=settings or ()), server)
+    job = build_job(file=file, target=target, data=data or (), settings=settings or ())
+    job = absolute_paths(job, server, target, data or ())
     with connect(server) as client:
         planned = client.plan(job)
     Screen(as_json=as_json).show(planned, tables.plan_view(planned))

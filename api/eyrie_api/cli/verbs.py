@@ -4,14 +4,17 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, ParamSpec
 from urllib.parse import urlsplit
 
 import typer
 
+from eyrie_api.cli.running_plane import running_plane
 from eyrie_api.cli.screen import Screen
-from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.client import DEFAULT_SERVER, Client, Unreachable
 from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.settings import Settings
 
 Params = ParamSpec("Params")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -26,6 +29,8 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
         try:
             function(*args, **kwargs)
         except EyrieError as error:
+            if isinstance(error, Unreachable):
+                error.hint = _with_running_plane(error.hint, str(kwargs.get("server")))
             Screen(as_json=bool(kwargs.get("as_json"))).error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
@@ -35,6 +40,16 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
             raise typer.Exit(0) from None
 
     return with_exit_code
+
+
+def _with_running_plane(hint: str, server: str) -> str:
+    """The hint of an unreachable server, with the address of the control plane that runs on this machine's home."""
+    with suppress(OSError, EyrieError):  # settings that are not valid are reported by the control plane
+        home = Settings.from_env().home
+        plane = running_plane(home)
+        if plane is not None and plane.url != server.rstrip("/"):
+            return f"{hint}; the control plane of {home} is at {plane.url}: export EYRIE_SERVER={plane.url}"
+    return hint
 
 
 def connect(server: str, project: str | None = None) -> Client:

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from eyrie_api.cli.chat import curl_line
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import (
     STATE_STYLE,
@@ -34,7 +35,7 @@ from eyrie_api.cli.tables import (
 )
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.quantities import duration
-from eyrie_api.v1alpha1.status import Event, Job, StageStatus
+from eyrie_api.v1alpha1.status import Endpoint, Event, Job, StageStatus
 
 FINAL = frozenset({"Succeeded", "Failed", "Cancelled"})
 _POLL_S = 0.7
@@ -131,8 +132,11 @@ def verdict(job: Job) -> None:
     raise JobFailed(f"job {job.id} failed: {message}", f"eyrie events {job.id}; {again}")
 
 
-def closing_words(job: Job) -> str:
-    """Summary of a finished job, in a few lines."""
+def closing_words(job: Job, endpoint: Endpoint | None = None) -> str:
+    """Summary of a finished job, in a few lines.
+
+    endpoint   the one that the job names; None: it is gone
+    """
     took = ""
     if job.status.started_at and job.status.finished_at:
         took = f" in {duration((job.status.finished_at - job.status.started_at).total_seconds())}"
@@ -143,7 +147,17 @@ def closing_words(job: Job) -> str:
         lines.append(f"Decision: {decision_line(job.status.decision)}")
     if job.status.endpoint is not None:
         lines.append(f"Endpoint: {job.status.endpoint}. Try it: eyrie chat --endpoint {job.status.endpoint}")
+        lines += serving_words(endpoint) if endpoint is not None else []
     return "\n".join(lines)
+
+
+def serving_words(endpoint: Endpoint) -> list[str]:
+    """What an endpoint serves at which URL, and a command that sends it a request."""
+    active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
+    if endpoint.url is None or active is None or endpoint.desired == "off":
+        return [f"It does not serve yet: eyrie endpoints show {endpoint.name}"]
+    what = "without a drafter" if active.checkpoint is None else f"with the drafter {active.checkpoint}"
+    return [f"It serves model {endpoint.model} {what} at {endpoint.url}", curl_line(endpoint.url, endpoint.model)]
 
 
 def _fresh(source: Source, job: Job) -> tuple[Job, str | None]:

@@ -63,6 +63,7 @@ from eyrie_api.submission.target_facts import (
     target_dir,
     target_facts,
 )
+from eyrie_api.submission.this_machine import check_this_machine, notes_on_this_machine
 from eyrie_api.submission.tokenizer_files import check_tokenizer
 from eyrie_api.submission.weight_files import check_weights, weights_are_here
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
@@ -106,6 +107,7 @@ class CheckedJob:
 def check(spec: JobSpec, settings: Settings) -> CheckedJob:
     """Check a job before it is accepted. Raises InvalidInput or DiskTooSmall, with a hint."""
     spec, plan, lengths_known = _checked(spec, settings)
+    check_this_machine(spec, settings)
     # Only lengths sampled from the data refuse a job: without them the plan is an upper bound, which does not prove
     # that the job will not fit.
     if plan is not None and plan.fits_disk is False and lengths_known:
@@ -193,7 +195,7 @@ def _checked(spec: JobSpec, settings: Settings,
     planned = make_plan(placed(spec), candidates, facts, free_bytes(settings.home), data_facts=known,
                         rates=rates(settings), on_gpus=on_gpus, gpu_hour_prices=settings.prices,
                         store=_object_store(settings, profile))
-    notes = (*planned.notes, *_chosen_for_gpus(asked, spec), *_unread(spec))
+    notes = (*notes_on_this_machine(spec, settings), *planned.notes, *_chosen_for_gpus(asked, spec), *_unread(spec))
     return (spec, planned.model_copy(update={"notes": notes}),
             known.prompt_tokens is not None)
 

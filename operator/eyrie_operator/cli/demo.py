@@ -20,6 +20,7 @@ from eyrie_api.artifacts import write_atomically
 from eyrie_api.artifacts.stage_manifests import read_manifests
 from eyrie_api.cli import chat
 from eyrie_api.cli.plots import figures_of_job, write_figures
+from eyrie_api.cli.running_plane import running_plane
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import times
 from eyrie_api.cli.watch import verdict, watch
@@ -44,12 +45,11 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
-from eyrie_operator.cli.detached import running_plane, start_detached, stop_plane
+from eyrie_operator.cli.detached import start_detached, stop_plane
 from eyrie_operator.jobs.driver import REPORT_FILE
 
 HOME = Path(".eyrie/demo")
 SETUP_SECONDS = Path(".eyrie/setup-seconds")
-QUESTION = "Explain electricity in three sentences."
 _SERVING_S = 30.0
 """Beyond the time in which the engine has to become healthy."""
 
@@ -123,7 +123,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     if report["endpoint"]:
         # Outside of any table and unwrapped, so that it can be copied.
         screen.out.print(Text("\nTry it:", "bold"))
-        screen.out.print(curl_line(report["endpoint"]["url"], report["endpoint"]["model"]), soft_wrap=True)
+        screen.out.print(chat.curl_line(report["endpoint"]["url"], report["endpoint"]["model"]), soft_wrap=True)
     screen.out.print("\nStop it: make demo-stop")
 
 
@@ -179,7 +179,7 @@ def answers(url: str) -> bool:
 def send_sample(endpoint: Endpoint) -> chat.Reply:
     """Send the request of the printed curl command, which is thereby known to work."""
     settings = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
-    return chat.ask(settings, [{"role": "user", "content": QUESTION}], lambda _text: None)
+    return chat.ask(settings, [{"role": "user", "content": chat.QUESTION}], lambda _text: None)
 
 
 def write_report(home: Path, job_id: str) -> dict[str, Any]:
@@ -212,7 +212,8 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
     promoted, baseline = report["promoted"], report["baseline"]
     by_suite = [] if final is None else [Text(), *suites_table(final)]
     proven = proof_words(report["proof"])
-    tried = [] if reply is None else [Text(), Text.assemble((f"{QUESTION}  ", "bold"), " ".join(reply.content.split())),
+    tried = [] if reply is None else [Text(), Text.assemble((f"{chat.QUESTION}  ", "bold"),
+                                                                " ".join(reply.content.split())),
                                       Text(reply.footer(), "dim")]
     if not promoted:
         why = report["outcome"]["message"] or "nothing was measured"
@@ -320,12 +321,6 @@ def where(report: dict[str, Any], plots: list[Path], home: Path) -> RenderableTy
     if report["endpoint"]:
         known.append(("endpoint", f"{report['endpoint']['url']}  (model {report['endpoint']['model']})"))
     return pairs(known)
-
-
-def curl_line(url: str, model: str) -> str:
-    """A curl command for the endpoint. Pure."""
-    body = json.dumps({"model": model, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]})
-    return f"curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'"
 
 
 def pairs(known: list[tuple[str, str]]) -> RenderableType:

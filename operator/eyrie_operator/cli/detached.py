@@ -1,8 +1,6 @@
-"""A control plane in the background of this machine: start, find and stop it.
+"""A control plane in the background of this machine: lock its home, start and stop it.
 
-A running control plane holds a lock on `<home>/plane.json`, which the kernel releases however the process ends. A stale
-file is therefore never confused with a running plane, and a reused process id is never signalled. The file contains the
-URL.
+It is found by its lock on `<home>/plane.json` (`eyrie_api.cli.running_plane`).
 """
 
 import contextlib
@@ -15,16 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from eyrie_api.cli.running_plane import PLANE_FILE, Plane, running_plane
 from eyrie_api.errors import Conflict, Permanent, PortInUse
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 
-PLANE_FILE = "plane.json"
 PLANE_LOG = "plane.log"
 _START_S = 60.0
 # Runs get SIGTERM and save their state; a training step or a verify round takes well under a second here.
@@ -37,30 +34,6 @@ class PlaneFailed(Permanent):
     """The control plane did not start or stop."""
 
     reason = "PlaneFailed"
-
-
-@dataclass(frozen=True)
-class Plane:
-    """A control plane running on this machine."""
-
-    pid: int
-    url: str
-    home: Path
-
-
-def running_plane(home: Path) -> Plane | None:
-    """The control plane of a home; None when none is running."""
-    file = home / PLANE_FILE
-    try:
-        with file.open() as opened:
-            try:
-                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                content = json.loads(opened.read())
-                return Plane(pid=content["pid"], url=content["url"], home=home)
-    except (FileNotFoundError, ValueError):
-        return None
-    return None
 
 
 @contextlib.contextmanager

@@ -213,7 +213,9 @@ def test_jobs_and_endpoints_name_only_priority_classes_of_their_project(database
 
 
 def test_rest_answers_what_exceeds_a_quota_with_field_value_rule_and_remedy(
-        settings: Settings, database: Database) -> None:
+        settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EYRIE_DEVICE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # counted as two GPUs, on any machine
     with serving(settings.model_copy(update={"token": TOKEN}), database) as server, httpx.Client(
             base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False) as http:
         quotas = {"max_gpus": 1, "max_replicas": 3, "priority_classes": ["batch"]}

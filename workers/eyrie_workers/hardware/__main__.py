@@ -30,6 +30,7 @@ from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.comparison.progress import ProgressPrinter
 from eyrie_workers.hardware.measuring import Proof, measure
 from eyrie_workers.hardware.page import COLUMNS, html, speeds
+from eyrie_workers.hardware.presence import check_present
 from eyrie_workers.measurement.benchmark.session import measuring
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Stage
 
@@ -91,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     screen = Screen(as_json=given.json)
     try:
         profiles, proof, load = read_profiles(given.profiles), Proof.read(given.proof), read_load(given)
+        check_present(profiles, proof.spec.engine.kind)
         given.out.mkdir(parents=True, exist_ok=True)
         stage = Stage(given.out, quiet=True)
         with ProgressPrinter() as progress, contextlib.redirect_stdout(progress.lines):
