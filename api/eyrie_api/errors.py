@@ -56,7 +56,7 @@ class TargetNotFound(InvalidInput):
 
 
 class UnsupportedTarget(InvalidInput):
-    """An architecture that cannot be captured or decoded."""
+    """Files of the target are missing, damaged or contradictory, or its architecture cannot be captured or decoded."""
 
     reason = "UnsupportedTarget"
 

@@ -76,8 +76,9 @@ REASONS = (
     Reason("NotFaster", "job: `Promoted=False`; history",
            "No drafter is promoted: none is faster than the target without one, or than what it had to beat, by the "
            "margins of `promotion`.",
-           "The message has the figures. Train on more data, or on the target's own answers (`regenerate`), or compare "
-           "families ([choosing a family](../choosing_a_family.md))."),
+           "The message has the figures. Where `eyrie events JOB` has `MachineBusy`, other work ran during a "
+           "measurement: repeat the job on a quiet machine first. Then train on more data, or on the target's own "
+           "answers (`regenerate`), or compare families ([choosing a family](../choosing_a_family.md))."),
     Reason("NothingToServe", "endpoint: `Serving=False`", "No revision of the endpoint has been promoted.",
            "`eyrie endpoints promote ENDPOINT --job JOB`."),
     Reason("Off", "endpoint: `Serving=False`; job: `Serving=False`", "The endpoint was switched off on request.",

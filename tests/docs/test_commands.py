@@ -49,6 +49,11 @@ NOT_RUN = {
     r"python -m eyrie_workers\.targets\.prefetch ": "reads the Hub: tests/workers/targets/test_prefetch.py",
     r"python -m eyrie_workers\.shards": "needs Redis and an S3 server: tests/workers/regeneration",
     r"eyrie (plan|train) --file docs/examples/one_gpu\.yaml": "reads the Hub; tests/docs validates the file",
+    r"hf download ": "reads the Hub",
+    r"(\S+ )?eyrie (up .*--port 8700|(plan|train|watch|job|metrics) .*my-32b)": "needs a cluster and a 32B target: "
+    "tests/docs/test_large_job.py plans it",
+    r"eyrie train --file docs/examples/first_on_a_cluster\.yaml": "needs a cluster: test_examples.py accepts it",
+    r"curl .*chat/completions": "needs an endpoint that serves: the demo sends it",
 }
 """Patterns of lines, and what runs them or why nothing does."""
 

@@ -17,6 +17,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_operator.command import app
 from eyrie_operator.unscheduled import WAITS
+from eyrie_workers.engines.sglang.profiles import PROFILES
 from tests.benchmarks import plans
 from tests.docs.reference import REFERENCE, cli_page, cluster_page, errors_page, job_page, rest_page
 from tests.house.sources import ROOT
@@ -75,6 +76,11 @@ def test_the_fields_of_a_clusters_profile_are_listed(model: type[BaseModel]) -> 
     page = cluster_page()
     listed = set(re.findall(r"^\| `(?:[a-z_]+\.)*([a-z_]+)` \|", page, re.MULTILINE))
     assert set(model.model_fields) <= listed
+
+
+def test_the_profiles_of_hardware_are_listed() -> None:
+    field = ServingSpec.model_fields["hardware_profile"]
+    assert set(re.findall(r"`([a-z0-9-]+)`", field.description or "")) - {"placement"} == set(PROFILES)
 
 
 def test_the_job_on_the_page_of_one_gpu_is_valid() -> None:

@@ -57,6 +57,17 @@ def test_an_example_is_accepted_and_planned_where_its_files_are(name: str, files
     assert len(planned.candidate_rows) == (3 if name == "mixes" else 0)
 
 
+@pytest.mark.parametrize("on_a_cluster", [False, True])
+def test_the_first_job_on_a_cluster_names_its_engine_serves_and_is_accepted(files: Path, on_a_cluster: bool) -> None:
+    spec, profile = example("first_on_a_cluster"), files / "profile.json"
+    profile.write_text(json.dumps({"kubeflow": {"url": "http://ml-pipeline:8888"}, "stages": {
+        "image": "eyrie/workers", "num_gpus": 1, "work": {"kind": "s3", "url": "s3://bucket/eyrie"}}}))
+    accepted = check(spec, Settings(home=files / "home", cluster_profile=profile if on_a_cluster else None)).spec
+    assert "kind" in spec.engine.model_fields_set
+    assert accepted.engine.kind == "embedded"
+    assert accepted.serve.enabled
+
+
 @pytest.mark.parametrize(("name", "missing"), [("own_data", "tool-calls.parquet"), ("rivals", "published-eagle3-head")])
 def test_an_example_is_refused_naming_the_file_that_is_missing(name: str, missing: str, files: Path) -> None:
     (files / missing).rename(files / "elsewhere")

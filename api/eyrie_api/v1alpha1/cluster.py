@@ -83,7 +83,10 @@ class ServingSpec(Frozen):
     namespace: Name
     placement: Placement
     hardware_profile: str = Field("cpu", min_length=1, max_length=64)
-    """Row of `eyrie_workers.engines.sglang.profiles`, unless an endpoint names another."""
+    """The accelerator that SGLang's command line is made for (attention backend, page size, memory fraction), unless an
+    endpoint names another. One of `a10`, `a100-40gb`, `a100-80gb`, `l40s`, `rtx-4090`, `h100` (80 GB), `h200` (141 GB),
+    `b200` (180 GB), `gb200` (186 GB), `rtx-pro-6000-blackwell`, `mi300x` (AMD), `cpu`. Name the GPU of the nodes that
+    `placement` selects; with `cpu`, an SGLang endpoint on GPUs is refused. The embedded engine ignores it."""
 
     replicas: int = Field(1, ge=1, le=1000)
     port: int = Field(30000, ge=1, le=65535)

@@ -53,8 +53,8 @@ class ServeSpec(Frozen):
     """On a cluster; default: the administrator's."""
 
     hardware_profile: str | None = Field(None, min_length=1, max_length=64)
-    """On a cluster, what SGLang is launched for (`eyrie_workers.engines.sglang.profiles`); default: the
-    administrator's."""
+    """On a cluster, the accelerator that SGLang's command line is made for: `h100`, `h200`, `b200` and others, as
+    `serving.hardware_profile` of the cluster profile lists them; default: the administrator's."""
 
     placement: PlacementRequest = PlacementRequest()
     """On a cluster, over the administrator's placement of engines."""

@@ -108,7 +108,8 @@ def _translated(url: str, error: Exception) -> EyrieError:
         return InvalidInput(f"the data at {url!r} may not be read with the credentials of the stage",
                             "permit s3:GetObject and s3:ListBucket, or set EYRIE_ARTIFACTS_CREDENTIALS_DIR or AWS_*")
     return Transient(f"the data at {url!r} cannot be read now: {type(error).__name__}: {text[:300]}",
-                     "check the address and the network", _RETRY_S)
+                     "check the network and the address" + (
+                         ", EYRIE_ARTIFACTS_ENDPOINT_URL of the stages too" if url.startswith(S3) else ""), _RETRY_S)
 
 
 def _bucket_client() -> Any:
