@@ -68,7 +68,7 @@ test-architectures: setup  ## tiny targets of thirty architectures, captured thr
 test-sglang: setup  ## the real SGLang on the CPU, with and without a drafter (needs 3 GB of disk, 6 GB of memory)
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
 	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 $(SGLANG_LIMIT_S) $(BIN)/pytest -v --timeout 1200 \
-		-m "$(if $(SHORT),not slow,slow or not slow)" --durations 15 tests/sglang
+		-m "$(if $(SHORT),not slow,slow or not slow)" --durations 15 $(or $(SGLANG_TESTS),tests/sglang)
 
 test-vllm: setup  ## vLLM's CPU build with an exported drafter, its rounds compared with ours (needs 2.2 GB of disk)
 	@PYTHON="$(PYTHON)" bash tests/vllm/environment/setup
