@@ -76,8 +76,6 @@ def test_the_examples_for_a_model_and_data_of_ones_own_run_to_their_decisions(fi
     assert {one.family for one in reports["families"].leaderboard} == {"eagle3", "eagle1", "hydra", "medusa"}
     rivals = {one.checkpoint for one in reports["rivals"].leaderboard if one.rival}
     assert rivals == {"rival-ngram", "rival-off", "rival-published-eagle3-head"}
-    assert reports["rivals"].decision is not None
-    assert any(check.name.startswith("rival") for check in reports["rivals"].decision.checks)
     reused = {name: report.regenerate.rows_reused for name, report in reports.items() if report.regenerate is not None}
     assert reused["own_data"] == 0
     assert min(reused[name] for name in ("families", "rivals", "streaming")) > 0
