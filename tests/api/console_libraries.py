@@ -36,7 +36,6 @@ PINS = CONSOLE / "libraries.json"
 _BEGIN, _END = "|---|---|---|---|---|\n", "\n\n"
 """Around the rows of the table in LICENSES.md."""
 
-_DEFAULT_REGISTRY = "https://registry.npmjs.org/"
 _TIMEOUT_S = 60.0
 
 
@@ -58,14 +57,16 @@ def pinned() -> list[Library]:
 
 
 def registry() -> str:
-    """The registry's address by npm's configuration, or npm's default, with a slash at its end."""
+    """The registry's address by npm's configuration, with a slash at its end. Raises Transient where none is named."""
     address = next((value for name, value in os.environ.items() if name.lower() == "npm_config_registry"), "")
     npm = shutil.which("npm")
     if not address and npm is not None:
         done = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, check=False,
                               timeout=60)
         address = done.stdout.strip() if done.returncode == 0 else ""
-    return (address or _DEFAULT_REGISTRY).rstrip("/") + "/"
+    if not address:
+        raise Transient("no npm registry is known", "set NPM_CONFIG_REGISTRY to its address, or install npm")
+    return address.rstrip("/") + "/"
 
 
 def files_of(library: Library, tarball: bytes) -> dict[str, bytes]:
