@@ -41,7 +41,8 @@ def test_no_path_or_query_answers_500(server: Running, path: str) -> None:
 
 @pytest.mark.parametrize("when", [datetime.min, datetime.max])
 def test_a_cursor_of_the_first_or_last_year_is_a_page_or_refused(server: Running, when: datetime) -> None:
-    answer = httpx.get(server.url + JOBS, params={"cursor": encode_cursor(when.replace(tzinfo=UTC), "job-x")})
+    answer = httpx.get(server.url + JOBS, params={"cursor": encode_cursor(when.replace(tzinfo=UTC), "job-x")},
+                       timeout=60)
     if answer.status_code != 200:
         refused(answer, 422)
 
