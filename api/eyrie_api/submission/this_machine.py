@@ -32,8 +32,9 @@ class Missing:
 
 def check_this_machine(spec: JobSpec, settings: Settings) -> None:
     """Raises InvalidInput where jobs run on this machine and it cannot run this one."""
-    for missing in missing_here(spec, settings):
-        raise InvalidInput(missing.message, missing.hint)
+    missing = missing_here(spec, settings)
+    if missing:
+        raise InvalidInput(missing[0].message, missing[0].hint)
 
 
 def notes_on_this_machine(spec: JobSpec, settings: Settings) -> list[str]:
