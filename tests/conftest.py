@@ -3,8 +3,10 @@
 Property tests use the same examples every time and have no deadline; `HYPOTHESIS_PROFILE=explore` draws new examples.
 """
 
+import inspect
 import os
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -21,6 +23,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# Requests without a timeout of their own get httpx's default of five seconds, which a crowded machine exceeds.
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(inspect.signature(httpx.get).parameters["timeout"].default, _phase, 60.0)
 
 _session: list[Session] = []
 

@@ -168,8 +168,14 @@ def test_jobs_are_listed_by_page_and_filtered_by_phase(eyrie: Eyrie) -> None:
 
 
 def test_a_job_is_found_by_id_by_its_beginning_and_by_name(eyrie: Eyrie) -> None:
+    eyrie.submit("by-name")
     job_id = eyrie.submit("by-name")
-    for wanted in (job_id, job_id[:8], "by-name"):
+    for number in range(51):  # more than a page of newer jobs
+        eyrie.plane.jobs.submit(job_spec(name=f"newer-{number}"))
+    for wanted in (job_id, "by-name"):
+        assert eyrie.json("job", wanted)["id"] == job_id
+    job_id = eyrie.submit("newest")
+    for wanted in (job_id, job_id[:9], "newest"):
         assert eyrie.json("job", wanted)["id"] == job_id
     assert job_id in eyrie("job", job_id).stdout
 

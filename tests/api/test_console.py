@@ -198,6 +198,16 @@ def test_a_refusal_is_a_page_with_its_hint_to_a_browser_and_a_problem_to_a_progr
     assert "Home" in shown
 
 
+def test_the_address_of_a_job_by_its_name_leads_to_the_newest_that_has_it(
+        client: httpx.Client, database: Database) -> None:
+    jobs = Jobs(database)
+    jobs.submit(job_spec(name="nightly-run"))
+    newest = jobs.submit(job_spec(name="nightly-run")).id
+    answer = client.get("/console/jobs/nightly-run", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, f"/console/jobs/{newest}")
+    assert client.get("/console/jobs/nightly").status_code == 404
+
+
 def test_every_page_with_an_action_has_the_lines_that_do_the_same(client: httpx.Client, database: Database) -> None:
     job = Jobs(database).submit(job_spec(name="nightly")).id
     Endpoints(database).create("assistant", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")

@@ -91,17 +91,19 @@ def _absolute(path: str, named: str, missing: type[InvalidInput] = InvalidInput)
 
 
 def find_job(client: Client, wanted: str) -> Job:
-    """A job by id, by the beginning of its id, or by name (the newest). Raises NotFound or InvalidInput."""
+    """A job by id, by name (the newest), or by the beginning of its id (of the 50 newest).
+
+    Raises NotFound or InvalidInput.
+    """
     try:
         return client.job(wanted)
     except EyrieError as error:
         if error.http_status != 404:
             raise
-        listed = client.jobs().items
-        found = [job for job in listed if job.spec.name == wanted]
-        if found:
-            return max(found, key=lambda job: job.created_at)
-        found = [job for job in listed if job.id.startswith(wanted)]
+        named = client.jobs(name=wanted, limit=1).items
+        if named:
+            return named[0]
+        found = [job for job in client.jobs().items if job.id.startswith(wanted)]
         if len(found) > 1:
             raise InvalidInput(f"{wanted!r} begins {len(found)} job ids", "give more of the id") from None
         if not found:

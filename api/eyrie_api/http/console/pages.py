@@ -30,6 +30,7 @@ from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.clock import utc_now
+from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.rendering import decode_cursor
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.attention import drift_hint
@@ -113,8 +114,17 @@ def home_address(path: str, before: str | None) -> str:
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
 def job(job_id: str, control: Here, request: Request, selected: Annotated[LeaderboardQuery, Query()]) -> Response:
-    """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document."""
-    values = job_values(control, job_id, server_of(request), selected)
+    """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document.
+
+    A name, which is what the command line takes, leads to the newest job that has it.
+    """
+    try:
+        values = job_values(control, job_id, server_of(request), selected)
+    except NotFound:
+        named = control.jobs.list(JobFilter(name=job_id), limit=1).items
+        if not named:
+            raise
+        return RedirectResponse(f"/console/jobs/{named[0].id}")
     return may_submit(render_page("job.html", control, request, submitted=control.jobs.submitted(job_id), **values,
                                   **_artifacts(values["job"], control)))
 
