@@ -184,7 +184,7 @@ bench-load: setup  ## capacity of the load generator: 256 streams against a resp
 bench-control: setup  ## the control plane under 200 jobs/s and 500 event streams, on PostgreSQL and Redis
 	@$(BIN)/python -m tests.benchmarks.control_plane
 
-bench-console: setup  ## the console's pages with 10,000 jobs and 50 endpoints, 100 curves redrawn, and the API's p99 with 200 open pages; six minutes
+bench-console: setup  ## the console's pages with 10,000 jobs and 50 endpoints, 100 curves redrawn, and the API's p99 with 200 open pages; a quarter of an hour
 	@$(BIN)/python -m tests.benchmarks.console_pages --out .eyrie/bench/console.json
 
 bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory> [ENGINE=sglang]

@@ -33,10 +33,12 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing import Process
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 from sqlalchemy import insert
 
 from eyrie_api.clock import utc_now
@@ -55,7 +57,10 @@ from tests.benchmarks.control_plane import write_events
 from tests.campaigns.live_servers import api_server
 
 _REQUESTS = 50
-_ROUNDS, _ROUND_S, _EVERY_S = 8, 15.0, 0.02
+_ROUNDS, _ROUND_S, _EVERY_S = 12, 30.0, 0.02
+_RESAMPLED = 2000
+
+FloatArray = npt.NDArray[np.float64]
 
 _CURVES, _CURVE_POINTS = 100, 10_000
 _REDRAWS = {"redraw": "0", "redraw_smoothed": "0.9"}
@@ -220,24 +225,34 @@ def requested(address: str, job_id: str, seconds: float) -> list[float]:
 
 
 def with_open_pages(address: str, url: str, job_id: str, count: int) -> dict[str, object]:
-    """Rounds without and with open pages, in turn; the p99 of each, and the median ratio of neighbours."""
+    """Rounds without and with open pages, in turn: the p99 of each, and the ratio of the p99 of all requests with them
+    to that of all without, with its interval from resampled pairs of rounds (percentile bootstrap, 95 %)."""
     urls = [f"{address}/console/live", f"{address}/console/jobs/{job_id}/live"]
-    without: list[float] = []
-    with_pages: list[float] = []
+    taken: dict[bool, list[list[float]]] = {False: [], True: []}
     for number in range(_ROUNDS):
         for opened in (False, True) if number % 2 == 0 else (True, False):
             writer = Process(target=write_events, args=(url, [job_id], 5.0, _ROUND_S + 10.0))
             writer.start()
             with open_pages([urls[i % 2] for i in range(count)]) if opened else nullcontext():
                 requested(address, job_id, 2.0)
-                p99 = quantiles(requested(address, job_id, _ROUND_S), n=100)[98]
+                taken[opened].append(requested(address, job_id, _ROUND_S))
             writer.kill()
             writer.join()
-            (with_pages if opened else without).append(round(p99, 2))
-    ratios = [after / before for before, after in zip(without, with_pages, strict=True)]
-    return {"open": count, "p99_ms_without": without, "p99_ms_with": with_pages,
-            "ratio_median": round(median(ratios), 3), "ratio_least": round(min(ratios), 3),
-            "ratio_most": round(max(ratios), 3)}
+    without, with_pages = np.array(taken[False]), np.array(taken[True])
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(_ROUNDS, size=_ROUNDS) for _ in range(_RESAMPLED)]
+    least, most = np.percentile([_p99(with_pages[rows]) / _p99(without[rows]) for rows in drawn], (2.5, 97.5))
+    return {"open": count, "requests": without.size,
+            "p99_ms_without": [round(_p99(one), 2) for one in without],
+            "p99_ms_with": [round(_p99(one), 2) for one in with_pages],
+            "median_ms": [round(float(np.median(one)), 2) for one in (without, with_pages)],
+            "p99_ms": [round(_p99(one), 2) for one in (without, with_pages)],
+            "ratio": round(_p99(with_pages) / _p99(without), 3),
+            "ratio_95": [round(float(least), 3), round(float(most), 3)]}
+
+
+def _p99(values: FloatArray) -> float:
+    return float(np.percentile(values, 99))
 
 
 def timed(url: str) -> dict[str, float]:
