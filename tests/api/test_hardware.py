@@ -7,6 +7,7 @@ import pytest
 from eyrie_api.decisions.hardware import ASSUMED, GPUS, Rates, gpu_rates, known_gpu
 from eyrie_api.decisions.plan import make_plan
 from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
+from eyrie_api.decisions.plan_stages import tree_shapes
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, StagePlan
@@ -88,6 +89,21 @@ def test_an_8b_target_on_one_h100_is_done_in_an_evening() -> None:
     plan = planned(spec, LLAMA_8B, data_facts=DataFacts(20_000, 200.0, 400.0, "a sample"))
     assert plan.total_hours < 8.0
     assert "H100" in stage(plan, "train").gpu_type
+
+
+def test_in_sglang_each_setting_and_checkpoint_is_a_start_and_an_engine_of_ours_starts_once_in_a_stage() -> None:
+    first = {"train": {"num_checkpoints": 2}}
+    sglang, ours = (planned(seeds_job(num_gpus=1, engine={"kind": kind}, **first), OLMO_32B)
+                    for kind in ("sglang", "embedded"))
+    named = next(one for one in sglang.assumptions if one.name.startswith("start"))
+    settings = len(tree_shapes(seeds_job().tune)) + len(seeds_job().tune.num_steps) * seeds_job().tune.ngram + 1
+    assert f"benchmark {2 + 1}, tune {seeds_job().tune.trials(settings)}, prove 2" in named.source
+    assert named.value == pytest.approx(60 + 2 * OLMO_32B.parameters / 2e9, abs=1)
+    embedded = next(one for one in ours.assumptions if one.name.startswith("start"))
+    assert "benchmark 1, tune 1, prove 1" in embedded.source
+    for name, starts in (("benchmark", 2 + 1), ("prove", 2)):
+        more_s = 3600 * (stage(sglang, name).hours - stage(ours, name).hours)
+        assert more_s == pytest.approx(starts * named.value - embedded.value, abs=2.0 * starts)
 
 
 def test_faster_gpus_and_more_of_them_take_less_time_and_more_do_not_take_more_gpu_hours() -> None:

@@ -73,12 +73,13 @@ def page() -> str:
              "Computed by `python -m tests.benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
              "of them ([hardware.py](../../api/eyrie_api/decisions/hardware.py)); nothing here was measured. Of these\n"
              "GPUs Eyrie has run on one H200, without SGLang: [on a GPU](gpu.md) has its figures. A test keeps the\n"
-             "page current. Hours are expected ones with their range, stages one after the other; reading the KV\n"
-             "cache is not counted, which makes decoding of long\n"
-             "answers look faster than it is, by up to two times; prices of GPUs are round numbers to show the\n"
-             "column. Money of the object store is that of the list prices of S3 in us-east-1\n"
-             "([store_prices.py](../../api/eyrie_api/artifacts/store_prices.py)), with states read by ranges:\n"
-             "requests, and storage while the job runs.\n"]
+             "page current. Hours are expected ones with their range, stages one after the other, with the starts of\n"
+             "servers (assumed: 30 to 120 s and the weights at 0.5 to 5 GB/s); reading the KV cache is not\n"
+             "counted, which makes decoding of long answers look faster than it is, by up to two times;\n"
+             "prices of GPUs are round numbers to show the column. Money of the object store is\n"
+             "that of the list prices of S3 in us-east-1\n"
+             "([store_prices.py](../../api/eyrie_api/artifacts/store_prices.py)),\n"
+             "with states read by ranges: requests, and storage while the job runs.\n"]
     for job in JOBS:
         plan = job.plan()
         parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(plan)]

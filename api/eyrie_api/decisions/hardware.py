@@ -84,6 +84,20 @@ _BATCH = {"low": 32, "expected": 64, "high": 128}
 _STORE_BYTES_PER_S = {"low": 3e8, "expected": 1e9, "high": 3e9}
 """A pod's transfer to an object store or a shared file system."""
 
+_PROGRAM_S = {"low": 40.0, "expected": 20.0, "high": 10.0}
+"""Until a program computes on a GPU, without loading weights: imports, CUDA, kernels. Assumed."""
+
+_SERVER_S = {"low": 120.0, "expected": 60.0, "high": 30.0}
+"""The same of a server of SGLang, which plans its memory and records CUDA graphs. Assumed."""
+
+_LOADED_BYTES_PER_S = {"low": 0.5e9, "expected": 2e9, "high": 5e9}
+"""Weights into a GPU's memory, from a network's disk to the page cache. Assumed."""
+
+
+def start_seconds(speed: Speed, *, is_server: bool, weight_bytes: int) -> float:
+    """Until a program, or a server of SGLang, that loads so many weights computes on a GPU."""
+    return (_SERVER_S if is_server else _PROGRAM_S)[speed] + weight_bytes / _LOADED_BYTES_PER_S[speed]
+
 
 def known_gpu(label: str | None) -> Gpu | None:
     """The type that a node label names; None for none, and for one that is not listed here."""

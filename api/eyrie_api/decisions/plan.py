@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from eyrie_api.decisions.families import description
-from eyrie_api.decisions.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu
+from eyrie_api.decisions.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu, start_seconds
 from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
 from eyrie_api.decisions.plan_stages import (
     hours_of,
@@ -22,6 +22,7 @@ from eyrie_api.decisions.plan_stages import (
     plan_regenerate,
     plan_train,
     plan_tune,
+    starts,
     store_transfers,
 )
 from eyrie_api.decisions.plan_work import (
@@ -64,10 +65,10 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
     work = PlannedWork(spec, target_facts, data_facts, candidates)
     counts: dict[str, int] = {stage: _stage_gpus(spec, stage, len(candidates), on_gpus) for stage in STAGES}
     used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected") for stage in STAGES}
-    stages = _stages(work, candidates, used)
+    stages = _stages(work, candidates, used, counts, "expected")
     if rates is None and any(counts.values()):
         slow, fast = (_stages(work, candidates, {stage: _rates_of(work, stage, counts[stage], speed)
-                                                 for stage in STAGES}) for speed in ("low", "high"))
+                                                 for stage in STAGES}, counts, speed) for speed in ("low", "high"))
         stages = tuple(_on_gpus(work, one, counts[one.stage], gpu_hour_prices or {}, (least.hours, most.hours))
                        if counts[one.stage] else one.model_copy(update={"bound_by": ""})
                        for one, least, most in zip(stages, fast, slow, strict=True))
@@ -104,11 +105,32 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
                  for rival in spec.benchmarked_rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
 
 
-def _stages(work: PlannedWork, candidates: Sequence[Candidate], rates: Mapping[str, Rates]) -> tuple[StagePlan, ...]:
-    return (
+def _stages(work: PlannedWork, candidates: Sequence[Candidate], rates: Mapping[str, Rates], counts: Mapping[str, int],
+            speed: Speed) -> tuple[StagePlan, ...]:
+    """At these rates, with the starts of those that compute on GPUs."""
+    computing = (
         plan_regenerate(work, rates["regenerate"]), plan_capture(work, rates["capture"]),
         plan_train(work, candidates, rates["train"]), plan_benchmark(work, candidates, rates["benchmark"]),
         plan_tune(work, rates["tune"]), plan_prove(work, rates["prove"]))
+    started = _starts(work, candidates, counts)
+    return tuple(one if stage not in started else one.model_copy(update={
+        "hours": one.hours + started[stage] * _start_s(work, stage, speed) / 3600})
+        for one, stage in zip(computing, STAGES, strict=True))
+
+
+def _starts(work: PlannedWork, candidates: Sequence[Candidate], counts: Mapping[str, int]) -> dict[StageKey, int]:
+    """Of the stages that compute on GPUs."""
+    servers = max(1, counts["benchmark"] // work.spec.engine.tp_size)
+    return {stage: number for stage, number in starts(work, candidates, servers).items() if counts[stage]}
+
+
+def _start_s(work: PlannedWork, stage: StageKey, speed: Speed) -> float:
+    is_server = work.spec.engine.kind == "sglang" and stage not in ("capture", "train")
+    return start_seconds(speed, is_server=is_server, weight_bytes=_weight_bytes(work))
+
+
+def _weight_bytes(work: PlannedWork) -> int:
+    return work.target.parameters * (4 if work.spec.resolved_target.dtype == "float32" else 2)
 
 
 def _stage_gpus(spec: JobSpec, stage: StageKey, num_candidates: int, on_gpus: bool) -> int:
@@ -167,8 +189,8 @@ def _hardware(work: PlannedWork, rates: Rates | None, default_gpus: int) -> tupl
     alone = 3 * prove.max_new_tokens * sum(max(prove.requests, 4 * load) for load in loads if load <= 1)
     together = 3 * prove.max_new_tokens * sum(max(prove.requests, 4 * load) for load in loads if load > 1)
 
-    def hours(rates: Rates) -> float:
-        return (hours_of(alone * work.flops_per_token, rates.single)
+    def hours(rates: Rates, start_s: float = 0.0) -> float:
+        return (2 * start_s / 3600 + hours_of(alone * work.flops_per_token, rates.single)
                 + hours_of(together * work.flops_per_token, rates.decode))
 
     found = []
@@ -178,8 +200,8 @@ def _hardware(work: PlannedWork, rates: Rates | None, default_gpus: int) -> tupl
         plan = StagePlan(stage="hardware", key=one.name, tokens=alone + together, bytes_on_disk=0,
                          hours=hours(rates or Rates()))
         if rates is None and num_gpus:
-            low, middle, high = (hours(_gpu_rates(work, label, speed, num_gpus, num_gpus, max(loads)))
-                                 for speed in ("high", "expected", "low"))
+            low, middle, high = (hours(_gpu_rates(work, label, speed, num_gpus, num_gpus, max(loads)),
+                                       _start_s(work, "prove", speed)) for speed in ("high", "expected", "low"))
             plan = plan.model_copy(update={
                 "hours": middle, "hours_range": Interval(low=low, high=high), "num_gpus": num_gpus,
                 "gpu_type": (known_gpu(label) or ASSUMED).name, "cost": middle * one.price_per_hour,
@@ -271,7 +293,7 @@ def _assumptions(work: PlannedWork, candidates: Sequence[Candidate], used: Mappi
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
-        say("target weights", *_in_unit(target.parameters * (4 if dtype == "float32" else 2)),
+        say("target weights", *_in_unit(_weight_bytes(work)),
             f"{dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
         say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
             f"estimated for candidate {candidates[0].name}"),
@@ -284,7 +306,19 @@ def _assumptions(work: PlannedWork, candidates: Sequence[Candidate], used: Mappi
         say("candidates", len(candidates), "drafters", "sweep"),
         *_training_memory(work, candidates),
         *_rates_named(used, counts),
+        *_starts_named(_starts(work, candidates, counts), work),
     )
+
+
+def _starts_named(started: Mapping[StageKey, int], work: PlannedWork) -> tuple[Assumption, ...]:
+    """Seconds of a start on GPUs, by the stage with the most, and how often there is one."""
+    if not started:
+        return ()
+    most = max(started, key=lambda stage: started[stage])
+    fast, middle, slow = (round(_start_s(work, most, speed)) for speed in ("high", "expected", "low"))
+    often = ", ".join(f"{stage} {number}" for stage, number in started.items() if number)
+    return (Assumption(name="start with the target's weights", value=float(middle), unit="s",
+                       source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
 
 
 def _training_memory(work: PlannedWork, candidates: Sequence[Candidate]) -> tuple[Assumption, ...]:

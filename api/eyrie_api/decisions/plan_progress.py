@@ -13,7 +13,7 @@ from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import StageStatus
 
 LEAST_LEFT_S = 600.0
-"""A plan does not count the start of programs and the loading of models: less is not shown."""
+"""On CPUs a plan does not count the start of programs and the loading of models: less is not shown."""
 
 
 def planned_and_actual(plan: PlannedStages, stages: Sequence[StageStatus], sizes: Mapping[str, int],

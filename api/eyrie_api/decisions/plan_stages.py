@@ -3,8 +3,8 @@
 Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training those of
 `decisions.training_cost` where it describes the family's step, else 6 per drafter parameter and pass of a token through
 the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. Hours are of stages, and of a
-stage's parts, one after the other. The start of programs and servers, and loading the target, are not counted: they are
-most of a job of minutes.
+stage's parts, one after the other. On GPUs each start of a program or server with the target (`starts`) is added by
+`decisions.plan`; on CPUs it is not counted, and is most of a job of minutes.
 """
 
 import math
@@ -20,6 +20,7 @@ from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import StagePlan
+from eyrie_api.v1alpha1.requests import StageKey
 from eyrie_api.v1alpha1.tuning import TuneSpec
 
 ROW_JSON_BYTES_PER_TOKEN = 6
@@ -36,6 +37,21 @@ def hours_of(flops: float, gflops: float) -> float:
 def _store_hours(num_bytes: float, rates: Rates) -> float:
     """To move so many bytes of states."""
     return 0.0 if rates.store_bytes_per_s is None else num_bytes / rates.store_bytes_per_s / _SECONDS_PER_HOUR
+
+
+def starts(work: PlannedWork, candidates: Sequence[Candidate], servers: int) -> dict[StageKey, int]:
+    """How often the target is loaded in each stage, one after the other, where `servers` of it run side by side in the
+    benchmark. In SGLang settings of a drafter are arguments of a server, so each is a start."""
+    spec = work.spec
+    if spec.engine.kind != "sglang":
+        benchmark = tune = prove = 1
+    else:
+        benchmark = math.ceil(_checkpoints(spec, candidates) / servers) + 1
+        tune = _variants(spec.tune) * (1 + _tunes_rival(spec))
+        prove = 2 + _tunes_rival(spec)
+    is_answered = spec.data.answered or work.present >= work.rows
+    return {"regenerate": 0 if is_answered else 1, "capture": 0 if work.streamed else 1, "train": int(work.streamed),
+            "benchmark": benchmark, "tune": tune, "prove": prove}
 
 
 def plan_regenerate(work: PlannedWork, rates: Rates) -> StagePlan:
@@ -85,13 +101,17 @@ def plan_train(work: PlannedWork, candidates: Sequence[Candidate], rates: Rates)
 
 def plan_benchmark(work: PlannedWork, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
     """Every checkpoint and rival, each with its baseline."""
-    # Rivals are benchmarked like checkpoints; no drafter is the baseline of each.
-    checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates) + len(work.spec.benchmarked_rivals)
+    checkpoints = _checkpoints(work.spec, candidates)
     alone = checkpoints * _suite_tokens(work.spec)
     together = checkpoints * _concurrent_tokens(work.spec)
     return StagePlan(stage="benchmark", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=hours_of(alone * work.flops_per_token, rates.single)
                      + hours_of(together * work.flops_per_token, rates.decode))
+
+
+def _checkpoints(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
+    """Rivals are benchmarked like checkpoints; no drafter is the baseline of each."""
+    return sum(candidate.train.num_checkpoints for candidate in candidates) + len(spec.benchmarked_rivals)
 
 
 def _suite_tokens(spec: JobSpec) -> int:
@@ -114,14 +134,18 @@ def plan_tune(work: PlannedWork, rates: Rates) -> StagePlan:
     """Trials of the settings at every concurrency, then a benchmark of the chosen setting; again for a rival that the
     winner has to beat."""
     tune, benchmark = work.spec.tune, work.spec.benchmark
-    settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
-    variants = tune.trials(settings) * len(set(tune.concurrencies))
+    variants = _variants(tune) * len(set(tune.concurrencies))
     raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
     confirmed = _suite_tokens(work.spec)
     hours = min(hours_of(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
     tuned = 1 + _tunes_rival(work.spec)
     return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=tuned * (hours + hours_of(confirmed * work.flops_per_token, rates.single)))
+
+
+def _variants(tune: TuneSpec) -> int:
+    """Settings that are measured at one concurrency, off among them."""
+    return tune.trials(len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1)
 
 
 def _tunes_rival(spec: JobSpec) -> bool:

@@ -122,7 +122,7 @@ class PlannedAndActual(Frozen):
     """Those of the plan and of the job, in order."""
 
     time_left: TimeLeft | None
-    """null of a job that does not run, and below ten minutes: a plan does not count the start of programs."""
+    """null of a job that does not run, and below ten minutes: on CPUs a plan does not count the start of programs."""
 
 
 class Present(Frozen):
