@@ -109,7 +109,7 @@ class DiskFull(Transient):
 
 
 class GpuTooSmall(Permanent):
-    """A training step does not fit the memory of a GPU."""
+    """A training step, or the weights of a target, do not fit the memory of the GPUs of a job."""
 
     http_status = 422
     exit_code = 78  # EX_CONFIG

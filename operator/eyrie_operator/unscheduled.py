@@ -1,8 +1,11 @@
-"""Pods without a node: why, what they ask for, and what a person can do. Pure.
+"""Pods that do not start: why, what they ask for, and what a person can do. Pure.
 
-The scheduler reports it in the pod's condition PodScheduled: no node fits (labels, GPUs, taints, a claim), or Kueue has
-not admitted the pod yet (a scheduling gate). Nothing fails by it: a cluster's autoscaler may add a node, which takes
-minutes, or another job may free one. It is shown as waiting, after a grace, and the pod is waited for.
+The scheduler reports a pod without a node in the pod's condition PodScheduled: no node fits (labels, GPUs, taints, a
+claim), or Kueue has not admitted the pod yet (a scheduling gate). The kubelet reports what a pod on a node lacks: in
+the state of a container (an image, the Secret of a variable), or by the condition PodReadyToStartContainers alone
+(volumes: a Secret or a claim that is not there; Kubernetes from 1.29 on). Nothing fails by it: a cluster's autoscaler
+may add a node, which takes minutes, another job may free one, and a Secret may be created. It is shown as waiting,
+after a grace, and the pod is waited for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,29 +16,81 @@ from eyrie_api.v1alpha1.records import Wait, WaitingPod
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.runner import PROFILE_LABEL, RUN_LABEL, STAGE_LABEL
 
-WAITS = ("WaitingForNodes", "WaitingForQueue")
+WAITS = ("WaitingForNodes", "WaitingForQueue", "WaitingForContainers")
 """Reasons of a Wait."""
 
 GRACE = timedelta(seconds=60)
-"""A pod without a node is not shown as waiting before: most get one within seconds."""
+"""A pod is not shown as waiting before: most have a node and their volumes within seconds."""
 
 _LONGEST = 500
-"""Of the scheduler's message, in characters."""
+"""Of a message of the scheduler or the kubelet, in characters."""
+
+_LACKING = ("CreateContainerConfigError", "CreateContainerError", "ErrImagePull", "ErrImageNeverPull",
+            "ImagePullBackOff", "InvalidImageName")
+"""Reasons of a container that the kubelet cannot create. It tries again by itself."""
 
 _Object = Mapping[str, Any]
 
 
-def why_unscheduled(pod: _Object) -> Wait | None:
-    """Why the pod has no node; None when it has one, has ended, is being deleted, or was not considered yet."""
-    if pod.get("spec", {}).get("nodeName") or "deletionTimestamp" in pod["metadata"]:
+def why_waiting(pod: _Object) -> Wait | None:
+    """Why the pod does not start; None when it does, has ended, is being deleted, or was not considered yet."""
+    if "deletionTimestamp" in pod["metadata"] or pod.get("status", {}).get("phase", "Pending") != "Pending":
         return None
-    condition = next((one for one in pod.get("status", {}).get("conditions", ())
-                      if one["type"] == "PodScheduled" and one["status"] == "False"), None)
-    if condition is None or pod.get("status", {}).get("phase", "Pending") != "Pending":
+    return _why_not_created(pod) if pod.get("spec", {}).get("nodeName") else _why_unscheduled(pod)
+
+
+def _condition(pod: _Object, kind: str, status: str) -> _Object | None:
+    return next((one for one in pod.get("status", {}).get("conditions", ())
+                 if one["type"] == kind and one["status"] == status), None)
+
+
+def _since(pod: _Object, condition: _Object | None) -> datetime:
+    return datetime.fromisoformat((condition or {}).get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
+
+
+def _place(pod: _Object) -> str:
+    return f"-n {pod['metadata'].get('namespace', 'NAMESPACE')}"
+
+
+def _why_not_created(pod: _Object) -> Wait | None:
+    """What a pod on a node lacks."""
+    status, name = pod.get("status", {}), pod["metadata"]["name"]
+    since = _since(pod, _condition(pod, "PodScheduled", "True"))
+    look = f"kubectl {_place(pod)} describe pod {name}"
+    for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = one.get("state", {}).get("waiting") or {}
+        if (reason := waiting.get("reason")) in _LACKING:
+            words = " ".join(str(waiting.get("message") or "").split())[:_LONGEST]
+            missing = ("the image, and the Secret to pull it with" if "Image" in reason else
+                       "the Secret or ConfigMap that the message names, or its key")
+            return Wait(reason="WaitingForContainers", since=since,
+                        message=f"{one['name']} is waiting: {reason} {words}".strip(),
+                        hint=f"provide {missing}, in the namespace of the pod: {look}; the pod then starts by itself")
+    if _condition(pod, "PodReadyToStartContainers", "False") is None:
         return None
-    since = datetime.fromisoformat(condition.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
+    named = "; ".join(filter(None, (
+        "Secrets " + ", ".join(secrets) if (secrets := _mounted(pod, "secret", "secretName")) else "",
+        "claims " + ", ".join(claims) if (claims := _mounted(pod, "persistentVolumeClaim", "claimName")) else "")))
+    mounts = f" (it mounts {named})" if named else ""
+    return Wait(reason="WaitingForContainers", since=since,
+                message=f"on its node, the pod's volumes or network are not ready{mounts}",
+                hint=f"create what is missing in the namespace of the pod: {look}; the pod then starts by itself")
+
+
+def _mounted(pod: _Object, kind: str, key: str) -> list[str]:
+    """Names of the Secrets or claims that have to be there."""
+    found = (one.get(kind) or {} for one in pod.get("spec", {}).get("volumes") or ())
+    return sorted({str(one[key]) for one in found if key in one and not one.get("optional")})
+
+
+def _why_unscheduled(pod: _Object) -> Wait | None:
+    """Why the pod has no node."""
+    condition = _condition(pod, "PodScheduled", "False")
+    if condition is None:
+        return None
+    since = _since(pod, condition)
     words = " ".join(str(condition.get("message") or condition.get("reason") or "").split())[:_LONGEST]
-    place = f"-n {pod['metadata'].get('namespace', 'NAMESPACE')}"
+    place = _place(pod)
     labels, devices = dict(pod.get("spec", {}).get("nodeSelector") or {}), _devices(pod)
     if condition.get("reason") == "SchedulingGated":
         gates = ", ".join(one["name"] for one in pod.get("spec", {}).get("schedulingGates", ()))
@@ -67,12 +122,12 @@ def _devices(pod: _Object) -> dict[str, int]:
 
 
 def waiting_pods(pods: Iterable[_Object]) -> tuple[WaitingPod, ...]:
-    """The pods of stages that have no node, by their labels: of each run, stage and profile the one that waits longest.
+    """The pods of stages that do not start, by their labels: of each run, stage and profile the one that waits longest.
     """
     found: dict[tuple[str, str, str], WaitingPod] = {}
     for pod in pods:
         labels = pod["metadata"].get("labels", {})
-        wait = why_unscheduled(pod)
+        wait = why_waiting(pod)
         if wait is None or RUN_LABEL not in labels or labels.get(STAGE_LABEL) not in get_args(StageName):
             continue
         one = WaitingPod(**wait.model_dump(), run_id=labels[RUN_LABEL], stage=labels[STAGE_LABEL],

@@ -130,6 +130,8 @@ def test_a_job_or_an_endpoint_that_no_node_fits_needs_a_person_and_one_in_a_queu
     assert (item.title, item.link) == ("Job night waits for a node in train", "/console/jobs/job-night")
     assert (item.message, item.hint) == ("no node fits", "scale the pool up")
     assert needed([held("WaitingForQueue")], []) == ()
+    (item,) = needed([held("WaitingForContainers")], [])
+    assert (item.kind, item.title) == ("waiting-for-containers", "Job night has a pod that cannot start in train")
     serving = Condition(type="Serving", status="Unknown", reason="WaitingForNodes", message="no node fits; hint: x",
                         last_transition_time=NOW)
     (item,) = needed([], [served(None, conditions=(serving,))])

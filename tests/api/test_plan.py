@@ -18,7 +18,7 @@ from eyrie_api.decisions.plan_stages import tree_shapes
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
-from eyrie_api.v1alpha1.data import DataSpec
+from eyrie_api.v1alpha1.data import FEW_ROWS, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.tuning import TuneSpec
@@ -93,6 +93,18 @@ def test_a_budget_of_bytes_takes_the_best_codec_that_fits_and_says_so() -> None:
     none = planned(2**16)
     assert none.fits_disk is False
     assert any("no codec fits" in warning for warning in none.warnings)
+
+
+@pytest.mark.parametrize(("rows", "limit", "warned"), [
+    (3, 1000, True), (FEW_ROWS, 1000, False), (None, 1000, False), (None, 50, True), (100_000, 50, True)])
+def test_few_conversations_are_warned_of_where_their_number_is_known(
+        rows: int | None, limit: int, warned: bool) -> None:
+    spec = job_spec(data={"sources": [{"path": "a.jsonl"}], "max_conversations": limit, "held_out_fraction": 0.0})
+    warnings = make_plan(spec, expand(spec), SMALL, None, data_facts=DataFacts(rows=rows)).warnings
+    found = [one for one in warnings if "conversations are left to train on" in one]
+    assert len(found) == warned
+    if warned:
+        assert found[0].startswith(f"at most {min(rows or limit, limit)} conversations")
 
 
 def test_storage_scales_with_hidden_size_and_not_with_depth_as_the_seed_says() -> None:

@@ -229,6 +229,44 @@ def test_existing_secrets_are_used_everywhere_and_none_is_made_next_to_them() ->
     assert mounted == {"eyrie-artifacts"}
 
 
+RUNS: Values = {"kubeflow": {"url": "http://kfp:8888", "namespace": "runs"}}
+SINGLE_USER: Values = {"kubeflow": {"url": "http://kfp:8888"}}
+
+
+@pytest.mark.parametrize(("values", "namespaces"), [
+    ({}, ["team"]),
+    ({"cluster": SINGLE_USER}, ["team"]),
+    ({"cluster": RUNS}, ["team", "runs"]),
+    ({"cluster": SINGLE_USER, "operator": {"runsNamespace": "runs"}}, ["team", "runs"]),
+    ({"cluster": RUNS | {"serving": {"namespace": "served"}}}, ["team", "runs", "served"]),
+    ({"cluster": RUNS | {"serving": {"namespace": "runs"}}}, ["team", "runs"]),
+    ({"cluster": RUNS | {"serving": {"namespace": "served"}, "serve": False}}, ["team", "runs"]),
+    ({"cluster": {"kubeflow": {"url": "http://kfp:8888", "namespace": "team"}, "serving": {"namespace": "team"}}},
+     ["team"]),
+    ({"cluster": {"kubeflow": {"url": ""}, "serving": {"namespace": "served"}}, "operator": {"runsNamespace": "runs"}},
+     ["team"]),
+    ({"cluster": RUNS | {"stages": {"work": {"kind": "volume", "claim": "work"}}}}, ["team"])])
+@pytest.mark.parametrize("stores", [{}, EXTERNAL], ids=["bundled", "given as values"])
+def test_the_secret_of_the_bucket_is_where_its_pods_are_with_the_same_keys_and_once_in_each_namespace(
+        values: Values, namespaces: list[str], stores: Values) -> None:
+    secrets = render(stores | values).of("Secret", "rel-eyrie-artifacts")
+    assert [one["metadata"]["namespace"] for one in secrets] == namespaces
+    assert len({json.dumps(one["stringData"], sort_keys=True) for one in secrets}) == 1
+    assert {"helm.sh/resource-policy" in one["metadata"].get("annotations", {}) for one in secrets} == {not stores}
+
+
+def test_no_other_secret_leaves_the_namespace_of_the_release() -> None:
+    values = EXTERNAL | {"cluster": RUNS | {"serving": {"namespace": "served"}}}
+    assert {one["metadata"]["name"] for one in render(values).of("Secret")
+            if one["metadata"].get("namespace", "team") != "team"} == {"rel-eyrie-artifacts"}
+
+
+def test_an_existing_secret_of_the_bucket_is_created_in_no_namespace() -> None:
+    existing = EXTERNAL | {"artifacts": {"url": "s3://b", "credentials": {"existingSecret": "mine"}}}
+    assert render(existing | {"cluster": RUNS}).of("Secret", "rel-eyrie-artifacts") == []
+    assert render(existing | {"cluster": RUNS}).of("Secret", "mine") == []
+
+
 def test_api_and_worker_share_the_key_that_encrypts_webhook_secrets_and_others_have_none(rendered: Rendered) -> None:
     named = {name: variable["valueFrom"]["secretKeyRef"] for name, container in rendered.containers()
              for variable in container.get("env", []) if variable["name"] == "EYRIE_SECRET_KEY"}

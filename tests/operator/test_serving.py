@@ -166,7 +166,8 @@ def test_a_candidate_whose_pod_has_no_node_is_named_beside_the_revision_that_ser
     planned = plan(endpoint(1, 2), engine(1), engine(2, "starting", message=wait.message, wait=wait), routed=1,
                    now=NOW + GRACE, policy=ServePolicy(health_timeout_s=1800.0))
     assert (planned.serving, planned.reason) == ("True", "Healthy")
-    assert planned.message.endswith("; revision 2 has no node yet: no node fits: 0/3 nodes; hint: scale the pool up")
+    assert planned.message.endswith("; revision 2 has not started yet: no node fits: 0/3 nodes; "
+                                    "hint: scale the pool up")
 
 
 def test_a_dead_engine_is_restarted_at_once_after_the_clock_was_set_back() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.v1alpha1.records import WaitingPod
-from eyrie_operator.unscheduled import GRACE, is_due, wait_of, waiting_pods, why_unscheduled
+from eyrie_operator.unscheduled import GRACE, is_due, wait_of, waiting_pods, why_waiting
 
 SINCE = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 WORDS = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
@@ -29,7 +29,7 @@ def pod(name: str = "p", since: datetime = SINCE, *, reason: str = "Unschedulabl
 
 
 def test_a_pod_that_fits_no_node_is_explained_by_the_scheduler_with_what_was_asked_and_what_to_do() -> None:
-    wait = why_unscheduled(pod())
+    wait = why_waiting(pod())
     assert wait is not None
     assert (wait.reason, wait.since) == ("WaitingForNodes", SINCE)
     assert wait.message == (f"no node fits: {WORDS} (asked for node labels nvidia.com/gpu.product=NVIDIA-H1000; "
@@ -40,7 +40,7 @@ def test_a_pod_that_fits_no_node_is_explained_by_the_scheduler_with_what_was_ask
 
 
 def test_a_pod_that_asks_for_no_labels_and_no_gpus_is_not_told_to_change_them() -> None:
-    wait = why_unscheduled(pod(message="0/3 nodes: 3 Insufficient cpu", spec={"nodeSelector": None, "containers": []}))
+    wait = why_waiting(pod(message="0/3 nodes: 3 Insufficient cpu", spec={"nodeSelector": None, "containers": []}))
     assert wait is not None
     assert wait.message == "no node fits: 0/3 nodes: 3 Insufficient cpu"
     assert wait.hint == ("scale the pool up, or see what the scheduler finds: kubectl -n kubeflow describe pod p")
@@ -50,7 +50,7 @@ def test_a_pod_that_kueue_has_not_admitted_waits_for_its_queue_since_it_was_crea
     gated = pod(reason="SchedulingGated", message="Scheduling is blocked due to non-empty scheduling gates",
                 spec={"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]})
     del gated["status"]["conditions"][0]["lastTransitionTime"]  # the API server sets none for a gate
-    wait = why_unscheduled(gated)
+    wait = why_waiting(gated)
     assert wait is not None
     assert (wait.reason, wait.since) == ("WaitingForQueue", datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
     assert "kueue.x-k8s.io/admission" in wait.message
@@ -58,21 +58,65 @@ def test_a_pod_that_kueue_has_not_admitted_waits_for_its_queue_since_it_was_crea
 
 
 @pytest.mark.parametrize("changes", [
-    {"spec": {"nodeName": "n1"}}, {"phase": "Failed"}, {"conditions": []},
+    {"spec": {"nodeName": "n1"}, "conditions": [{"type": "PodScheduled", "status": "True"}]},
+    {"phase": "Failed"}, {"conditions": []},
     {"conditions": [{"type": "PodScheduled", "status": "True"}]},
     {"conditions": [{"type": "Ready", "status": "False", "reason": "Unschedulable"}]}])
 def test_a_pod_with_a_node_or_that_has_ended_or_was_not_considered_yet_waits_for_nothing(changes: Any) -> None:
-    assert why_unscheduled(pod(**changes)) is None
+    assert why_waiting(pod(**changes)) is None
 
 
 def test_a_pod_that_is_being_deleted_waits_for_nothing() -> None:
     leaving = pod()
     leaving["metadata"]["deletionTimestamp"] = "2026-01-02T03:04:05Z"
-    assert why_unscheduled(leaving) is None
+    assert why_waiting(leaving) is None
+
+
+def on_node(*, waits: dict[str, str] | None = None, volumes: Any = (), phase: str = "Pending",
+            ready: str = "True") -> dict[str, Any]:
+    """A pod on a node whose container waits, or whose volumes are not mounted."""
+    conditions = [{"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-02T03:04:05Z"},
+                  {"type": "PodReadyToStartContainers", "status": ready}]
+    return pod(spec={"nodeName": "n1", "volumes": list(volumes)}, conditions=conditions, phase=phase,
+               containerStatuses=[{"name": "main", "state": {"waiting": waits or {"reason": "ContainerCreating"}}}])
+
+
+def test_a_pod_without_the_secret_of_a_variable_says_which_and_what_to_do() -> None:
+    wait = why_waiting(on_node(waits={"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'}))
+    assert wait is not None
+    assert (wait.reason, wait.since) == ("WaitingForContainers", SINCE)
+    assert wait.message == 'main is waiting: CreateContainerConfigError secret "hub" not found'
+    for part in ("Secret", "kubectl -n kubeflow describe pod p"):
+        assert part in wait.hint
+
+
+def test_a_pod_without_its_image_is_not_sent_to_look_for_a_config_map() -> None:
+    wait = why_waiting(on_node(waits={"reason": "ImagePullBackOff", "message": "not found"}))
+    assert wait is not None
+    assert "image" in wait.hint
+    assert "ConfigMap" not in wait.hint
+
+
+def test_a_pod_whose_volumes_are_not_mounted_names_the_secrets_and_claims_that_have_to_be_there() -> None:
+    volumes = [{"name": "a", "secret": {"secretName": "eyrie-artifacts"}}, {"name": "b", "emptyDir": {}},
+               {"name": "c", "secret": {"secretName": "maybe", "optional": True}},
+               {"name": "d", "persistentVolumeClaim": {"claimName": "models"}}]
+    wait = why_waiting(on_node(volumes=volumes, ready="False"))
+    assert wait is not None
+    assert (wait.reason, wait.since) == ("WaitingForContainers", SINCE)
+    assert wait.message.endswith("(it mounts Secrets eyrie-artifacts; claims models)")
+    assert waiting_pods([on_node(volumes=volumes, ready="False")])[0].message == wait.message
+
+
+@pytest.mark.parametrize("one", [
+    on_node(), on_node(waits={"reason": "PodInitializing"}), on_node(phase="Running", ready="False"),
+    on_node(phase="Running", waits={"reason": "ImagePullBackOff"})])
+def test_a_pod_whose_image_is_being_pulled_or_that_runs_waits_for_nothing(one: dict[str, Any]) -> None:
+    assert why_waiting(one) is None
 
 
 def test_an_autoscaler_has_a_minute_before_a_pod_is_shown_as_waiting() -> None:
-    wait = why_unscheduled(pod())
+    wait = why_waiting(pod())
     assert not is_due(wait, SINCE + GRACE - timedelta(seconds=1))
     assert is_due(wait, SINCE + GRACE)
     assert not is_due(None, SINCE + GRACE)

@@ -9,26 +9,30 @@ What a person has followed up is left out, since nothing else would take it from
                                      hand; not where `promotion.mode` is never
     decision that waits              until one of the job's drafters is served
     failed job                       until it is retried or deleted
-    no node for a job or endpoint    until its pod has one
+    pod that has no node, or lacks   until it starts
+    a Secret, a claim or its image
     used-up quota, full queue        until there is room
     full disk                        until it has room
     DrafterJob that waits            until its job is accepted, or it is suspended or deleted
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.attention import AttentionItem, AttentionList
+from eyrie_api.v1alpha1.attention import AttentionItem, AttentionKind, AttentionList
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
 from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
 
-_NO_NODE = "WaitingForNodes"
-"""Of a stage, or of an endpoint's condition Serving: the scheduler finds no node for a pod."""
+_PODS: Mapping[str, tuple[AttentionKind, str]] = {
+    "WaitingForNodes": ("waiting-for-nodes", "waits for a node"),
+    "WaitingForContainers": ("waiting-for-containers", "has a pod that cannot start")}
+"""Reasons of a stage, or of an endpoint's condition Serving: the scheduler finds no node for a pod, or the pod lacks
+what it needs there."""
 
 _WAITING = "/v1alpha1/waiting"
 NOTHING_WAITS = WaitingList(items=(), total=0)
@@ -69,9 +73,9 @@ def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job
     serving, given_up = (_condition(endpoint.conditions, kind) for kind in ("Serving", "RolledBack"))
     if endpoint.desired == "off":
         return
-    if serving is not None and (serving.status == "False" or serving.reason == _NO_NODE):
+    if serving is not None and (serving.status == "False" or serving.reason in _PODS):
         message, hint = _apart(serving.message)
-        yield AttentionItem(kind="waiting-for-nodes" if serving.reason == _NO_NODE else "endpoint-not-serving",
+        yield AttentionItem(kind=_PODS[serving.reason][0] if serving.reason in _PODS else "endpoint-not-serving",
                             endpoint=name, title=f"Endpoint {name}: {serving.reason}", message=message, hint=hint,
                             since=serving.last_transition_time, link=link)
     if endpoint.candidate_revision is not None:
@@ -100,10 +104,11 @@ def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Ite
     name, link, decision = job.spec.name or job.id, f"/console/jobs/{job.id}", job.status.decision
     if job.status.phase == "Failed":
         yield _failed(job, name, link)
-    waiting = next((stage for stage in job.status.stages if stage.reason == _NO_NODE), None)
+    waiting = next((stage for stage in job.status.stages if stage.reason in _PODS), None)
     if job.status.phase == "Running" and waiting is not None:
-        yield AttentionItem(kind="waiting-for-nodes", job_id=job.id, link=link, message=waiting.message or "",
-                            title=f"Job {name} waits for a node in {waiting.stage}", hint=waiting.hint or "")
+        kind, what = _PODS[waiting.reason or ""]
+        yield AttentionItem(kind=kind, job_id=job.id, link=link, message=waiting.message or "",
+                            title=f"Job {name} {what} in {waiting.stage}", hint=waiting.hint or "")
     if decision is None or any(one.job_id == job.id for endpoint in endpoints for one in endpoint.revisions):
         return
     served = job.spec.serve.endpoint

@@ -82,7 +82,7 @@ def check_heads(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size")
                                ("key-value", facts.num_kv_heads, left)):
         if rest:
             raise InvalidInput(f"{field} {tp_size} does not divide the target's {number} {name} heads",
-                               f"use a number that does: {', '.join(map(str, _sizes(facts)))}")
+                               f"use a number that does: {', '.join(map(str, fitting_sizes(facts)))}")
 
 
 def _check_dtype(spec: JobSpec, device: Device | None) -> None:
@@ -120,6 +120,7 @@ def _check_family(family: str, architectures: Sequence[str], device: Device | No
         require_block_capture(architectures[0])
 
 
-def _sizes(facts: TargetFacts) -> list[int]:
+def fitting_sizes(facts: TargetFacts) -> list[int]:
+    """Numbers of GPUs that divide the target's heads."""
     return [size for size in range(1, min(facts.num_heads, 64) + 1)
             if facts.num_heads % size == 0 and (facts.num_kv_heads % size == 0 or size % facts.num_kv_heads == 0)]

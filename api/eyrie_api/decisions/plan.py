@@ -38,6 +38,7 @@ from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES
+from eyrie_api.v1alpha1.data import FEW_ROWS
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
@@ -266,6 +267,10 @@ def _warnings(work: PlannedWork, candidates: Sequence[Candidate]) -> tuple[str, 
     smallest = min(work.step_tokens(candidate) for candidate in candidates)
     if work.trained < 10 * smallest:
         found.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+    if work.rows < FEW_ROWS:
+        found.append(f"at most {work.rows} conversations are left to train on, fewer than {FEW_ROWS}: expect a weak "
+                     "drafter, and figures that vary by chance; give more in data.sources, or raise "
+                     "data.max_conversations")
     rows, candidate, name = work.scarcest
     if candidate and rows < _LITTLE_OF_THE_UNION * work.rows:
         found.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes all "

@@ -24,7 +24,7 @@ from eyrie_api.v1alpha1.training import TrainSpec
 
 _GB = 10**9
 _NAMED_GB = re.compile(r"(\d+)GB")
-_KNOWN_GB = {"H200": 141, "H100": 80}
+_KNOWN_GB = {"H200": 141, "H100-NVL": 94, "H100": 80}
 """By part of a node label that names no size."""
 
 CPU_TOKENS_PER_STEP = 2048
@@ -55,10 +55,17 @@ def tokens_per_step(train: TrainSpec, num_gpus: int = 0) -> int:
 
 def gpu_bytes(gpu_type: str | None) -> int | None:
     """Memory of a GPU by its node label (`NVIDIA-H100-80GB-HBM3`); None where the label does not say."""
-    named = _NAMED_GB.search(gpu_type or "")
+    named = named_gb(gpu_type)
+    return None if named is None else named * _GB
+
+
+def named_gb(gpu_type: str | None) -> int | None:
+    """The same in GB, as the label names it."""
+    label = (gpu_type or "").replace(" ", "-")
+    named = _NAMED_GB.search(label)
     if named is not None:
-        return int(named[1]) * _GB
-    return next((size * _GB for part, size in _KNOWN_GB.items() if part in (gpu_type or "")), None)
+        return int(named[1])
+    return next((size for part, size in _KNOWN_GB.items() if part in label), None)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from eyrie_api.errors import (
     ArtifactCorrupt,
     ArtifactMissing,
     DiskTooSmall,
+    GpuTooSmall,
     InvalidInput,
     UnsupportedTarget,
     VocabularyTooLarge,
@@ -51,6 +52,7 @@ from eyrie_api.full_disk import free_bytes
 from eyrie_api.settings import Settings
 from eyrie_api.submission.data_files import check_data_source
 from eyrie_api.submission.devices import computes_on_gpus, has_sglang, planned_device
+from eyrie_api.submission.gpu_memory import gpus_without_room
 from eyrie_api.submission.hardware_profiles import check_hardware
 from eyrie_api.submission.placement import as_placed, check_scratch, read_profile
 from eyrie_api.submission.published_drafters import check_published_drafters
@@ -106,8 +108,10 @@ class CheckedJob:
 
 def check(spec: JobSpec, settings: Settings) -> CheckedJob:
     """Check a job before it is accepted. Raises InvalidInput or DiskTooSmall, with a hint."""
-    spec, plan, lengths_known = _checked(spec, settings)
+    spec, plan, lengths_known, too_small = _checked(spec, settings)
     check_this_machine(spec, settings)
+    if too_small:
+        raise too_small[0]
     # Only lengths sampled from the data refuse a job: without them the plan is an upper bound, which does not prove
     # that the job will not fit.
     if plan is not None and plan.fits_disk is False and lengths_known:
@@ -144,20 +148,21 @@ def plan(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = ()) -> Plan
 
     earlier   jobs of the same project, newest first: the answers that they have generated are not generated again
     """
-    _, planned, _ = _checked(spec, settings, earlier)
+    _, planned, _, too_small = _checked(spec, settings, earlier, for_other_machines=True)
     if planned is None:
         revision = "" if spec.target.revision is None else f" --revision {spec.target.revision}"
         raise InvalidInput(f"target.model {spec.target.model!r} is not in the Hub cache of the server, which contacts "
                            "no model hub, so its sizes are unknown",
                            f"where the server runs: `hf download {spec.target.model} config.json{revision}` is enough "
                            "for a plan; a job needs no download before")
-    return planned
+    problems = tuple(f"{one.message}: such a job is refused; {one.hint}" for one in too_small)
+    return planned.model_copy(update={"warnings": (*problems, *planned.warnings)})
 
 
-def _checked(spec: JobSpec, settings: Settings,
-             earlier: Sequence[Job] = ()) -> tuple[JobSpec, Plan | None, bool]:
-    """The job with its engine's defaults, its plan where the target is here, and whether the plan rests on lengths
-    sampled from the data."""
+def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = (), *,
+             for_other_machines: bool = False) -> tuple[JobSpec, Plan | None, bool, list[GpuTooSmall]]:
+    """The job with its engine's defaults, its plan where the target is here, whether the plan rests on lengths sampled
+    from the data, and which GPUs do not hold the target."""
     profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
     requested = spec if profile is None else as_placed(spec, profile)
 
@@ -188,7 +193,7 @@ def _checked(spec: JobSpec, settings: Settings,
     if profile is not None:
         check_scratch(spec, profile)
     if facts is None:
-        return spec, None, False
+        return spec, None, False, []
     _check_sizes(candidates, facts)
     require_gpu_memory(placed(spec), candidates, facts, known)
     known = _with_what_is_present(known, absolute(spec), settings, earlier)
@@ -197,7 +202,8 @@ def _checked(spec: JobSpec, settings: Settings,
                         store=_object_store(settings, profile))
     notes = (*notes_on_this_machine(spec, settings), *planned.notes, *_chosen_for_gpus(asked, spec), *_unread(spec))
     return (spec, planned.model_copy(update={"notes": notes}),
-            known.prompt_tokens is not None)
+            known.prompt_tokens is not None,
+            gpus_without_room(placed(spec), facts, profile, for_other_machines=for_other_machines))
 
 
 def _chosen_for_gpus(asked: JobSpec, spec: JobSpec) -> list[str]:

@@ -12,13 +12,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from eyrie_api.decisions.plan_facts import TargetFacts
-from eyrie_api.decisions.target_config import biases
+from eyrie_api.decisions.target_config import biases, computed_by_reference
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.submission.file_reading import GIT_LFS, LFS_HINT, read_object
+from eyrie_api.v1alpha1.targets import ELEMENT_BYTES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
@@ -139,6 +141,30 @@ def weights_are_here(directory: Path) -> bool:
         return (directory / SINGLE).is_file()
     listed = read_object(index).get("weight_map")
     return isinstance(listed, dict) and all((directory / str(name)).is_file() for name in listed.values())
+
+
+def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts, dtype: str) -> int | None:
+    """Bytes of the target's weights in the dtype of the job; quantised ones as they are stored. None where neither the
+    files nor config.json say: an estimate for an unknown architecture may be too high."""
+    if computed_by_reference(config):
+        return sum(prod(shape) for shape in expected_tensors(config, facts).values()) * ELEMENT_BYTES[dtype]
+    stored = _stored_bytes(directory)
+    if stored is None or config.get("quantization_config") is not None:
+        return stored
+    element = ELEMENT_BYTES.get(facts.dtype or "")
+    return None if element is None else stored * ELEMENT_BYTES[dtype] // element
+
+
+def _stored_bytes(directory: Path) -> int | None:
+    """Of all weight files: their own sizes, or what the index says of files that are not here."""
+    index = directory / INDEX
+    listed = read_object(index) if index.is_file() else {}
+    if weights_are_here(directory):
+        names = set(listed.get("weight_map", {}).values()) or {SINGLE}
+        return sum((directory / str(name)).stat().st_size for name in names)
+    described = listed.get("metadata")
+    total = described.get("total_size") if isinstance(described, dict) else None
+    return int(total) if isinstance(total, int | float) and total > 0 else None
 
 
 def _without_safetensors(directory: Path) -> UnsupportedTarget:

@@ -7,7 +7,7 @@ from eyrie_api.v1alpha1.model import Frozen
 
 AttentionKind = Literal[
     "disk-full", "endpoint-not-serving", "revision-given-up", "drift", "job-failed", "waiting-for-nodes",
-    "awaits-approval", "not-promoted", "queued", "quota-used-up", "waiting-for-quota"]
+    "waiting-for-containers", "awaits-approval", "not-promoted", "queued", "quota-used-up", "waiting-for-quota"]
 
 
 class AttentionItem(Frozen):

@@ -61,16 +61,16 @@ class Failure(Frozen):
 
 
 class Wait(Frozen):
-    """Why a pod has no node."""
+    """Why a pod has no node, or none of its containers."""
 
-    reason: Literal["WaitingForNodes", "WaitingForQueue"]
+    reason: Literal["WaitingForNodes", "WaitingForQueue", "WaitingForContainers"]
     message: str
     hint: str
     since: datetime
 
 
 class WaitingPod(Wait):
-    """A pod of a run without a node, as the operator has seen it: a column of the job."""
+    """A pod of a run that waits, as the operator has seen it: a column of the job."""
 
     run_id: str
     stage: StageName

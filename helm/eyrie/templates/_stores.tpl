@@ -36,6 +36,20 @@ either is the bundled one set up.
 {{- end -}}
 {{- end -}}
 
+{{/*
+The namespaces of the Secret with the bucket's keys that the chart creates, separated by commas: the release's, that of the
+runs and that of the endpoints, whose pods cannot name a Secret of another namespace. With a volume in the bucket's place no
+pod outside of the release has a use for it.
+*/}}
+{{- define "eyrie.artifacts.namespaces" -}}
+{{- $found := list .Release.Namespace -}}
+{{- if and (include "eyrie.cluster.known" .) (not (include "eyrie.cluster.volume" .)) -}}
+{{- with (include "eyrie.operator.runsNamespace" .) -}}{{- $found = append $found . -}}{{- end -}}
+{{- if .Values.cluster.serve -}}{{- $found = append $found (.Values.cluster.serving.namespace | default .Release.Namespace) -}}{{- end -}}
+{{- end -}}
+{{- $found | uniq | join "," -}}
+{{- end -}}
+
 {{- define "eyrie.api.tokenSecret" -}}
 {{- .Values.api.token.existingSecret.name | default (printf "%s-api-token" (include "eyrie.fullname" .)) -}}
 {{- end -}}

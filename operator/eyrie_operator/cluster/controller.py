@@ -198,7 +198,7 @@ class Controller:
                     self.queue.add(key)
 
     def observe_pods(self) -> None:
-        """Record which pods of runs have no node, for the drivers of their jobs (`unscheduled`)."""
+        """Record which pods of runs do not start, for the drivers of their jobs (`unscheduled`)."""
         if self._profile is None:
             return
         pods = [pod for namespace in self._runs_in if namespace not in self._unlisted
@@ -211,7 +211,7 @@ class Controller:
             return self._cluster.list_all("v1", "Pod", namespace, labelled=f"{RUN_LABEL},{STAGE_LABEL}",
                                           fields="status.phase=Pending")
         except ClusterRejected as refused:
-            log.warning("pods that wait for nodes are not shown: this operator may not list pods in %s: %s",
+            log.warning("pods that wait are not shown: this operator may not list pods in %s: %s",
                         namespace or "all namespaces", refused)
             self._unlisted.add(namespace)
             return []

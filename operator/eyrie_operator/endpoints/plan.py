@@ -338,7 +338,7 @@ def _serving(endpoint: Endpoint, seen: ObservedEndpoint,
         if seen.canary is not None:
             canary = f"; revision {seen.canary.revision} is the canary with {seen.canary.share:.0%} of the requests"
         elif candidate is not None and is_due(candidate.wait, now):
-            canary = f"; revision {candidate.revision} has no node yet{_because(candidate)}"
+            canary = f"; revision {candidate.revision} has not started yet{_because(candidate)}"
         return "True", "Healthy", f"revision {routed.revision} serves with {what}{canary}"
     if endpoint.candidate_revision is not None:
         if _in_gap(endpoint.active_revision, endpoint.candidate_revision, seen):

@@ -20,7 +20,7 @@ def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
             yield from _of_stage(stage, None if known is None else known.state)
         if stage.state in ("Pending", "Running") and stage.reason and (known is None or known.reason != stage.reason):
             yield NewEvent(stage.reason, f"{_name(stage)}: {stage.message}; hint: {stage.hint}", stage=stage.stage,
-                           type="Warning" if stage.reason == "WaitingForNodes" else "Normal", key=stage.key)
+                           type="Normal" if stage.reason == "WaitingForQueue" else "Warning", key=stage.key)
     for condition in after.conditions:
         previous = find(before.conditions, condition.type)
         same = previous is not None and (previous.status, previous.reason) == (condition.status, condition.reason)

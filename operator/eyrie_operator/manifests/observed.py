@@ -16,7 +16,7 @@ from typing import Any, Literal
 from eyrie_operator.endpoints.state import ObservedCanary, ObservedEndpoint, ObservedEngine
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
 from eyrie_operator.manifests.rollout import WORKLOADS, current_state
-from eyrie_operator.unscheduled import why_unscheduled
+from eyrie_operator.unscheduled import why_waiting
 
 CRASHES = 3
 """Restarts until an engine counts as dead. One may be caused by its node; three are caused by the engine."""
@@ -77,7 +77,7 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
     elif not available and any(_crashing(one) for one in statuses):
         state = "dead"
     message = _message(statuses)
-    wait = None if message else next(filter(None, map(why_unscheduled, pods)), None)
+    wait = None if message else next(filter(None, map(why_waiting, pods)), None)
     healthy = state == "healthy"
     return ObservedEngine(
         revision=revision, state=state, started_at=_moment(workload["metadata"]["creationTimestamp"]),

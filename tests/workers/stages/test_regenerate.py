@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.artifacts import read_manifest, read_report, verify_files
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.data import FEW_ROWS, DataSource, DataSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.sampling import SamplingSpec
@@ -146,6 +146,23 @@ def test_a_source_that_loses_many_rows_is_reported_before_the_first_request(tmp_
             process.wait()
     (malformed, other) = report(tmp_path / "out").quarantine_reasons
     assert (malformed.rows, [at.line for at in malformed.samples], other.rows) == (4, [9, 10, 11], 1)
+
+
+@pytest.mark.parametrize(("given", "warned"), [(3, True), (FEW_ROWS - 1, True), (FEW_ROWS, False)])
+def test_few_rows_left_to_train_on_are_reported_with_what_became_of_the_others(
+        given: int, warned: bool, tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", given)
+    path.write_text(path.read_text() + "broken\n")
+    with openai_double() as service:
+        write_spec(tmp_path / "out", target, path, engine="openai", base_url=service.url,
+                   data={"held_out_fraction": 0.0})
+        assert run(tmp_path / "out") == 0
+    found = [one for one in lines(tmp_path / "out" / "events.jsonl") if one.get("reason") == "FewRows"]
+    assert [one["type"] for one in found] == ["Warning"] * warned
+    if warned:
+        assert found[0]["message"].startswith(f"{given} answered rows are left to train on, fewer than {FEW_ROWS} (of "
+                                              f"{given + 1} read, 0 are held out and 1 cannot be used)")
+        assert "data.max_conversations" in found[0]["message"]
 
 
 def test_what_is_held_out_is_never_answered(tmp_path: Path, target: Path) -> None:

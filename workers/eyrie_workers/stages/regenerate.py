@@ -32,6 +32,7 @@ from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, InvalidInput, NoUsableData
+from eyrie_api.v1alpha1.data import FEW_ROWS
 from eyrie_api.v1alpha1.model import Digest
 from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
@@ -397,6 +398,11 @@ def _finish(stage: Stage, rows: Rows, refused: list[QuarantinedRow]) -> Regenera
     quarantined = [*selection.rejected(stage.out_dir), *late]
     write_atomically(stage.out_dir / QUARANTINE, "".join(row.model_dump_json() + "\n" for row in quarantined))
     selection.forget(stage.out_dir)
+    if tally.rows < FEW_ROWS:
+        stage.event("FewRows", f"{tally.rows} answered rows are left to train on, fewer than {FEW_ROWS} (of "
+                    f"{summary.rows_read} read, {summary.rows_held_out} are held out and {len(quarantined)} "
+                    "cannot be used): expect a weak drafter, and figures that vary by chance; give more "
+                    "conversations in data.sources, or raise data.max_conversations", warning=True)
     reasons = selection.ByReason()
     for quarantined_row in quarantined:
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
