@@ -56,8 +56,8 @@ test: setup  ## every test of the fast tier
 test-slow: setup  ## stage programs killed at any moment and resumed; the GPU's code paths with a pretended GPU
 	@$(BIN)/pytest -n 4 --dist worksteal --timeout 1200 -m slow tests
 
-# CI runs the demo in this form. It needs no `setup`: building and installing happen in an environment of its own.
-test-wheel:  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`
+# CI runs the demo in this form. Installed and run in an environment of its own, which `setup`'s builds the wheels for.
+test-wheel: setup  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`
 	@PYTHON="$(PYTHON)" .ci/wheel
 
 test-architectures: setup  ## tiny targets of thirty architectures, captured through transformers and trained on
