@@ -17,7 +17,6 @@ byte, and no line of a ledger that the damage made is left.
 """
 
 import contextlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -26,8 +25,9 @@ import re
 import runpy
 import shutil
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -269,14 +269,39 @@ def _parts(names: list[str], path: Path) -> dict[str, Part]:
     return {name: makers[name]() for name in PARTS if name in names}
 
 
-def _plan(parts: dict[str, Part], rng: random.Random) -> list[tuple[str, Any, Damage]]:
-    """Every file with every damage, in random order, the parts in turn: a short campaign sees something of each."""
-    todo = []
-    for name, part in parts.items():
-        of_part = [(name, file, damage) for file in part.files() for damage in DAMAGES]
-        rng.shuffle(of_part)
-        todo.append(of_part)
-    return [one for turn in itertools.zip_longest(*todo) for one in turn if one is not None]
+class _Queue:
+    """Every file of a part with every damage, in an order of the seed, and the seconds that its cases took."""
+
+    def __init__(self, name: str, part: Part, seed: int) -> None:
+        self.name, self.part, self.seconds, self.done = name, part, 0.0, 0
+        self._rng = random.Random(f"{seed} {name}")
+        self._todo = [(file, damage) for file in part.files() for damage in DAMAGES]
+        self._rng.shuffle(self._todo)
+        self.possible = len(self._todo)
+
+    def take(self) -> tuple[Any, Damage, bytes] | None:
+        """The next case that applies; None after the last."""
+        while self._todo:
+            file, damage = self._todo.pop()
+            data = self.part.damaged(file, damage, self._rng)
+            if data is not None:
+                return file, damage, data
+        return None
+
+
+def _cases(queues: Sequence[_Queue], campaign: Campaign) -> Iterator[tuple[_Queue, Any, Damage, bytes]]:
+    """Cases until the time is over. Parts share the time, not the cases: those of some are a hundred times as long."""
+    waiting = list(queues)
+    while waiting and not campaign.is_over:
+        queue = min(waiting, key=lambda one: one.seconds)
+        case = queue.take()
+        if case is None:
+            waiting.remove(queue)
+            continue
+        began = time.monotonic()
+        yield queue, *case
+        queue.seconds += time.monotonic() - began
+        queue.done += 1
 
 
 def main() -> int:
@@ -287,27 +312,25 @@ def main() -> int:
                         help=f"of {', '.join(PARTS)} (default: all; the job of the stages takes minutes to make)")
     wanted = parser.parse_args()
     campaign = Campaign("corruption", wanted.seed, wanted.seconds, wanted.out)
-    rng, counts, done = random.Random(wanted.seed), Counter[str](), 0
+    counts = Counter[str]()
     with _world_at(wanted.world) as path, contextlib.ExitStack() as stack:
         parts = _parts(wanted.parts.split(","), path)
         for part in parts.values():
             stack.callback(part.close)
             part.build()
-        built_s, todo = campaign.elapsed_s, _plan(parts, rng)
-        for name, file, damage in todo:
-            if campaign.is_over:
-                break
-            data = parts[name].damaged(file, damage, rng)
-            if data is None:
-                continue
-            verdict, facts = parts[name].try_case(file, data)
-            done += 1
-            counts[f"{name}: {damage}: {verdict}"] += 1
-            print(f"corruption: {done}: {name}, {file} {damage}: {verdict}", file=sys.stderr, flush=True)
+        built_s, queues = campaign.elapsed_s, [_Queue(name, part, wanted.seed) for name, part in parts.items()]
+        for queue, file, damage, data in _cases(queues, campaign):
+            verdict, facts = queue.part.try_case(file, data)
+            counts[f"{queue.name}: {damage}: {verdict}"] += 1
+            print(f"corruption: {counts.total()}: {queue.name}, {file} {damage}: {verdict}", file=sys.stderr,
+                  flush=True)
             if verdict not in GOOD:
-                campaign.add_finding(verdict, part=name, file=str(file), damage=damage, **facts)
-    return campaign.finish({"cases": done, "possible": len(todo), "building, s": round(built_s),
-                            "verdicts": dict(sorted(counts.items()))})
+                campaign.add_finding(verdict, part=queue.name, file=str(file), damage=damage, **facts)
+    return campaign.finish({
+        "cases": counts.total(), "possible": sum(queue.possible for queue in queues), "building, s": round(built_s),
+        "cases and seconds of": {queue.name: [queue.done, round(queue.seconds, 1)] for queue in queues},
+        "verdicts": dict(sorted(counts.items()))})
+
 
 
 if __name__ == "__main__":

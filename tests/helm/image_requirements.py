@@ -1,13 +1,15 @@
 """What each image and `make setup` install, each distribution with its version and the hashes of its files.
 
-    make requirements          # asks PyPI for the hashes, writes the files
+    make requirements                                # asks PyPI for the hashes, writes the files
+    python -m tests.helm.image_requirements local    # prints the part of `.ci/requirements.txt` that an extra brings
 
 The distributions are those that the extras bring, read from the environment of the tests (Python 3.11, as in the
 images); the versions are those of constraints.txt. `<image>/requirements.txt` has the hashes of wheels for Python 3.11
 on Linux (x86-64 and ARM), `.ci/requirements.txt`, of the extra `dev`, those for Python 3.11 to 3.14 on Linux and macOS;
-of sources where there is no wheel. `operator/build-requirements.txt` is what builds the wheels, in an environment that
-no image keeps. torch is not listed: it has several builds of one version, with other hashes each, of which the user
-chooses one (`TORCH_INDEX`, or a directory of wheels), so it is pinned by version.
+of sources where there is no wheel. `.ci/wheel` installs the part of it that `local` brings.
+`operator/build-requirements.txt` is what builds the wheels, in an environment that no image keeps. torch is not listed:
+it has several builds of one version, with other hashes each, of which the user chooses one (`TORCH_INDEX`, or a
+directory of wheels), so it is pinned by version.
 
 constraints.txt itself has no hashes: with one hash in it pip demands a hash of everything, torch and this checkout
 included.
@@ -94,14 +96,16 @@ def _closure(roots: Sequence[tuple[str, frozenset[str]]], known: dict[str, list[
     return {name for name, _ in seen}
 
 
+def entries(path: str) -> dict[str, str]:
+    """The entry of each distribution in a requirements file of this module."""
+    lines = (ROOT / path).read_text().replace("\\\n", " ").splitlines()
+    return {line.partition("==")[0]: line for line in lines if line and not line.startswith("#")}
+
+
 def listed(path: str) -> dict[str, tuple[str, int]]:
     """Version and number of hashes of each distribution in a requirements file of this module."""
-    found: dict[str, tuple[str, int]] = {}
-    for entry in (ROOT / path).read_text().replace("\\\n", " ").splitlines():
-        if entry and not entry.startswith("#"):
-            name, _, rest = entry.partition("==")
-            found[name] = (rest.split()[0], len(re.findall(r"--hash=sha256:[0-9a-f]{64}", rest)))
-    return found
+    return {name: (entry.partition("==")[2].split()[0], len(re.findall(r"--hash=sha256:[0-9a-f]{64}", entry)))
+            for name, entry in entries(path).items()}
 
 
 def wanted(extras: Iterable[str]) -> dict[str, str]:
@@ -142,7 +146,11 @@ def _write(path: str, versions: dict[str, str], index: str, usable: frozenset[Ta
 
 
 def main() -> None:
-    """Write the requirements of the three images, of their build, and of `make setup`."""
+    """Write the requirements of the three images, of their build, and of `make setup`; or print those of an extra."""
+    if extras := sys.argv[1:]:
+        pinned = entries(SETUP)
+        print("\n".join(pinned[name] for name in wanted(extras)))
+        return
     from pip._internal.models.index import PyPI
 
     for image, extras in EXTRAS.items():

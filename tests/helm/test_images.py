@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helm.base_digest import pinned
-from tests.helm.image_requirements import BUILD, EXTRAS, SETUP, brought, listed, pins, wanted
+from tests.helm.image_requirements import BUILD, EXTRAS, SETUP, brought, entries, listed, pins, wanted
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
@@ -166,6 +166,21 @@ def test_setup_installs_everything_but_torch_by_version_and_hash_before_the_chec
                         '-c constraints.txt --no-build-isolation -e ".[dev]"']
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="which distributions are brought depends on the Python")
+def test_the_wheel_is_installed_without_an_index_after_what_its_extra_brings_by_version_and_hash() -> None:
+    printed = subprocess.run([sys.executable, "-m", "tests.helm.image_requirements", "local"], cwd=ROOT, check=True,
+                             text=True, capture_output=True).stdout.splitlines()
+    assert printed == [entry for name, entry in entries(SETUP).items() if name in brought(["local"])]
+    assert 0 < len(printed) < len(listed(SETUP)), "what only the tests need would hide what the extra lacks"
+    script = (ROOT / ".ci/wheel").read_text()
+    assert re.findall(r"^pip (.*)$", script, re.M) == [
+        'install --no-deps --no-index "$work"/wheels/*.whl',
+        'install -c "$root/constraints.txt" "${TORCH:-torch==2.13.0}"',
+        'install --no-index "eyrie[local] @ file://$wheel"']
+    assert all("--no-index" in built or "--require-hashes" in built
+               for built in re.findall(r"^build (.*)$", script, re.M))
+
+
 def test_what_builds_the_wheels_is_pinned_by_version_and_hash() -> None:
     pinned = pins()
     assert {"hatchling", "setuptools"} <= set(listed(BUILD))
@@ -174,12 +189,12 @@ def test_what_builds_the_wheels_is_pinned_by_version_and_hash() -> None:
         assert hashes
 
 
-@pytest.mark.parametrize("image", EXTRAS)
+@pytest.mark.parametrize("image", [*EXTRAS, "tests/cluster"])
 def test_pip_installs_nothing_without_a_hash_but_torch_and_what_was_built(image: str) -> None:
     steps = [step.strip() for keyword, rest in stages(image)[0] if keyword == "RUN" for step in rest.split("&&")]
     unhashed = [step for step in steps if re.search(r"pip (install|wheel)", step)
                 and "--require-hashes" not in step and "--no-index" not in step]
-    assert len(unhashed) == (image == "workers")
+    assert len(unhashed) == (image in ("workers", "tests/cluster"))
     assert all("-c /source/constraints.txt" in step and step.endswith(" torch") for step in unhashed)
 
 

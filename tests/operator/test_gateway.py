@@ -181,6 +181,8 @@ def test_values_that_sglang_answers_with_500_are_refused_before_any_engine_and_c
     assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (
         "messages.0.content", "invalid_value"), "as the embedded engine answers"
     assert ask(url, body="[]").status_code == 400
+    called = {"role": "assistant", "tool_calls": [{"function": {"arguments": '{"a": ' + "[" * 600 + "]" * 600 + "}"}}]}
+    assert ask(url, body=json.dumps({"user": "x" * size, "messages": [called]})).status_code == 400
     assert counted(url) == {}
     assert ask(url, body=f'{{"user": {padding}, "prompt": "\\ud83d\\ude00"}}').status_code == 200, "a whole pair"
     assert ask(url, body="").status_code == 200, "SGLang has POSTs without a body"

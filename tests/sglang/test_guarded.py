@@ -1,4 +1,6 @@
-"""The server that pods of engines start: the real SGLang answers inference, and nothing else, to whoever reaches it."""
+"""The server that pods of engines start: the real SGLang answers inference, and nothing else, to whoever reaches it.
+
+Values that SGLang answers with 500 get 400 before it reads them."""
 
 import os
 from pathlib import Path
@@ -26,6 +28,12 @@ def test_a_client_of_a_guarded_server_gets_answers_and_cannot_administer_it(tmp_
             assert answer.json()["usage"]["completion_tokens"] == 4
             for path in ("/health", "/ready", "/metrics", "/v1/models", "/model_info"):
                 assert client.get(path).status_code == 200, path
+            for levels, status in ((1, 200), (600, 400)):  # 500 of SGLang itself
+                call = {"type": "function", "id": "c", "function": {
+                    "name": "f", "arguments": '{"a": ' + "[" * levels + "]" * levels + "}"}}
+                turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+                answer = client.post("/v1/chat/completions", json={"model": MODEL, "messages": turns, "max_tokens": 4})
+                assert answer.status_code == status, answer.text
             for path in ADMINISTRATION:
                 for method in ("GET", "POST"):
                     assert client.request(method, httpx.URL(server.url).copy_with(raw_path=path.encode()),

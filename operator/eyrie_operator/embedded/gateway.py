@@ -21,9 +21,8 @@ one, at most `HOLD_S` each and `_MOST_HELD` at once. Others get the 503, whose R
 
 Requests of web pages with another origin are refused, bodies that are not declared as JSON
 (`eyrie_api.request_origin`), and those with values that the embedded engine refuses (`read_object`): SGLang answers
-some of them with 500, which would count against a canary. Only
-the paths of inference, health and metrics are forwarded (`is_inference`): engines have others that change weights or
-stop the server.
+some of them with 500, which would count against a canary. Only the paths of inference, health and metrics are forwarded
+(`is_inference`): engines have others that change weights or stop the server.
 
 The gateway writes `D/gateway.json` (pid, start time, port) once it listens, and exits on SIGTERM.
 """

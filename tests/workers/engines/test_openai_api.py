@@ -79,6 +79,20 @@ def test_strings_and_numbers_that_cannot_be_represented_are_refused_where_the_bo
     json.dumps(error_body(refused.value), allow_nan=False, ensure_ascii=False).encode()
 
 
+def test_arguments_of_a_tool_call_are_refused_beyond_64_levels_and_left_to_the_engine_where_they_are_no_json() -> None:
+    def body(arguments: str) -> bytes:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
+
+    for levels in (65, 600, 5000):
+        with pytest.raises(InvalidRequest) as refused:
+            read_object(body('{"a": ' + "[" * levels + "]" * levels + "}"))
+        assert refused.value.param == "messages.0.tool_calls.0.function.arguments"
+    for arguments in ('{"a": ' + "[" * 64 + "]" * 64 + "}", '{"a": ' + "1" * 78 + "}", '{"a": "' + "[" * 900 + '"}',
+                      "[" * 100, "", "nonsense", '{"a": "\\ud800"}'):
+        assert read_object(body(arguments)) == json.loads(body(arguments))
+
+
 def test_a_body_of_text_and_64_bit_numbers_is_read_as_it_is() -> None:
     assert read_object(b'{"seed": -9223372036854775808, "prompt": "\\ud83d\\ude00"}') == {
         "seed": -(2**63), "prompt": "\U0001f600"}

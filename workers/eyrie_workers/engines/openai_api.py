@@ -15,8 +15,6 @@ of a stream.
 Response objects leave `logprobs` null; `responses` fills it in where it is requested, in the shapes of `logprobs`.
 """
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,11 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_workers.engines.sglang.plugin.request_values import RefusedBody, read_values
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 256
-MAX_DEPTH = 64
-"""Levels of lists and objects in a body; JSON schemas of tools have about ten."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -292,50 +289,11 @@ RequestT = TypeVar("RequestT", bound=_SharedFields)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a request body. Raises InvalidRequest unless it is one JSON object whose strings and numbers every later
-    step can represent: text that UTF-8 can encode, integers of 64 bits, finite floats, `MAX_DEPTH` levels at most."""
-    hint = "send one JSON object"
+    """Parse a request body. Raises InvalidRequest for what `read_values` refuses."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:  # also: an integer of more than 4,300 digits
-        raise InvalidRequest(f"the body is not JSON: {error}", hint, code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"the body is a JSON {type(value).__name__}", hint, code="invalid_json")
-    _check_values(value)
-    return value
-
-
-def _check_values(body: dict[str, Any]) -> None:
-    # A list instead of recursion: depth is what is checked.
-    pending: list[tuple[str, Any, int]] = [("", body, 0)]
-    while pending:
-        field, value, depth = pending.pop()
-        rule = hint = None
-        if depth > MAX_DEPTH:
-            rule, hint = f"more than {MAX_DEPTH} levels deep", "nest less"
-        elif isinstance(value, str) and not _is_text(value):
-            rule, hint = "a lone surrogate (\\ud800 to \\udfff) is not text", "send surrogates in pairs, or U+FFFD"
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            rule, hint = "an integer beyond 64 bits", "send a smaller number"
-        elif isinstance(value, float) and not math.isfinite(value):
-            rule, hint = "not a finite number", "send a finite number"
-        if rule is not None and hint is not None:
-            raise InvalidRequest(f"{field}: {rule}", hint, param=field, code="invalid_value")
-        if isinstance(value, dict):
-            if not all(map(_is_text, value)):
-                raise InvalidRequest(f"{field or 'the body'} has a key with a lone surrogate", "name it with text",
-                                     param=field, code="invalid_value")
-            pending += [(f"{field}.{key[:40]}" if field else key[:40], item, depth + 1) for key, item in value.items()]
-        elif isinstance(value, list):
-            pending += [(f"{field}.{index}", item, depth + 1) for index, item in enumerate(value)]
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return read_values(body)
+    except RefusedBody as refused:
+        raise InvalidRequest(str(refused), refused.hint, param=refused.param, code=refused.code) from refused
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatCompletionRequest:

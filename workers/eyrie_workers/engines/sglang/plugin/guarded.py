@@ -3,10 +3,11 @@
 The HTTP server of SGLang also changes weights, flushes caches, ends other clients' requests and shows its whole
 configuration. `--admin-api-key` does not prevent it: `/server_info`, which needs no such key, shows that key (0.5.23).
 In a cluster all clients of an endpoint reach the port of its pods through the Service, so pods are started by this
-module: it takes the flags of `sglang.launch_server` and does what that does, with a filter of paths (`paths`) in front
-of the application. Where it cannot put the filter, the server does not start.
+module: it takes the flags of `sglang.launch_server` and does what that does, with filters of paths (`paths`) and of
+values in bodies (`request_values`) in front of the application. Where it cannot put them, the server does not start.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -14,6 +15,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from eyrie_workers.engines.sglang.plugin.paths import is_inference
+from eyrie_workers.engines.sglang.plugin.request_values import RefusedBody, read_values
+
+MAX_CHECKED_BYTES = 4 * 2**20
+"""Larger bodies hold images; SGLang reads those alone, since parsing one twice costs memory and time."""
+
+_SMALL_BYTES = 16_384
+"""Parsed within a millisecond, which a thread would cost too."""
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -33,11 +41,56 @@ class InferenceOnly:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = json.dumps({"error": {"message": "this endpoint serves inference alone", "code": "not_found",
-                                         "type": "invalid_request_error"}}).encode()
-            await send({"type": "http.response.start", "status": 404, "headers": [
-                (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]})
-            await send({"type": "http.response.body", "body": body})
+            await _refuse(send, 404, {"message": "this endpoint serves inference alone", "code": "not_found"})
+
+
+class CheckedValues:
+    """ASGI middleware: 400 for JSON bodies that `read_values` refuses. Others arrive as they were sent."""
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
+        """Answer one connection."""
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_plain_json(dict(scope["headers"])):
+            await self._app(scope, receive, send)
+            return
+        received: list[_Message] = []
+        size, is_whole = 0, False
+        while not is_whole and size <= MAX_CHECKED_BYTES:
+            message = await receive()
+            received.append(message)
+            if message["type"] != "http.request":  # the client has gone
+                break
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+        if is_whole and 0 < size <= MAX_CHECKED_BYTES:
+            body = b"".join(message.get("body", b"") for message in received)
+            try:
+                await asyncio.to_thread(read_values, body) if size > _SMALL_BYTES else read_values(body)
+            except RefusedBody as refused:
+                await _refuse(send, 400, {"message": f"{refused}; {refused.hint}", "hint": refused.hint,
+                                          "param": refused.param, "code": refused.code})
+                return
+        waiting = iter(received)
+
+        async def replay() -> _Message:
+            message = next(waiting, None)
+            return message if message is not None else await receive()
+
+        await self._app(scope, replay, send)
+
+
+def _is_plain_json(headers: dict[bytes, bytes]) -> bool:
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return kind == b"application/json" and b"content-encoding" not in headers
+
+
+async def _refuse(send: _Send, status: int, error: dict[str, str | None]) -> None:
+    body = json.dumps({"error": {"type": "invalid_request_error", **error}}).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [
+        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})
 
 
 def main() -> None:
@@ -50,12 +103,13 @@ def main() -> None:
     load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
     if arguments.tokenizer_worker_num != 1 or arguments.grpc_port is not None or os.environ.get("SGLANG_RUST_SERVER"):
-        sys.exit("error: several tokenizer processes, gRPC and SGLang's Rust server have no filter of paths\n"
+        sys.exit("error: several tokenizer processes, gRPC and SGLang's Rust server have no filters\n"
                  "hint: leave tokenizer-worker-num, grpc-port and SGLANG_RUST_SERVER out")
     # Resolution sets environment variables that modules of the server read when they are imported.
     arguments.resolve_once()
     from sglang.srt.entrypoints.http_server import app
 
+    app.add_middleware(CheckedValues)
     app.add_middleware(InferenceOnly)
     try:
         run_server(arguments)
