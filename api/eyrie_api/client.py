@@ -57,6 +57,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, PlannedAndActual, PlannedStages
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
 from eyrie_api.v1alpha1.resources import WaitingList
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
     Endpoint,
@@ -504,7 +505,7 @@ class Client:
         try:
             return model.model_validate_json(response.content)
         except ValidationError as error:
-            raise Transient(f"{self.base_url} did not answer as Eyrie does: {error.errors()[0]['msg']}",
+            raise Transient(f"{self.base_url} did not answer as Eyrie does: {first_problem(error)}",
                             "check the URL, and that client and server are of one version") from error
 
     def _request(self, method: str, path: str, **options: Any) -> httpx.Response:

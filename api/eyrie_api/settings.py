@@ -27,6 +27,7 @@ from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host
 from eyrie_api.v1alpha1.model import FromVariables
+from eyrie_api.v1alpha1.rules import rule_of
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
@@ -180,7 +181,7 @@ class Settings(FromVariables):
             first = error.errors()[0]
             name = str(first["loc"][0])
             value = "<secret>" if name in _SECRETS else repr(found.get(name))
-            raise InvalidInput(f"{PREFIX}{name.upper()} = {value}: {first['msg']}",
+            raise InvalidInput(f"{PREFIX}{name.upper()} = {value}: {rule_of(first)}",
                                "correct or unset the variable") from error
 
     @property

@@ -18,7 +18,7 @@ def unknown_field_hint(path: Sequence[str | int]) -> str:
     path   of the field in the document, as pydantic's errors have it: places in lists are numbers
     """
     close = difflib.get_close_matches(str(path[-1]), _field_names(path[:-1]), n=1)
-    return f"did you mean {close[0]!r}?" if close else "remove it: there is no such field"
+    return f"did you mean {close[0]!r}?" if close else "remove it"
 
 
 def _field_names(path: Sequence[str | int]) -> list[str]:

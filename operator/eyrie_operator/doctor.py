@@ -34,6 +34,7 @@ from eyrie_api.database.migrations import schema_state
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, parse_port
@@ -269,7 +270,7 @@ def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Finding]:
             if path.exists():
                 read_sealed(path.read_bytes(), kind)
         except ValidationError as error:
-            yield _damaged_record(home, path, f"not a {kind.__name__}: {error.errors()[0]['msg']}")
+            yield _damaged_record(home, path, f"not a {kind.__name__}: {first_problem(error)}")
         except ValueError as error:  # no JSON, or another digest
             yield _damaged_record(home, path, f"not a {kind.__name__}: {error}")
     port = directory / PORT_FILE

@@ -249,5 +249,5 @@ def test_what_no_program_of_eyrie_wrote_is_not_pushed(server: Running, tmp_path:
     page.write_text("<title>Mine</title>")
     assert "not a report of this version" in run(server, "push", str(page), code=65).output
     written(tmp_path, "mine", kind="poem")
-    assert "kind: Input should be" in run(server, "push", str(page), code=65).output
+    assert "kind: must be " in run(server, "push", str(page), code=65).output
     assert json.loads(run(server, "--json").stdout)["items"] == []

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.rules import first_problem
 
 EntryT = TypeVar("EntryT", bound=Frozen)
 
@@ -55,7 +56,7 @@ def decode_line(line: bytes, entry_type: type[EntryT]) -> EntryT:
 
 def reason_of(error: ValueError) -> str:
     """What is wrong with a line, in one sentence."""
-    return error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return first_problem(error) if isinstance(error, ValidationError) else str(error)
 
 
 class JsonlLedger(Generic[EntryT]):

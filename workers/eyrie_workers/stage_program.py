@@ -48,6 +48,7 @@ from eyrie_api.full_disk import disk_full, is_full
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.stages import FileEntry, HardwareStage, Manifest, StageReport
 from eyrie_workers.catalog import ROWS_FILE, STORE_ADDRESS_FILE
 
@@ -305,7 +306,7 @@ def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
         raise InvalidInput(f"--spec {spec_file} does not exist", "give the path of a stage spec") from None
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidInput(f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {first['msg']} "
+        raise InvalidInput(f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {rule_of(first)} "
                            f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.v1alpha1.stages") from error
 
 

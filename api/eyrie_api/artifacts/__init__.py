@@ -30,6 +30,7 @@ from pydantic_core import to_jsonable_python
 
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.model import LATEST, IsDefault
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_api.v1alpha1.stages import FileEntry, Manifest
 
 MANIFEST = "manifest.json"
@@ -176,7 +177,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     try:
         return read_sealed(data, Manifest)
     except ValueError as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise ArtifactCorrupt(f"manifest {name} is invalid: {reason}",
                               "delete the stage's directory and retry the job") from error
 

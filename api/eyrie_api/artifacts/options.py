@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.model import FromVariables
+from eyrie_api.v1alpha1.rules import rule_of
 
 PREFIX = "EYRIE_ARTIFACTS_"
 MIN_PART_BYTES = 5 * 2**20
@@ -59,7 +60,7 @@ class StoreOptions(FromVariables):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {first['msg']}",
+            raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {rule_of(first)}",
                                "correct or unset the variable") from error
 
     def credentials(self) -> dict[str, str]:

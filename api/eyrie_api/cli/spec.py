@@ -15,6 +15,7 @@ from eyrie_api import yaml_text
 from eyrie_api.errors import InvalidInput
 from eyrie_api.unknown_fields import unknown_field_hint
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.rules import rule_of
 
 
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
@@ -103,7 +104,7 @@ def validate(document: dict[str, Any]) -> JobSpec:
         for one in error.errors(include_url=False):
             where = ".".join(str(step) for step in one["loc"]) or "job"
             got = "" if one["type"] in ("missing", "extra_forbidden") or where == "job" else f" (got {one['input']!r})"
-            problems.append(f"{where}: {one['msg'].removeprefix('Value error, ')}{got}")
+            problems.append(f"{where}: {rule_of(one)}{got}")
             if one["type"] == "extra_forbidden":
                 hints.append((where, unknown_field_hint(one["loc"])))
         hint = hints[0][1] if len(hints) == 1 else "; ".join(f"{where}: {text}" for where, text in hints)

@@ -18,6 +18,7 @@ from eyrie_api.database.jobs import Metric, put_metric
 from eyrie_api.database.tables import EventRow, IngestRow, JobRow, StageRow
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord, MetricRecord, StageRecord
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_api.v1alpha1.stages import StageName
 
 _CHUNK = 8 << 20
@@ -90,4 +91,4 @@ class Ingest:
         except ValidationError as error:
             shown = line[:200].decode(errors="replace")
             return EventRecord(time=self._clock(), type="Warning", reason="UnreadableRecord",
-                               message=f"a line of events.jsonl is not a record ({error.errors()[0]['msg']}): {shown}")
+                               message=f"a line of events.jsonl is not a record ({first_problem(error)}): {shown}")

@@ -35,6 +35,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.stages import ComparedMix, RowDraw
 from eyrie_api.v1alpha1.sweep import MIX_AXIS, SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -239,7 +240,7 @@ def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonVa
         settings = ", ".join(f"{axis.field} = {value!r}" for axis, value in zip(axes, values, strict=True))
         where = ".".join(map(str, first["loc"])) or "spec"
         raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: {where}: "
-                           f"{first['msg'].removeprefix('Value error, ')}",
+                           f"{rule_of(first)}",
                            "change the axis value, or the field it collides with") from error
     return Candidate(_name(axes, values, number, prefix), changed)
 

@@ -21,6 +21,7 @@ from starlette.routing import Match, Route
 
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient, Unauthorized
 from eyrie_api.unknown_fields import unknown_field_hint
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.status import Problem
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 def _explain(error: dict[str, Any]) -> dict[str, Any]:
     """Pointer, value and rule of one pydantic error; a hint where there is a likely one."""
     location, *path = error["loc"]
-    explained: dict[str, Any] = {"pointer": pointer(path) if location == "body" else "", "rule": _rule(error),
+    explained: dict[str, Any] = {"pointer": pointer(path) if location == "body" else "", "rule": rule_of(error),
                                 "value": _shown(error.get("input"))}
     if location != "body":
         explained["parameter"] = ".".join(map(str, path))
@@ -191,10 +192,6 @@ def _explain(error: dict[str, Any]) -> dict[str, Any]:
 def pointer(path: Sequence[str | int]) -> str:
     """A JSON pointer (RFC 6901)."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
-
-
-def _rule(error: dict[str, Any]) -> str:
-    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _shown(value: Any) -> Any:

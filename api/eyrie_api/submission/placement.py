@@ -15,6 +15,7 @@ from eyrie_api.v1alpha1.hardware import PlacedProfile
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
+from eyrie_api.v1alpha1.rules import first_problem, rule_of
 
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
           "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
@@ -35,7 +36,7 @@ def read_profile(path: Path) -> ClusterProfile:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise InvalidInput(f"cluster profile {path}: {where}: {first['msg'].removeprefix('Value error, ')}",
+        raise InvalidInput(f"cluster profile {path}: {where}: {rule_of(first)}",
                            "correct the file") from error
 
 
@@ -96,5 +97,5 @@ def merge_placement(given: Placement, wanted: PlacementRequest) -> Placement:
     try:
         return Placement.model_validate({**dict(given), **changed})
     except ValidationError as error:
-        raise InvalidInput(f"placement: {error.errors()[0]['msg'].removeprefix('Value error, ')}",
+        raise InvalidInput(f"placement: {first_problem(error)}",
                            "change the job's placement or the cluster profile") from error

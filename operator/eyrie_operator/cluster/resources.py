@@ -32,6 +32,7 @@ from eyrie_api.v1alpha1.resources import (
     ResourceRevision,
     ResourceStage,
 )
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -166,7 +167,7 @@ def _read_spec(model: type[_Spec], raw: Any) -> tuple[_Spec | None, str]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in ("spec", *first["loc"]))
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        return None, f"{where}: {first['msg'].removeprefix('Value error, ')}{more}"
+        return None, f"{where}: {rule_of(first)}{more}"
 
 
 def labels_of(resource: JobResource) -> dict[str, str]:

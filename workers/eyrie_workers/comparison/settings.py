@@ -18,6 +18,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.comparison.plan import Budget, CompareSpec
@@ -110,7 +111,8 @@ def read(given: argparse.Namespace) -> CompareSpec:
         })
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'options'}: {first['msg']} (got {first['input']!r})",
+        where = ".".join(map(str, first["loc"])) or "options"
+        raise InvalidInput(f"{where}: {rule_of(first)} (got {first['input']!r})",
                            "see eyrie compare --help") from None
 
 

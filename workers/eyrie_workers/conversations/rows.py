@@ -22,6 +22,7 @@ from pydantic import Field, JsonValue, ValidationError
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_api.v1alpha1.stages import FileEntry
 from eyrie_workers.catalog import ROWS_FILE
 from eyrie_workers.jsonl_ledger import Extent, JsonlLedger, decode_line, reason_of
@@ -179,4 +180,4 @@ def read_meta(directory: Path) -> RowsMeta | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise ArtifactCorrupt(f"{path} is not readable: {error.errors()[0]['msg']}", "run regenerate again") from error
+        raise ArtifactCorrupt(f"{path} is not readable: {first_problem(error)}", "run regenerate again") from error

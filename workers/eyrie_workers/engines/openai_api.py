@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.engines.sglang.plugin.request_values import RefusedBody, read_values
 
@@ -340,7 +341,7 @@ def _invalid_request(error: ValidationError) -> InvalidRequest:
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", f"send {param}", param=param, code="missing_required_parameter")
     shown = repr(first["input"])
-    rule = first["msg"].removeprefix("Value error, ")
+    rule = rule_of(first)
     return InvalidRequest(f"{param} = {shown if len(shown) < 80 else shown[:77] + '...'}: {rule}",
                    f"send another value of {param}", param=param, code="invalid_value")
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_workers.features.blocks import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import (
@@ -417,7 +418,7 @@ def _read_index(backend: StorageBackend) -> StoreIndex:
     try:
         return StoreIndex.model_validate_json(data)
     except ValidationError as error:
-        raise ArtifactCorrupt(f"{INDEX} in {backend.name} is not a readable store index: {error.errors()[0]['msg']}",
+        raise ArtifactCorrupt(f"{INDEX} in {backend.name} is not a readable store index: {first_problem(error)}",
                               "run capture again: it is composed from the shards") from error
 
 

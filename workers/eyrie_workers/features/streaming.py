@@ -36,6 +36,7 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, write_model
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_workers.features.blocks import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow
@@ -94,7 +95,7 @@ def read_plan(backend: StorageBackend) -> tuple[StreamPlan, bytes] | None:
     try:
         plan = StreamPlan.model_validate_json(data)
     except ValidationError as error:
-        raise ArtifactCorrupt(f"{STREAM} in {backend.name} is not a readable plan: {error.errors()[0]['msg']}",
+        raise ArtifactCorrupt(f"{STREAM} in {backend.name} is not a readable plan: {first_problem(error)}",
                               "delete it and run capture again") from error
     tokens = backend.file(TOKENS) or b""
     if digest_bytes(tokens) != plan.tokens_digest:

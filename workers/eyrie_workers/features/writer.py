@@ -25,6 +25,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import ArtifactCorrupt, Conflict
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_workers.features.blocks import encode_states
 from eyrie_workers.features.shard_file import ShardFile
 from eyrie_workers.features.shard_format import (
@@ -51,7 +52,7 @@ def read_index(directory: Path) -> StoreIndex | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise ArtifactCorrupt(f"{path} is not a readable store index: {error.errors()[0]['msg']}",
+        raise ArtifactCorrupt(f"{path} is not a readable store index: {first_problem(error)}",
                               "delete it and run capture again: it is composed from the shards") from error
 
 

@@ -27,6 +27,7 @@ from eyrie_api.decisions.hardware_choice import compare_hardware, sentence
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.hardware import HardwareProfile, HardwareProfiles, HardwareReport
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_workers.comparison.progress import ProgressPrinter
 from eyrie_workers.hardware.measuring import Proof, measure
 from eyrie_workers.hardware.page import COLUMNS, html, speeds
@@ -63,7 +64,7 @@ def read_profiles(file: Path) -> tuple[HardwareProfile, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "profiles"
-        raise InvalidInput(f"--profiles {file}: {where}: {first['msg']} (got {str(first['input'])[:200]})",
+        raise InvalidInput(f"--profiles {file}: {where}: {rule_of(first)} (got {str(first['input'])[:200]})",
                            "see docs/serving.md, hardware compared") from None
 
 

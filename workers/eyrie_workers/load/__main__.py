@@ -25,6 +25,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_workers.conversations.suites import load_suite
 from eyrie_workers.load.client import served_models
 from eyrie_workers.load.endpoint_url import parse_url
@@ -95,7 +96,7 @@ def read_spec(arguments: argparse.Namespace) -> LoadSpec:
             slo=ServiceLevel.model_validate(slo) if slo else None, timeout_s=arguments.timeout, seed=arguments.seed)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'load'}: {first['msg']} (got {first['input']!r})",
+        raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'load'}: {rule_of(first)} (got {first['input']!r})",
                            "see eyrie load --help") from None
 
 

@@ -33,6 +33,7 @@ from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, Permanent, Transient
 from eyrie_api.v1alpha1.model import FromVariables, Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.generation_client import (
@@ -76,7 +77,7 @@ class ShardingConfig(FromVariables):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            raise InvalidInput(f"{names[name]} = {found[name]!r}: {first['msg']}",
+            raise InvalidInput(f"{names[name]} = {found[name]!r}: {rule_of(first)}",
                                "correct or unset the variable") from error
 
 
