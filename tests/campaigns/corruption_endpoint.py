@@ -78,7 +78,16 @@ class EndpointRecords:
         """Damage a record, start the control plane, judge, kill it."""
         if file == _STOPPED:
             stop_endpoints(self.home)
-        (self.directory / (PORT_FILE if file == _STOPPED else file)).write_bytes(data)
+        path = self.directory / (PORT_FILE if file == _STOPPED else file)
+        whole = path.read_bytes()
+        path.write_bytes(data)
+        try:
+            return self._judge(data)
+        finally:
+            if path.exists() and path.read_bytes() == data:  # what nothing had to read: one file at a time is damaged
+                path.write_bytes(whole)
+
+    def _judge(self, data: bytes) -> Verdict:
         plane = Plane(self.home)
         with self._started(plane):
             if not wait_until(lambda: not self._broken(), LIMIT_S):

@@ -196,6 +196,9 @@ def test_pip_installs_nothing_without_a_hash_but_torch_and_what_was_built(image:
                 and "--require-hashes" not in step and "--no-index" not in step]
     assert len(unhashed) == (image in ("workers", "tests/cluster"))
     assert all("-c /source/constraints.txt" in step and step.endswith(" torch") for step in unhashed)
+    (last,) = [number for number, step in enumerate(steps) if step.endswith(" /wheels/*.whl")]
+    for step in unhashed:  # torch finds what it needs installed by hash, or that is installed again
+        assert steps.index(step) > last or "--force-reinstall" in steps[last]
 
 
 def test_the_build_of_torch_can_be_chosen() -> None:
