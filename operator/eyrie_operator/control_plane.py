@@ -119,6 +119,7 @@ def _open_database(settings: Settings) -> Database:
     """The database, on a full disk too: SQLite creates its log and its index when it opens the file, and cannot start
     where there is no space for them. The reserve makes that space."""
     database = Database(settings.resolved_database_url)
+    doctor.check_whole(database)
     reserve = settings.home / RESERVE
     if database.is_sqlite:
         try:

@@ -39,6 +39,7 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, parse_port
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
+from eyrie_operator.sqlite_pages import lost_pages
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,18 @@ def check_database(database: Database) -> None:
     except DatabaseError as error:
         damage = [str(error.orig)]
     if damage:
-        raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage[0]}", _RESTORE)
+        raise _damaged(database, damage[0])
+
+
+def check_whole(database: Database) -> None:
+    """Raises DatabaseDamaged for a file that is cut off. It opens no connection: closing the last one writes the log
+    into the file, with zeros in place of what is lost, and nothing shows the damage afterwards."""
+    if lost := _cut_off(database):
+        raise _damaged(database, lost[0])
+
+
+def _damaged(database: Database, damage: str) -> DatabaseDamaged:
+    return DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage}", _RESTORE)
 
 
 def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Finding]:
@@ -157,10 +169,17 @@ def database_damage(database: Database) -> list[Finding]:
     if not database.is_sqlite:
         return []
     try:
-        found = _sqlite_finds(database, "integrity_check")
+        found = _cut_off(database) or _sqlite_finds(database, "integrity_check")
     except DatabaseError as error:
         found = [str(error.orig)]
     return [Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE) for message in found]
+
+
+def _cut_off(database: Database) -> list[str]:
+    if not database.is_sqlite:
+        return []
+    lost = lost_pages(Path(str(database.engine.url.database)))
+    return [f"its file is cut off: {lost} of its pages are neither in it nor in its log"] if lost else []
 
 
 def _sqlite_finds(database: Database, check: Literal["quick_check", "integrity_check"]) -> list[str]:

@@ -216,6 +216,17 @@ def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_di
         record.write_text(text.replace(was, f'{was[:-1]}{(int(was[-1]) + 1) % 10}'))
         assert harness.serve(1).url == url
         assert (harness.engines()[1].process, harness.gateway()) == (engine.process, gateway)
+    # With the record and the ready file both damaged nobody knows where the engine is: it is started again.
+    for name in (ENGINE_FILE, "ready.json"):
+        (folder / name).write_bytes(b"{\xff")
+    harness.keeper.reconcile("default")
+    assert harness.engines()[1].process == engine.process
+    later = timedelta(minutes=2)
+    harness.keeper = EmbeddedEndpoints(harness.settings, harness.database, clock=lambda: utc_now() + later)
+    assert harness.serve(1).url == url
+    assert not is_alive(engine.process)
+    assert ask(url).status_code == 200
+    engine = harness.engines()[1]
     os.kill(engine.process.pid, signal.SIGKILL)
     os.kill(gateway.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not is_alive(engine.process) and not is_alive(gateway.process), 10.0)

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from eyrie_api.artifacts import write_model, write_sealed
@@ -135,7 +135,7 @@ class EmbeddedEndpoints:
             ours = serving.serve.engine.kind == "embedded"
             return UnendedAnswers() if ours or gateway is None else read_unended(gateway.port)
 
-        engines = tuple(self._observe_engine(record, folder, endpoint.model, unended)
+        engines = tuple(self._observe_engine(record, folder, endpoint, serving, unended)
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
@@ -163,16 +163,19 @@ class EmbeddedEndpoints:
         weights = weight_bytes(resolve_target(serving.target), use)
         return find_room(serving.serve.engine, weights, self._free_memory())
 
-    def _observe_engine(self, record: EngineRecord, folder: Path, model: str,
+    def _observe_engine(self, record: EngineRecord, folder: Path, endpoint: Endpoint, serving: Serving,
                         read_unended_answers: Callable[[], UnendedAnswers | None]) -> ObservedEngine:
         if not is_alive(record.process):
             return ObservedEngine(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
                                   message=last_lines(folder / "engine.log"), alone=record.alone)
         known = record
         if record.url is None:
-            url = probe(folder, model)
+            url = probe(folder, endpoint.model)
             if url is None:
-                return ObservedEngine(record.revision, "starting", record.started_at, record.starts,
+                lost = record.revision == endpoint.active_revision and self._is_lost(record, folder, serving)
+                if lost:
+                    stop_group(record.process, grace_s=0.0)
+                return ObservedEngine(record.revision, "dead" if lost else "starting", record.started_at, record.starts,
                                       record.retiring_since, alone=record.alone)
             began = read_counters(url) or EngineCounters()  # baseline: the probe's own rounds do not count
             record = record.model_copy(update={"url": url}).begin_window(began, self._clock())
@@ -192,6 +195,16 @@ class EmbeddedEndpoints:
                               window_requests=requests, window_since=record.window_since, alone=record.alone,
                               window_unended=unended is not None and record.window_since is not None
                               and unended.within(record.revision, record.window_since))
+
+    def _is_lost(self, record: EngineRecord, folder: Path, serving: Serving) -> bool:
+        """Whether a serving engine whose address is not known has said for long where it is, and is not there: its
+        record was lost, and its ready file is damaged. It is started again, as one that died. (A candidate is rejected
+        by the plan.)"""
+        limit = timedelta(seconds=serving.serve.healthy_within_s)
+        if not (folder / "ready.json").exists() or self._clock() - record.started_at <= limit:
+            return False
+        log.warning("the engine of %s is not where its ready file says for %s: it is started again", folder, limit)
+        return True
 
     # Actions. Each is idempotent: after a crash it is applied again.
 

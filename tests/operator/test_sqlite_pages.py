@@ -1,0 +1,87 @@
+"""Which databases have lost pages, with SQLite's own files: copied while it writes, checkpoints and shrinks them."""
+
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.database.engine import Database
+from eyrie_operator.doctor import DatabaseDamaged, check_database, check_whole
+from eyrie_operator.sqlite_pages import lost_pages
+
+
+def copied(path: Path, to: Path) -> Path:
+    """Database and log as they are on the disk at this moment."""
+    to.mkdir()
+    for name in (path.name, f"{path.name}-wal"):
+        if path.with_name(name).exists():
+            shutil.copy(path.with_name(name), to / name)
+    return to / path.name
+
+
+def opened(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.executescript("PRAGMA journal_mode=WAL; PRAGMA wal_autocheckpoint=20; "
+                             "CREATE TABLE t (id INTEGER, text TEXT)")
+    return connection
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_page_of_a_whole_database_counts_as_lost_whatever_was_written_moved_and_deleted(
+        tmp_path: Path, seed: int) -> None:
+    rng, path = random.Random(seed), tmp_path / "a.db"
+    connection = opened(path)
+    reader = sqlite3.connect(path, isolation_level=None)
+    for number in range(60):
+        doing = rng.choice(("insert", "insert", "insert", "delete", "undo", "checkpoint", "vacuum", "read", "done"))
+        if doing == "insert":
+            connection.executemany("INSERT INTO t VALUES (?, ?)", [
+                (number, "x" * rng.randrange(30_000)) for _ in range(rng.randrange(1, 6))])
+        elif doing == "delete":
+            connection.execute("DELETE FROM t WHERE id % 3 = ?", (rng.randrange(3),))
+        elif doing == "undo":
+            connection.execute("BEGIN")
+            connection.execute("INSERT INTO t VALUES (?, ?)", (number, "y" * 200_000))
+            assert lost_pages(copied(path, tmp_path / f"within-{number}")) == 0
+            connection.execute("ROLLBACK")
+        elif doing == "checkpoint":
+            connection.execute(f"PRAGMA wal_checkpoint({rng.choice(('PASSIVE', 'TRUNCATE'))})")
+        elif doing == "vacuum" and not reader.in_transaction:
+            connection.execute("VACUUM")
+        elif doing == "read" and not reader.in_transaction:  # keeps checkpoints from coming to an end
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM t").fetchone()
+        elif doing == "done" and reader.in_transaction:
+            reader.execute("COMMIT")
+        assert lost_pages(copied(path, tmp_path / str(number))) == 0, doing
+    reader.close()
+    connection.close()
+    assert lost_pages(path) == 0
+
+
+def test_a_file_that_is_cut_off_next_to_its_log_is_damaged_though_sqlite_finds_nothing_and_is_left_as_it_is(
+        tmp_path: Path) -> None:
+    connection = opened(tmp_path / "a.db")
+    connection.execute("INSERT INTO t VALUES (1, ?)", ("z" * 100_000,))
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.execute("INSERT INTO t VALUES (2, 'small')")
+    path = copied(tmp_path / "a.db", tmp_path / "copy")
+    connection.close()
+    check_whole(Database(f"sqlite:///{path}"))
+    cut = path.read_bytes()[:-3000]
+    path.write_bytes(cut)
+    database = Database(f"sqlite:///{path}")
+    with pytest.raises(DatabaseDamaged, match="cut off: 1 of its pages") as raised:
+        check_whole(database)
+    assert "restore" in raised.value.hint
+    assert path.read_bytes() == cut
+    check_database(database)  # reads zeros in the place of the text
+    database.close()
+
+
+def test_what_is_no_database_is_left_to_sqlite(tmp_path: Path) -> None:
+    for name, data in (("empty", b""), ("short", b"SQLite format 3\0"), ("other", b"x" * 4096)):
+        (tmp_path / name).write_bytes(data)
+        assert lost_pages(tmp_path / name) == 0
