@@ -257,8 +257,7 @@ campaign-upgrade-cluster: setup  ## the same by helm upgrade, with PostgreSQL, o
 		$(BIN)/python -m tests.campaigns.cluster_upgrade $(CAMPAIGN)
 
 # Seven minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier. Not
-# the upgrade, which takes minutes and git's history. Corruption with another seed than 1, whose third case of the home is
-# an open finding (docs/results/campaigns.md).
+# the upgrade, which takes minutes and git's history.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
 	@$(BIN)/python -m tests.campaigns.tenancy --postgres --seconds 50 > /dev/null
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null
