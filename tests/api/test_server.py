@@ -200,6 +200,13 @@ def test_the_page_of_the_api_shows_every_request_and_loads_nothing_from_elsewher
             assert f"<b>{method.upper()}</b> <code>{path}</code>" in page.text
 
 
+def test_a_selection_by_a_form_whose_fields_are_empty_is_in_the_document(server: Running) -> None:
+    document = httpx.get(server.url + "/openapi.json").json()
+    [temperature] = [one["schema"] for one in document["paths"][f"{JOBS}/{{job_id}}/figures"]["get"]["parameters"]
+                     if one["name"] == "temperature"]
+    assert {"const": ""} in temperature["anyOf"]
+
+
 def test_every_integer_of_a_path_or_query_is_bounded_so_that_a_database_can_hold_it(server: Running) -> None:
     document = httpx.get(server.url + "/openapi.json", timeout=60).json()
     unbounded, seen = [], 0

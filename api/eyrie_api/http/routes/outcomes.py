@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from eyrie_api.artifacts.stage_manifests import StageManifest
@@ -112,7 +112,9 @@ class LeaderboardQuery(BaseModel):
     family: str = Field("", max_length=32)
     suite: str = Field("", max_length=63)
     temperature: Annotated[Annotated[float, Field(ge=0.0, le=4.0)] | None,
-                           BeforeValidator(lambda given: None if given == "" else given)] = None
+                           BeforeValidator(lambda given: None if given == "" else given),
+                           WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0, "maximum": 4},
+                                                     {"const": ""}]})] = None
     engine: Literal["", EngineKind] = ""
 
     def board(self, control: Control, job_id: str) -> Leaderboard:
