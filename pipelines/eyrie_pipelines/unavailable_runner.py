@@ -37,7 +37,7 @@ class UnavailableRunner:
               reuse: tuple[str, ...] = ()) -> None:
         """Raises RuntimeUnavailable."""
         raise RuntimeUnavailable(
-            "this installation has no cluster to run jobs on, and its workers' image has no stage programs",
+            "this installation has no cluster to run jobs on, and its control plane has no stage programs",
             "configure Kubeflow Pipelines (EYRIE_CLUSTER_PROFILE; in the chart: cluster.kubeflow.url), "
             "then retry the job",
         )

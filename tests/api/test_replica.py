@@ -5,22 +5,25 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import downgrade, schema_state, upgrade
 from eyrie_api.errors import InvalidInput
-from eyrie_api.http.replica import TablesMissing, await_tables, serve
+from eyrie_api.http.replica import TablesMissing, await_tables, migrate_when_there, serve
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from tests.api.samples import job_body
 from tests.servers.cutting import relaying
+from tests.servers.postgres import Postgres
 from tests.servers.redis import Redis
 
 DATABASES = ("sqlite",)
@@ -89,6 +92,39 @@ def test_a_database_that_does_not_answer_is_waited_for() -> None:
             await_tables(away, 0.0)
         assert "secret" not in str(caught.value)
         away.close()
+
+
+def test_a_wrong_password_is_in_the_log_from_the_first_attempt_without_the_password(
+        postgres_server: Postgres, caplog: pytest.LogCaptureFixture) -> None:
+    right = make_url(postgres_server.url("postgres"))
+    wrong = Database(right.set(username="nobody-here", password="of-the-test").render_as_string(hide_password=False))
+
+    def pause(_seconds: float) -> None:
+        assert "nobody-here" in caplog.text
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        await_tables(wrong, 60.0, pause=pause)
+    assert "check EYRIE_DATABASE_URL" in caplog.text
+    with pytest.raises(TablesMissing, match="nobody-here") as caught:
+        await_tables(wrong, 0.0)
+    assert "of-the-test" not in caplog.text + str(caught.value)
+    wrong.close()
+
+
+def test_a_database_without_utf8_is_refused_with_what_to_do(postgres_server: Postgres) -> None:
+    name = f"plain_{uuid.uuid4().hex[:12]}"
+    with psycopg.connect(host="127.0.0.1", port=postgres_server.port, user="eyrie", dbname="postgres",
+                         autocommit=True) as server:
+        server.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
+    plain = Database(postgres_server.url(name))
+    try:
+        with pytest.raises(InvalidInput, match="encoding SQL_ASCII, and UTF8 is required") as caught:
+            migrate_when_there(plain, 60.0)
+        assert "ENCODING 'UTF8'" in caught.value.hint
+    finally:
+        plain.close()
+        postgres_server.drop(name)
 
 
 def test_a_broker_that_no_worker_can_share_is_refused(tmp_path: Path) -> None:

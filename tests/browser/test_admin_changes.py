@@ -144,7 +144,7 @@ def test_a_project_is_created_and_its_quotas_are_set_and_lifted(
     page.locator("summary", has_text="Set the quotas").click()
     page.locator("#set-quotas-max_jobs").fill("many")
     page.get_by_role("button", name="Set the quotas").click()
-    page.locator("#set-quotas-max_jobs-error", has_text="integer").wait_for()
+    page.locator("#set-quotas-max_jobs-error", has_text="whole number").wait_for()
     for field, value in (("max_jobs", "4"), ("requests_per_minute", "600"), ("priority_classes", "batch, night")):
         page.locator(f"#set-quotas-{field}").fill(value)
     with reloaded(page):

@@ -56,7 +56,7 @@ def test_a_job_is_made_of_exactly_the_fields_filled_in_and_a_wrong_value_is_refu
     assert not error.is_visible()
     assert field.get_attribute("aria-invalid") is None
     page.get_by_role("button", name="Add to data.sources").click()
-    page.locator("[id='e/data/sources/1/path']", has_text="required").wait_for()
+    page.locator("[id='e/data/sources/1/path']", has_text="is missing").wait_for()
     page.get_by_label("data.sources.1.path").fill("quickstart")
     page.get_by_text("More of data.sources.1").click()
     page.get_by_label("data.sources.1.max_rows").fill("10")

@@ -89,7 +89,8 @@ class Authenticator:
         else:
             raise Unauthorized("this server requires a bearer token",
                                "send Authorization: Bearer <API key>, a token of the OIDC issuer where one is set, or "
-                               "EYRIE_TOKEN (generated in <home>/token when it is not set)")
+                               "EYRIE_TOKEN (generated in <home>/token when it is not set; of the chart in the Secret "
+                               "that its notes name)")
         self._remember(_digest(token), principal)
         return principal
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import uvicorn
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from eyrie_api.access.secret_keys import SecretKeys
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
@@ -96,18 +96,28 @@ def migrate_when_there(database: Database, timeout_s: float, *,
     return schema_state(database)
 
 
+def _words(database: Database, error: SQLAlchemyError) -> str:
+    """What the driver says, without the password."""
+    words = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())[:500]
+    password = database.engine.url.password
+    return words.replace(str(password), "***") if password else words
+
+
 def _await(database: Database, timeout_s: float, pause: Callable[[float], None],
            enough: tuple[SchemaState, ...]) -> SchemaState:
-    until = time.monotonic() + timeout_s
+    until, said = time.monotonic() + timeout_s, ""
     while True:
         try:
             found: SchemaState | None = schema_state(database)
-            reason = "its tables are older than this program, or not there"
+            reason, hint = "its tables are older than this program, or not there", "run `eyrie migrate` on it"
         except SQLAlchemyError as error:
-            found, reason = None, f"it does not answer ({type(error).__name__})"
+            found, reason = None, f"it does not answer: {_words(database, error)}"
+            hint = "check EYRIE_DATABASE_URL (host, user, password, database), and that the server runs"
         if found in enough:
             return found
         if time.monotonic() >= until:
-            raise TablesMissing(f"after {timeout_s:g} s the database is not ready: {reason}",
-                                "run `eyrie migrate` on it, and check EYRIE_DATABASE_URL")
+            raise TablesMissing(f"after {timeout_s:g} s the database is not ready: {reason}", hint)
+        if reason != said:  # at the first attempt: whoever waits for a pod reads its log
+            log.warning("the database is not ready, waiting for up to %g s: %s; hint: %s", timeout_s, reason, hint)
+            said = reason
         pause(min(_POLL_S, max(0.0, until - time.monotonic())))
