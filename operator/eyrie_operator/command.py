@@ -187,9 +187,11 @@ def migrate(
     """Migrate the tables of EYRIE_DATABASE_URL; tables of a newer Eyrie stay unchanged."""
     from eyrie_api.database.engine import Database
     from eyrie_api.http.replica import await_tables, migrate_when_there
+    from eyrie_operator.doctor import check_whole
 
-    settings = settings_for(None, None, None)
-    state = (await_tables if check else migrate_when_there)(Database(settings.resolved_database_url), timeout)
+    database = Database(settings_for(None, None, None).resolved_database_url)
+    check_whole(database)
+    state = (await_tables if check else migrate_when_there)(database, timeout)
     Screen(as_json=as_json).show({"tables": state}, f"The tables are {state}.")
 
 

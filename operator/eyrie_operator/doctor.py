@@ -176,8 +176,8 @@ def database_damage(database: Database) -> list[Finding]:
 
 
 def _cut_off(database: Database) -> list[str]:
-    if not database.is_sqlite:
-        return []
+    if not database.is_sqlite or not Path(str(database.engine.url.database)).is_file():
+        return []  # of a path that cannot be a database the first connection says why
     lost = lost_pages(Path(str(database.engine.url.database)))
     return [f"its file is cut off: {lost} of its pages are neither in it nor in its log"] if lost else []
 

@@ -1,8 +1,11 @@
 """Which databases have lost pages, with SQLite's own files: copied while it writes, checkpoints and shrinks them."""
 
+import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,11 @@ def test_a_file_that_is_cut_off_next_to_its_log_is_damaged_though_sqlite_finds_n
     with pytest.raises(DatabaseDamaged, match="cut off: 1 of its pages") as raised:
         check_whole(database)
     assert "restore" in raised.value.hint
+    migrated = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "migrate"], capture_output=True,
+                              text=True, env={**os.environ, "EYRIE_DATABASE_URL": f"sqlite:///{path}"},
+                              check=False, timeout=120)
+    assert migrated.returncode != 0
+    assert "cut off" in migrated.stderr
     assert path.read_bytes() == cut
     check_database(database)  # reads zeros in the place of the text
     database.close()
