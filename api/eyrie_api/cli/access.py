@@ -27,7 +27,7 @@ from eyrie_api.v1alpha1.access import (
     Role,
     WebhookEvent,
 )
-from eyrie_api.v1alpha1.rules import rule_of
+from eyrie_api.v1alpha1.rules import first_problem
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: create, list, rotate, revoke.")
 projects_app = typer.Typer(no_args_is_help=True, help="Projects, their members and quotas.")
@@ -309,8 +309,7 @@ def _checked(model: Any, **fields: Any) -> Any:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {rule_of(first)}", "see --help") from None
+        raise InvalidInput(first_problem(error), "see --help") from None
 
 
 def _projects(projects: Sequence[Project]) -> Table | Text:

@@ -22,7 +22,7 @@ from eyrie_api.cli.verbs import Json, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.errors import InvalidInput
 from eyrie_api.quantities import size
-from eyrie_api.v1alpha1.rules import rule_of
+from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_api.v1alpha1.stored_reports import StoredReport, StoreReport
 
 reports_app = typer.Typer(no_args_is_help=False, help="List reports of comparisons; push, show, delete.")
@@ -75,8 +75,7 @@ def report_of(figures: str, page: str, where: str) -> StoreReport:
             "kind": head.kind, "title": _line(head.title), "decision": [_line(one) for one in head.decision],
             "report": json.loads(figures), "page": page})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(f"{where}: {'.'.join(map(str, first['loc']))}: {rule_of(first)}", _WRITERS) from None
+        raise InvalidInput(f"{where}: {first_problem(error)}", _WRITERS) from None
     except ValueError as error:
         raise InvalidInput(f"{where}: the figures are not JSON: {error}", _WRITERS) from None
 

@@ -122,7 +122,8 @@ def _stages(work: PlannedWork, candidates: Sequence[Candidate], rates: Mapping[s
 def _starts(work: PlannedWork, candidates: Sequence[Candidate], counts: Mapping[str, int]) -> dict[StageKey, int]:
     """Of the stages that compute on GPUs."""
     servers = max(1, counts["benchmark"] // work.spec.engine.tp_size)
-    return {stage: number for stage, number in starts(work, candidates, servers).items() if counts[stage]}
+    return {stage: number for stage, number in starts(work, candidates, servers).items()
+            if number and counts[stage]}
 
 
 def _start_s(work: PlannedWork, stage: StageKey, speed: Speed) -> float:
@@ -321,7 +322,7 @@ def _starts_named(started: Mapping[StageKey, int], work: PlannedWork) -> tuple[A
         return ()
     most = max(started, key=lambda stage: started[stage])
     fast, middle, slow = (round(_start_s(work, most, speed)) for speed in ("high", "expected", "low"))
-    often = ", ".join(f"{stage} {number}" for stage, number in started.items() if number)
+    often = ", ".join(f"{stage} {number}" for stage, number in started.items())
     return (Assumption(name="start with the target's weights", value=float(middle), unit="s",
                        source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
 
