@@ -16,6 +16,7 @@ part of the summary.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -68,7 +69,7 @@ CANNOT_SHOW = (
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description="Rehearse the seed's job on a cluster of this machine.")
-    parser.add_argument("--short", action="store_true", help="half the candidates, a tenth of the conversations")
+    parser.add_argument("--short", action="store_true", help="two candidates, a tenth of the conversations")
     parser.add_argument("--out", type=Path, default=ROOT / ".eyrie" / "bench" / "rehearsal.json", help="JSON to write")
     args = parser.parse_args()
     say = Diary()
@@ -206,10 +207,10 @@ def compare(release: Release, drafted: Served, bare: Served) -> dict[str, str]:
 
 def audit(report: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     """Nothing left out: every candidate trained, every checkpoint benchmarked in SGLang, tuned, proven."""
-    mixes = sum(len(axis["values"]) for axis in job["sweep"]["axes"])
-    assert len(report["train"]) == mixes, report["train"]
+    candidates = math.prod(len(axis["values"]) for axis in job["sweep"]["axes"])
+    assert len(report["train"]) == candidates, report["train"]
     exported = {one["name"] for train in report["train"] for one in train["checkpoints"]}
-    assert len(exported) == mixes * job["train"]["num_checkpoints"], exported
+    assert len(exported) == candidates * job["train"]["num_checkpoints"], exported
     assert {one["checkpoint"] for one in report["benchmark"]} == exported
     assert all(one["lossless"] for one in report["benchmark"]), report["benchmark"]
     assert report["tune"]["map"]["trials_measured"] > 1, report["tune"]
