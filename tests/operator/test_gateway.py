@@ -323,7 +323,8 @@ def test_requests_that_generate_past_the_end_of_an_answer_are_noted_until_they_e
         chunks = stream.iter_raw()
         next(chunks)  # the gateway has noted the start, and notes nothing more before the end
         middle = datetime.now(UTC)
-        assert unended(began) and not unended(middle)
+        assert unended(began)
+        assert not unended(middle)
         engines[0].go_on.set()
         list(chunks)
     assert wait_until(lambda: unended(middle), 30.0)
