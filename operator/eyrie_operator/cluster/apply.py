@@ -14,6 +14,7 @@ client, dicts do not. Paths follow from apiVersion and kind, so no discovery, an
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -68,8 +69,9 @@ class Cluster:
     """One cluster, by the kubeconfig of the environment or the service account of the pod."""
 
     def __init__(self, check: Callable[[], None] | None = None, counted: Counted = _nothing) -> None:
-        try:
-            config.load_config()
+        in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+        try:  # not `load_config`, which warns in every pod that there is no kubeconfig
+            (config.load_incluster_config if in_pod else config.load_kube_config)()
         except config.ConfigException as error:
             raise Permanent(f"no cluster: {error}", "set KUBECONFIG, or run in a pod with a service account") from error
         configuration = client.Configuration.get_default_copy()
