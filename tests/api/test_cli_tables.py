@@ -99,6 +99,12 @@ def test_tau_never_stands_without_its_draft_tree() -> None:
     assert "7/1/8" in board
 
 
+def test_the_leaderboard_has_a_column_for_the_values_of_a_sweep_where_there_is_one() -> None:
+    swept = ENTRY.model_copy(update={"axes": {"drafter.intermediate_size": 704, "train.learning_rate": 1e-4}})
+    assert "intermediate_size 704; learning_rate 0.0001" in rendered(tables.leaderboard_table([swept, ENTRY]), 250)
+    assert "SWEEP" not in rendered(tables.leaderboard_table([ENTRY]), 250)
+
+
 def test_closing_words_tell_the_decision_with_its_reasons() -> None:
     decision = PromotionDecision(promote=False, verdict="no-drafter", reasons=("slower in tools: 0.97x",))
     assert "slower in tools: 0.97x" in closing_words(job("Succeeded", best=ENTRY, decision=decision))

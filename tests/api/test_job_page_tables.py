@@ -12,6 +12,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.load import LoadCell, LoadReport, Quantiles
@@ -84,6 +85,20 @@ def test_a_row_of_the_leaderboard_has_the_figures_of_its_entry(client: httpx.Cli
                 "identical" if one["lossless"] else "CHANGED", f"{slowest} {one['suites'][slowest]:.2f}x"]
 
     assert rows_of(client, job, "leaderboard") == [row(one) for one in entries]
+
+
+def test_a_row_of_the_leaderboard_has_the_values_of_the_sweep_that_its_candidate_was_trained_with(
+        client: httpx.Client, database: Database) -> None:
+    axes = [{"field": "data.mix", "values": [{"chats": 2, "tools": 1}, {"chats": 1, "tools": 3}]},
+            {"field": "drafter.intermediate_size", "values": [64, 128]}]
+    spec = job_spec(data={"sources": [{"path": "c.jsonl", "name": "chats"}, {"path": "t.jsonl", "name": "tools"}]},
+                    sweep={"axes": axes})
+    job, last = Jobs(database).submit(spec).id, expand(spec)[-1].name
+    made = benchmark_report(f"{last}-step-1", {"chat": (2.0, 1.8)}).model_copy(update={"candidate": last})
+    Results(database).record(Measured(job_id=job, target="t", family="eagle3", tuned=False, report=made), "/there")
+    (entry,) = client.get("/v1alpha1/leaderboard", params={"job_id": job}).json()["items"]
+    assert entry["axes"] == {"data.mix": {"chats": 1, "tools": 3}, "drafter.intermediate_size": 128}
+    assert "mix chats 1, tools 3; intermediate_size 128" in rows_of(client, job, "leaderboard")[0][1]
 
 
 def slower(load: LoadReport, cell: LoadCell, variant: str, level: float) -> LoadCell:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.sweep import axes_by_candidate, axes_words, expand
 from eyrie_api.errors import InvalidInput
 from tests.api.samples import job_spec
 
@@ -31,6 +31,27 @@ def test_the_grid_varies_the_last_axis_fastest_and_puts_the_values_in() -> None:
         "c1-lr-0p001-ffn-64", "c2-lr-0p001-ffn-128", "c3-lr-0p0003-ffn-64", "c4-lr-0p0003-ffn-128"]
     assert [(one.train.learning_rate, one.drafter.intermediate_size) for one in found] == [
         (0.001, 64), (0.001, 128), (0.0003, 64), (0.0003, 128)]
+
+
+def test_the_values_of_a_candidate_are_known_by_its_name_however_little_of_them_the_name_holds() -> None:
+    mixes = [{"think": 2, "instruct": 1, "support": 1}, {"think": 1, "instruct": 1, "support": 2}]
+    spec = job_spec(
+        data={"sources": [{"path": f"{name}.jsonl", "name": name} for name in mixes[0]]},
+        sweep={"families": ["eagle3", "eagle1"], "axes": [{"field": "data.mix", "values": mixes}, {
+            "field": "drafter.intermediate_size", "values": [64, 128]}]})
+    found, axes = expand(spec), axes_by_candidate(spec.sweep)
+    assert list(axes) == [one.name for one in found]
+    assert list(axes.values()) == [
+        {"data.mix": one.spec.data.mix, "drafter.intermediate_size": one.drafter.intermediate_size} for one in found]
+    assert axes_words(axes[found[1].name]) == "mix think 2, instruct 1, support 1; intermediate_size 128"
+
+
+def test_the_values_of_draws_are_those_of_their_candidates() -> None:
+    rates = {"field": "train.learning_rate", "low": 1e-4, "high": 1e-2, "log": True}
+    spec = job_spec(sweep={"random": 3, "axes": [rates]})
+    assert [axes_by_candidate(spec.sweep)[one.name] for one in expand(spec)] \
+        == [{"train.learning_rate": one.train.learning_rate} for one in expand(spec)]
+    assert axes_by_candidate(job_spec().sweep) == {}
 
 
 @given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=16, unique=True),

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.decisions.promotion import summarize_decision
+from eyrie_api.decisions.sweep import axes_words
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.attention import AttentionItem
 from eyrie_api.v1alpha1.model import Interval
@@ -215,14 +216,16 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
     """Measured checkpoints, best first."""
     if not entries:
         return Text("Nothing has been measured yet.")
-    table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "95 %", "GREEDY", "SAMPLED", "AT ONCE", "TAU",
-                   "DEPTH/K/TOKENS", "TOK/S", "LOSSLESS", "TARGET", "JOB",
+    is_swept = any(entry.axes for entry in entries)
+    table = _table("#", "CHECKPOINT", *(("SWEEP",) if is_swept else ()), "FAMILY", "SPEED-UP", "95 %", "GREEDY",
+                   "SAMPLED", "AT ONCE", "TAU", "DEPTH/K/TOKENS", "TOK/S", "LOSSLESS", "TARGET", "JOB",
                    right=("#", "SPEED-UP", "95 %", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
     for entry in entries:
         # One at a time is the column before.
         at_once = ", ".join(f"{concurrency}: {times(speedup)}"
                             for concurrency, speedup in entry.speedup_by_concurrency.items() if concurrency > 1)
         table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""),
+                      *((axes_words(entry.axes) or "-",) if is_swept else ()),
                       entry.family + (", not trained here" if entry.rival else ""),
                       times(entry.speedup), _within(entry.speedup_interval), times(entry.speedup_greedy),
                       times(entry.speedup_sampled), at_once or "-",

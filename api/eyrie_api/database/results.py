@@ -5,6 +5,7 @@ repeated after a crash does not appear twice. A result is visible to callers tha
 `eyrie_api.decisions.leaderboard`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy import select as query_of
@@ -23,9 +24,11 @@ from eyrie_api.decisions.leaderboard import (
     select,
     select_best,
 )
+from eyrie_api.decisions.sweep import axes_by_candidate
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
 from eyrie_api.v1alpha1.status import Leaderboard
+from eyrie_api.v1alpha1.sweep import SweepSpec
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,14 @@ class Results:
 
     def leaderboard(self, wanted: ResultFilter | None = None, limit: int = 100) -> tuple[LeaderboardEntry, ...]:
         """Entries best first; ranks count the filtered results only."""
-        return rank(one.measured for one in self.list(wanted))[:limit]
+        return self._with_axes(rank(one.measured for one in self.list(wanted))[:limit])
 
     def board(self, wanted: ResultFilter, selection: Selection, limit: int = 100) -> Leaderboard:
         """The leaderboard by the selected measurements alone, and what can be selected."""
         found = [one.measured for one in self.list(replace(wanted, family=None))]
         of_family = [one for one in found if wanted.family in (None, one.family)]
-        return Leaderboard(items=rank(select(of_family, selection))[:limit], choices=choices_of(found))
+        items = rank(select(of_family, selection))[:limit]
+        return Leaderboard(items=self._with_axes(items), choices=choices_of(found))
 
     def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
         """Results, in no particular order."""
@@ -102,6 +106,14 @@ class Results:
         own = [one for one in tuned if not one.measured.report.rival] or tuned or found
         best = select_best([one.measured.report for one in own])
         return next(one for one in own if one.measured.report == best)
+
+
+    def _with_axes(self, entries: Sequence[LeaderboardEntry]) -> tuple[LeaderboardEntry, ...]:
+        query = query_of(JobRow.id, JobRow.spec).where(JobRow.id.in_({one.job_id for one in entries}))
+        with self._database.reading() as session:
+            axes = {job_id: axes_by_candidate(SweepSpec.model_validate(spec.get("sweep", {})))
+                    for job_id, spec in session.execute(query)}
+        return tuple(one.model_copy(update={"axes": axes[one.job_id].get(one.candidate, {})}) for one in entries)
 
 
 def _result(row: ResultRow) -> Result:

@@ -22,7 +22,7 @@ short enough that a checkpoint's `<candidate>-step-<n>` is a label too.
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, prod
 from random import Random
@@ -98,12 +98,33 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
         raise InvalidInput(
             f"{of} {size} candidates, more than sweep.max_candidates {sweep.max_candidates}",
             "leave out values, or raise sweep.max_candidates (each candidate is trained and benchmarked)")
-    points = _grid(sweep.axes) if sweep.random is None else _draws(sweep.axes, sweep.random, sweep.seed)
+    points = _points(sweep)
     candidates = _candidates(spec, points, "") if not sweep.families else tuple(
         one for family in sweep.families for one in _candidates(_of_family(spec, family), points, family))
     if sweep.random is None:
         _check_mixes_differ(sweep.axes)
     return candidates
+
+
+def axes_by_candidate(sweep: SweepSpec) -> dict[str, dict[str, JsonValue]]:
+    """Candidate's name -> its value on each axis, by field, of a sweep that was accepted. A name has room for 40
+    characters, too few for a mix and another axis. Empty without axes."""
+    fields = [axis.field for axis in sweep.axes]
+    return {_name(sweep.axes, point, number, family): dict(zip(fields, point, strict=True))
+            for family in sweep.families or ("",) for number, point in enumerate(_points(sweep), start=1) if fields}
+
+
+def axes_words(axes: Mapping[str, JsonValue]) -> str:
+    """For readers: `mix think 2, instruct 1; intermediate_size 704`."""
+    return "; ".join(f"{field.partition('.')[2]} {_words(value)}" for field, value in axes.items())
+
+
+def _words(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_words, value))
+    return format(value, "g") if isinstance(value, float) else str(value)
 
 
 def row_draw(candidate: Candidate, candidates: Sequence[Candidate]) -> RowDraw | None:
@@ -133,8 +154,10 @@ def _check_families(spec: JobSpec) -> None:
         raise InvalidInput("sweep.axes and sweep.families both choose drafter.family", "keep sweep.families alone")
 
 
-def _grid(axes: Sequence[SweepAxis]) -> list[Point]:
-    return list(itertools.product(*(axis.values for axis in axes)))
+def _points(sweep: SweepSpec) -> list[Point]:
+    if sweep.random is not None:
+        return _draws(sweep.axes, sweep.random, sweep.seed)
+    return list(itertools.product(*(axis.values for axis in sweep.axes)))
 
 
 def _draws(axes: Sequence[SweepAxis], num: int, seed: int) -> list[Point]:

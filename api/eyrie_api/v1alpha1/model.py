@@ -79,7 +79,7 @@ class IsDefault:
         return value == self.default
 
 
-LATEST = 5
+LATEST = 6
 """The number of the latest addition."""
 
 

@@ -6,7 +6,7 @@ P(draft token d+1 accepted | token d was). `speedup` is the ratio of tokens per 
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from eyrie_api.v1alpha1.capture import StateSourceName
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -474,6 +474,9 @@ class LeaderboardEntry(Frozen):
     speedup_interval: Interval | None = later(None, 5)
     """Of `speedup`, 95 %: with one suite and one temperature selected the measured one; of a mean, the mean of the
     intervals' ends, which is at least as wide as the interval of the mean. null in a job's status."""
+
+    axes: dict[str, JsonValue] = later({}, 6)
+    """The candidate's value on each axis of the sweep, by field. Empty in a job's status."""
 
 
 class PromotionCheck(Frozen):

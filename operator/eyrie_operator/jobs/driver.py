@@ -349,5 +349,5 @@ class Driver:
 
 
 def _stored(best: LeaderboardEntry) -> LeaderboardEntry:
-    """Without its interval: a version before intervals could not read a stored status that has one."""
-    return best.model_copy(update={"speedup_interval": None})
+    """Without its interval and axes: a version before these could not read a stored status that has them."""
+    return best.model_copy(update={"speedup_interval": None, "axes": {}})

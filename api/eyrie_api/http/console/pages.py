@@ -37,6 +37,7 @@ from eyrie_api.decisions.attention import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.hardware_choice import sentence
 from eyrie_api.decisions.job_report import report_of
+from eyrie_api.decisions.sweep import axes_words
 from eyrie_api.errors import EyrieError, NotFound, Unauthorized
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_details import by_stage
@@ -82,7 +83,7 @@ def _figure(value: float | None, digits: int = 2) -> str:
 _ENVIRONMENT = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                            trim_blocks=True, lstrip_blocks=True)
 _ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code,
-                         "shell": shlex.quote}
+                         "shell": shlex.quote, "axes_words": axes_words}
 
 
 Before = Annotated[str | None, Query(max_length=512, description="next_cursor of `GET /v1alpha1/jobs`")]
