@@ -1,5 +1,6 @@
 """What callers of the chaos campaign report, and what they take for an error that a client sends again."""
 
+import itertools
 import json
 import os
 import threading
@@ -32,14 +33,15 @@ def streamed(text: str, *, ends: bool = True) -> str:
 @contextmanager
 def gateway(directory: Path, status: int, headers: dict[str, str], bodies: list[tuple[str, str]]) -> Iterator[None]:
     """One that answers with `bodies` in turn, (whole, streamed); the last one repeats."""
+    answers = itertools.chain(bodies, itertools.repeat(bodies[-1]))  # two callers at once get one each
+
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_arguments: object) -> None:
             pass
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            body = bodies.pop(0) if len(bodies) > 1 else bodies[0]
-            data = body[asked["stream"]].encode()
+            data = next(answers)[asked["stream"]].encode()
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():
                 self.send_header(name, value)
@@ -63,7 +65,7 @@ def called(directory: Path, num: int) -> tuple[Campaign, Callers]:
     campaign = Campaign("test", 1, 60.0, None)
     callers = Callers(campaign, directory, "tiny")
     callers.start()
-    wait_until(lambda: callers.seen.total() + campaign.found >= num, 60.0)
+    wait_until(lambda: callers.seen.total() + campaign.found >= num, 120.0)
     callers.stop()
     return campaign, callers
 

@@ -56,7 +56,7 @@ def test_up_is_ready_when_it_returns_also_after_a_kill_and_down_leaves_nothing(t
 
 def test_a_wrong_setting_is_reported_by_the_name_of_its_variable(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "up", "--home", str(tmp_path)],
-                          capture_output=True, text=True, check=False, timeout=60,
+                          capture_output=True, text=True, check=False, timeout=120,
                           env=os.environ | {"EYRIE_LEASE_TTL_S": "soon"})
     assert done.returncode == 65
     assert "EYRIE_LEASE_TTL_S" in done.stderr

@@ -225,7 +225,7 @@ def test_a_database_without_tables_is_named_and_nothing_in_it_is_read(
 def test_the_command_prints_findings_and_ends_with_74_until_they_are_repaired(made: Made) -> None:
     def doctor(*more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "eyrie_operator.command", "doctor", "--home", str(made.home), *more]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
     (made.home / "endpoints" / "gone").mkdir(parents=True)
     first, repaired, last = doctor("--json"), doctor("--repair"), doctor()

@@ -40,7 +40,7 @@ class Harness:
         self.profile = ClusterProfile(
             kubeflow=KubeflowSpec(url=self.kubeflow.url), max_runs=max_runs, home=str(home),
             stages=Placement(image="eyrie/workers:1", work=S3Work(url="s3://bucket/eyrie")))
-        self.settings = Settings(home=home)
+        self.settings = Settings(home=home, lease_ttl_s=600.0)  # one step keeps its lease, however slow
         self.database = Database(self.settings.resolved_database_url)
         upgrade(self.database)
         self.jobs, self.store = Jobs(self.database), LocalStore(directory / "store")

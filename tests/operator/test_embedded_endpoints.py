@@ -63,7 +63,7 @@ class Harness:
         self.keeper = EmbeddedEndpoints(self.settings, self.database)
         self.directory = endpoint_dir(home, "default")
         self.jobs, self.histories = Jobs(self.database), Histories(self.database)
-        self.serve_spec = EndpointServeSpec(max_concurrency=2, record_prompts=100)
+        self.serve_spec = EndpointServeSpec(max_concurrency=2, record_prompts=100, health_timeout_s=LIMIT_S)
         self.target = TargetSpec(model=str(target))
         self.endpoints.create("default", self.target, self.serve_spec, "tiny")
         self.submit(policy or PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=2, max_step_s=2.0)))
@@ -141,7 +141,7 @@ def is_serving(endpoint: Endpoint) -> bool:
 def ask(url: str | None, max_tokens: int = 8) -> httpx.Response:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": max_tokens,
             "temperature": 0, "ignore_eos": True}
-    return httpx.post(f"{url}/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/chat/completions", json=body, timeout=LIMIT_S)
 
 
 def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request(
@@ -149,6 +149,7 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     url = harness.serve(1).url
     first = ask(url)
     assert first.headers["x-eyrie-revision"] == "1"
+    harness.submit(PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=2, max_step_s=600.0)))
     harness.propose(drafter)
     answers: list[httpx.Response] = []
     done = threading.Event()
@@ -164,7 +165,7 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
         harness.tend_until(lambda _seen: set(harness.engines()) == {2})
     finally:
         done.set()
-        asking.join(60)
+        asking.join(LIMIT_S)
     assert {answer.status_code for answer in answers} == {200}
     last = ask(url)
     assert last.headers["x-eyrie-revision"] == "2"
@@ -221,7 +222,7 @@ def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_di
         (folder / name).write_bytes(b"{\xff")
     harness.keeper.reconcile("default")
     assert harness.engines()[1].process == engine.process
-    later = timedelta(minutes=2)
+    later = timedelta(seconds=LIMIT_S + 60)
     harness.keeper = EmbeddedEndpoints(harness.settings, harness.database, clock=lambda: utc_now() + later)
     assert harness.serve(1).url == url
     assert not is_alive(engine.process)
@@ -229,7 +230,7 @@ def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_di
     engine = harness.engines()[1]
     os.kill(engine.process.pid, signal.SIGKILL)
     os.kill(gateway.process.pid, signal.SIGKILL)
-    assert wait_until(lambda: not is_alive(engine.process) and not is_alive(gateway.process), 10.0)
+    assert wait_until(lambda: not is_alive(engine.process) and not is_alive(gateway.process), 60.0)
     seen = harness.tend_until(lambda seen: is_serving(seen) and is_alive(harness.engines()[1].process))
     assert seen.url == url
     assert ask(url).status_code == 200
@@ -263,7 +264,12 @@ def test_requests_of_the_target_without_a_drafter_are_recorded(harness: Harness)
     for _ in range(3):
         assert ask(url).status_code == 200
     later = EmbeddedEndpoints(harness.settings, harness.database, clock=lambda: utc_now() + timedelta(minutes=2))
-    later.reconcile("default")
+
+    def windows() -> bool:
+        later.reconcile("default")
+        return bool(harness.histories.read("default", kind="window").items)
+
+    assert wait_until(windows, LIMIT_S)
     (window,) = harness.histories.read("default", kind="window").items
     assert window.revision == 1
     assert set(window.figures) == {"requests", "seconds"}
@@ -329,7 +335,7 @@ def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harn
     harness.tend_until(lambda _seen: bool(harness.events("canary")))
     trial = harness.engines()[2]
     os.kill(trial.process.pid, signal.SIGKILL)
-    assert wait_until(lambda: not is_alive(trial.process), 30.0)
+    assert wait_until(lambda: not is_alive(trial.process), 60.0)
     assert {ask(url).headers["x-eyrie-revision"] for _ in range(4)} == {"1"}
     seen = harness.tend_until(lambda seen: seen.candidate_revision is None and set(harness.engines()) == {1})
     assert (seen.active_revision, seen.revisions[1].state) == (1, "rejected")

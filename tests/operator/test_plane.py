@@ -34,7 +34,8 @@ class PlaneProcess:
 
     def __init__(self, home: Path) -> None:
         self.home, self.port = home, free_port()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30.0)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60.0,
+                                 limits=httpx.Limits(max_keepalive_connections=0))
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -46,7 +47,7 @@ class PlaneProcess:
         assert self.process.poll() is None
         try:
             return self.http.get("/readyz").status_code == 200
-        except httpx.ConnectError:
+        except httpx.TransportError:
             return False
 
     def job(self, job_id: str) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def test_a_posted_job_survives_an_ordered_end_and_a_kill_of_the_plane(
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
 
     plane.process.send_signal(signal.SIGTERM)
-    assert plane.process.wait(60) == 0
+    assert plane.process.wait(LIMIT_S) == 0
     assert local.live_processes(directory) == []  # ended in order: nothing of the run is left
 
     plane.start()
@@ -115,7 +116,7 @@ def test_sigterm_ends_the_plane_whatever_its_clients_are_doing(plane: PlaneProce
             connection.sendall(request.encode())
         assert plane.http.get("/readyz").status_code == 200
         plane.process.send_signal(signal.SIGTERM)
-        assert plane.process.wait(60) == 0
+        assert plane.process.wait(LIMIT_S) == 0
 
 
 def test_a_plane_starts_on_a_full_disk_says_so_and_goes_on_when_there_is_space(
@@ -123,7 +124,7 @@ def test_a_plane_starts_on_a_full_disk_says_so_and_goes_on_when_there_is_space(
     plane = PlaneProcess(disk / "home")
     try:
         plane.process.send_signal(signal.SIGTERM)
-        assert plane.process.wait(60) == 0
+        assert plane.process.wait(LIMIT_S) == 0
         filler = fill(disk)
         plane.start()
         refused = plane.http.post("/v1alpha1/jobs", json=JOB)
@@ -137,7 +138,7 @@ def test_a_plane_starts_on_a_full_disk_says_so_and_goes_on_when_there_is_space(
 
 def test_a_port_in_use_is_reported_before_anything_is_started(plane: PlaneProcess, tmp_path: Path) -> None:
     second = subprocess.run([sys.executable, "-c", CODE, str(tmp_path / "other"), str(plane.port)],
-                            capture_output=True, text=True, timeout=60, check=False)
+                            capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert second.returncode != 0
     assert f"port {plane.port}" in second.stderr
     assert not (tmp_path / "other").exists()

@@ -19,12 +19,12 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.http.server import create_app
-from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.reports import TrainReport, TuneReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import FileEntry, Manifest, StageReport
 from eyrie_operator.cli.publish import publish
+from eyrie_operator.embedded.gateway import bind
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint.card import Card, identify, write_card
 from tests.operator.hub_double import TOKEN, Hub, hub_double
@@ -50,7 +50,8 @@ def finish(home: Path, job_id: str, stage: str, key: str, report: StageReport) -
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Path]]:
     """The URL of an API, the id of a job in it that is trained, measured and tuned, and its target."""
     home = tmp_path_factory.mktemp("home")
-    settings = Settings(home=home, port=free_port("127.0.0.1"))
+    listening = bind("127.0.0.1", 0)
+    settings = Settings(home=home, port=listening.getsockname()[1])
     database = Database(settings.resolved_database_url)
     upgrade(database)
     job = Jobs(database).submit(spec_of().model_copy(update={"name": "nightly"}))
@@ -70,15 +71,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str,
     finish(home, job.id, "tune", "", TuneReport(checkpoint=NAME, path="/srv/secret/path", cells=(), winner=tree,
                                                 finding="-", final=benchmark_report(NAME, 2.0),
                                                 environment=ENVIRONMENT, seconds=1.0))
-    server = uvicorn.Server(uvicorn.Config(create_app(settings, database=database), port=settings.port,
-                                           log_level="error"))
-    thread = threading.Thread(target=server.run)
+    server = uvicorn.Server(uvicorn.Config(create_app(settings, database=database), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     while not server.started:
         time.sleep(0.01)
     yield f"http://127.0.0.1:{settings.port}", job.id, target
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
 
 
 def test_a_published_directory_is_a_sound_drafter_whose_card_has_the_results(
@@ -103,7 +103,8 @@ def test_a_published_directory_is_a_sound_drafter_whose_card_has_the_results(
 def eyrie(url: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "eyrie_operator.command", "publish", *arguments, "--server", url],
                           capture_output=True, text=True, timeout=120, check=False,
-                          env=os.environ | {"HF_HUB_OFFLINE": "0"} | environment)
+                          env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DOWNLOAD_TIMEOUT": "60",
+                                            "HF_HUB_ETAG_TIMEOUT": "60"} | environment)
 
 
 @pytest.fixture

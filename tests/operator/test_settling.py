@@ -39,7 +39,7 @@ class Harness:
     """One home; jobs in it have run their pipelines already."""
 
     def __init__(self, home: Path) -> None:
-        self.settings = Settings(home=home)
+        self.settings = Settings(home=home, lease_ttl_s=600.0)  # one step keeps its lease, however slow
         self.database = Database(self.settings.resolved_database_url)
         upgrade(self.database)
         self.jobs, self.endpoints = Jobs(self.database), Endpoints(self.database)

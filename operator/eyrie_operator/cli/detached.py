@@ -23,7 +23,7 @@ from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 
 PLANE_LOG = "plane.log"
-_START_S = 60.0
+_START_S = 120.0
 # Runs get SIGTERM and save their state; a training step or a verify round takes well under a second here.
 _STOP_S = 30.0
 _POLL_S = 0.1

@@ -14,7 +14,6 @@ again.
 This module decides nothing: `endpoints` executes the actions of the plan with it.
 """
 
-import contextlib
 import logging
 import os
 import shutil
@@ -33,7 +32,7 @@ from pydantic import BaseModel
 from eyrie_api.artifacts import read_sealed, verify_part, write_atomically, write_sealed
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
-from eyrie_api.processes import last_lines
+from eyrie_api.processes import free_port, last_lines
 from eyrie_api.submission.target_facts import target_dir
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
@@ -52,7 +51,7 @@ HOST = "127.0.0.1"
 """Engines do not authenticate: only this machine may connect, whatever address the API is bound to."""
 
 ENGINE_FILE, PORT_FILE = "engine.json", "port"
-_GATEWAY_START_S = 30.0
+_GATEWAY_START_S = 60.0
 _STOP_S = 5.0
 _FETCH_S = 3600.0
 _PROBE = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
@@ -124,8 +123,9 @@ def start_gateway(directory: Path, wanted_port: int, url: str | None = None) -> 
     if found is not None:
         return found
     port = read_port(directory, url)
-    with contextlib.closing(bind(HOST, port if port is not None else wanted_port)) as probe_socket:
-        port = int(probe_socket.getsockname()[1])  # 0 has become a free port, which the endpoint keeps
+    if port is None:
+        port = wanted_port or free_port(HOST)  # which the endpoint keeps
+    bind(HOST, port).close()
     write_atomically(directory / PORT_FILE, f"{port}\n")
     (directory / GATEWAY_FILE).unlink(missing_ok=True)
     process = spawn([sys.executable, "-m", "eyrie_operator.embedded.gateway", "--directory", str(directory),

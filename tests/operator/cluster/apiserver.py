@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_operator.cluster.apply import Cluster
 
 Object = dict[str, Any]
 CORE = ("apps/v1", "policy/v1")
@@ -184,6 +185,9 @@ def serving(server: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch)
     # The client reads it when it is imported, so it may have been imported with another.
     for place in ("kubernetes.config", "kubernetes.config.kube_config"):
         monkeypatch.setattr(f"{place}.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    # The double answers at once, but a machine may be held up for longer than a real API server may take.
+    patient = tuple((60.0, 60.0) if isinstance(one, tuple) else one for one in Cluster._request.__defaults__ or ())
+    monkeypatch.setattr(Cluster._request, "__defaults__", patient)
     try:
         yield
     finally:
