@@ -18,6 +18,10 @@ ROOM = 64 << 20
 """Bytes that have to be free before something is started: logs, events and a database's journal."""
 
 _POLL_S = 2.0
+_PATIENCE_S = 60.0
+"""After so long ROOM is enough. What was free is measured after the failure: space that was freed in between counts as
+not enough, and twice of it may be more than the disk has."""
+
 _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 
 
@@ -59,8 +63,9 @@ def require_room(directory: Path) -> None:
 
 
 def await_room(directory: Path, needed: int = ROOM, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until `needed` bytes are free."""
-    while free_bytes(directory) < needed:
+    """Wait until `needed` bytes are free, or after `_PATIENCE_S` until ROOM is."""
+    until = time.monotonic() + _PATIENCE_S
+    while (free := free_bytes(directory)) < needed and (free < ROOM or time.monotonic() < until):
         sleep(_POLL_S)
 
 

@@ -16,6 +16,8 @@ from eyrie_api.v1alpha1.model import Frozen
 
 _PROC = Path("/proc")
 _POLL_S = 0.05
+_KILLED_S = 30.0
+"""What was killed ends once the kernel has freed its memory, which a busy machine delays."""
 
 
 class ProcessId(Frozen):
@@ -100,7 +102,7 @@ def stop_group(leader: ProcessId, grace_s: float) -> None:
     signal_group(leader.pid, signal.SIGTERM)
     if not wait_until(lambda: not group_members(leader.pid), grace_s):
         signal_group(leader.pid, signal.SIGKILL)
-        wait_until(lambda: not group_members(leader.pid), grace_s)
+        wait_until(lambda: not group_members(leader.pid), _KILLED_S)
 
 
 def signal_group(pgid: int, number: int) -> None:

@@ -1,10 +1,13 @@
 """A prefork worker for tests: `python chores_worker.py DIRECTORY`, settings from EYRIE_* variables.
 
 Its step drives a job as the operator does: lease, look, act, store. The act takes as long as DIRECTORY/gate is not
-there, and notes its beginning in DIRECTORY/begun, so that a test can kill it in the middle.
+there, and notes its beginning in DIRECTORY/begun, so that a test can kill it in the middle. With DIRECTORY/dies the
+worker and its children are killed where the act begins: a test that looks for the beginning may come so late that Redis
+has handed the message out again, to the other child.
 """
 
 import os
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -34,6 +37,8 @@ def main(directory: Path) -> None:
                 return
             with (directory / "begun").open("a") as file:
                 file.write(f"{owner}\n")
+            if (directory / "dies").exists():
+                os.killpg(0, signal.SIGKILL)
             while not (directory / "gate").exists():
                 time.sleep(0.02)
                 jobs.renew_lease(job_id, owner, LEASE_S)

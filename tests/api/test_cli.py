@@ -46,6 +46,8 @@ class Plane:
     database: Database
     server: uvicorn.Server | None = None
     thread: threading.Thread | None = None
+    streamed: threading.Event = field(default_factory=threading.Event)
+    """A stream of events was asked for."""
 
     @property
     def url(self) -> str:
@@ -64,12 +66,19 @@ class Plane:
         return Histories(self.database)
 
     def open(self) -> None:
+        api = create_app(self.settings, database=self.database)
+
+        async def noting(scope: Any, receive: Any, send: Any) -> None:
+            if scope.get("path", "").endswith("/events"):
+                self.streamed.set()
+            await api(scope, receive, send)
+
         self.server = uvicorn.Server(uvicorn.Config(
-            create_app(self.settings, database=self.database), host="127.0.0.1", port=self.settings.port,
-            log_level="error", timeout_graceful_shutdown=1))
+            noting, host="127.0.0.1", port=self.settings.port, log_level="error", timeout_graceful_shutdown=1))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
+            assert self.thread.is_alive(), "the server ended before it answered"
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -424,6 +433,7 @@ def test_a_watch_survives_a_restart_of_the_server(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
 
     def restart() -> None:
+        assert eyrie.plane.streamed.wait(60.0), "a watch that has not begun finds no server"
         time.sleep(1.0)  # until the watch has seen the first event; correct, if less telling, should it be slower
         eyrie.plane.close()
         eyrie.plane.jobs.record_event(job_id, "WhileAway", "written with nobody listening")

@@ -17,17 +17,21 @@ from eyrie_api.connection_limits import TimedProtocol
 
 POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 400000\r\n\r\n"
 GET = b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n"
+LET_GO = threading.Event()
 
 
 async def app(scope: object, receive: object, send: object) -> None:
-    """Answers a POST with the size of its body, and a GET with three pieces, half a second apart."""
+    """Answers a POST with the size of its body, and a GET with three pieces, half a second apart; the last piece of
+    /held comes when `LET_GO` is set."""
     if scope["type"] != "http":  # type: ignore[index]
         return
     request = Request(scope, receive)  # type: ignore[arg-type]
 
     async def pieces() -> "asyncio.AsyncIterator[bytes]":  # type: ignore[name-defined]
-        for _ in range(3):
+        for number in range(3):
             await asyncio.sleep(0.5)
+            if number == 2 and request.url.path == "/held":
+                await asyncio.to_thread(LET_GO.wait, 60.0)
             yield b"piece"
 
     answer: Response = StreamingResponse(pieces()) if request.method == "GET" else Response(
@@ -39,12 +43,14 @@ async def app(scope: object, receive: object, send: object) -> None:
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     for name, value in (("HEADER_S", 0.4), ("BODY_S", 0.8), ("PACE_BYTES", 50_000)):
         monkeypatch.setattr(connection_limits, name, value)
+    LET_GO.clear()
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, log_level="critical", lifespan="off",
                                            timeout_keep_alive=30))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     yield listening.getsockname()[1]
+    LET_GO.set()
     server.should_exit = True
     thread.join(10)
 
@@ -52,7 +58,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def received_until_closed(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[bytes, float]:
     """What the server answers before it closes the connection, and when it does."""
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for piece in pieces:
                 connection.sendall(piece)
@@ -73,19 +79,25 @@ def test_a_request_that_does_not_arrive_is_closed_without_an_answer(port: int, p
     assert seconds >= 0.3
 
 
-def test_headers_that_stop_half_way_on_a_used_connection_are_closed_too(port: int) -> None:
+def test_headers_that_stop_half_way_on_a_used_connection_are_closed_too(
+        port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "HEADER_S", 3.0)  # so long may this thread wait before the first request
     answer, _ = received_until_closed(port, POST.replace(b"400000", b"2") + b"ok", b"GET / HT", pause_s=0.3)
     assert answer.endswith(b"2")
 
 
-def test_a_body_that_makes_progress_and_an_answer_that_takes_time_are_not_cut(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+def test_a_body_that_makes_progress_and_an_answer_that_takes_time_are_not_cut(
+        port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Long enough for a thread that is kept waiting between two pieces, and shorter than the whole body takes.
+    for name, value in (("HEADER_S", 2.0), ("BODY_S", 4.0)):
+        monkeypatch.setattr(connection_limits, name, value)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(POST)
         for _ in range(20):
-            time.sleep(0.1)
+            time.sleep(0.25)
             connection.sendall(b"x" * 20_000)
         assert connection.recv(4096).endswith(b"400000")
-        time.sleep(1.0)  # idle, longer than headers may take
+        time.sleep(2.5)  # idle, longer than headers may take
         connection.sendall(GET)
         found = b""
         while found.count(b"piece") < 3:
@@ -122,16 +134,18 @@ def test_above_the_limit_a_new_connection_takes_the_place_of_the_longest_idle_on
 
 def test_with_all_connections_in_use_health_checks_alone_are_answered(
         port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "HEADER_S", 60.0)
     monkeypatch.setattr(connection_limits, "most_connections", lambda: 2)
     with contextlib.ExitStack() as held:
         busy = [held.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
         for one in busy:
-            one.sendall(GET)
+            one.sendall(GET.replace(b"/slow", b"/held"))
             assert one.recv(4096).startswith(b"HTTP/1.1 200")
         refused = answer_to(port, "/slow")
         assert refused.startswith(b"HTTP/1.1 503")
         assert b"retry-after: 5" in refused
         assert answer_to(port, "/healthz").startswith(b"HTTP/1.1 200")
+        LET_GO.set()
         for one in busy:
             answer = b""
             while not answer.endswith(b"0\r\n\r\n"):

@@ -204,14 +204,14 @@ def test_a_measurement_that_ends_early_says_so(settings: Settings, database: Dat
 
 
 class GatedStore(LocalStore):
-    """A store that lists when it is let."""
+    """A store that lists once for each permit."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.gate = threading.Event()
+        self.permits = threading.Semaphore(0)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        self.gate.wait(60.0)
+        self.permits.acquire(timeout=60.0)
         return super().list(prefix)
 
 
@@ -228,13 +228,12 @@ def test_a_slow_store_holds_up_no_request(settings: Settings, database: Database
         return True
 
     assert not is_measured()
-    store.gate.set()
+    store.permits.release()
     assert wait_until(is_measured, 60.0)
-    store.gate.clear()
     store.write("jobs/j1/more.json", b"x" * 10)
     page = meter.page(SYSTEM, limit=10)
     assert (page.size_bytes, page.place, page.disk_total_bytes) == (10, "store", None)
-    store.gate.set()
+    store.permits.release(1000)
     assert wait_until(lambda: meter.page(SYSTEM, limit=10).size_bytes == 20, 60.0)
 
 

@@ -222,12 +222,13 @@ def test_a_page_is_rendered_once_for_all_who_may_see_the_same(
 
     def read(into: list[str]) -> None:
         with httpx.stream("GET", f"{server.url}/console/jobs/{job.id}/live", timeout=60) as answer:
-            into += [html for event, html in messages(answer) if event == "live"]
+            for event, html in messages(answer):
+                into += [html] if event == "live" else []
 
     readers = [threading.Thread(target=read, args=(into,), daemon=True) for into in seen]
     for reader in readers:
         reader.start()
-    while len(rendered) < 2:
+    while not all(seen):  # whoever comes after the end has a page of its own
         readers[0].join(0.05)
     for done in range(5):
         advance(server, job.id, "capture", done)

@@ -38,11 +38,12 @@ class Workers:
         self._settings, self.directory = settings, directory
         self._running: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, visibility_timeout_s: float = LONG_S) -> subprocess.Popen[bytes]:
+        """A chore may take as long as its message is in a worker's hands: so long must a test be able to look on."""
         settings, root = self._settings, Path(__file__).parents[2]
         env = {**os.environ, "PYTHONPATH": str(root), "EYRIE_HOME": str(settings.home),
                "EYRIE_DATABASE_URL": settings.resolved_database_url, "EYRIE_BROKER_URL": settings.broker_url,
-               "EYRIE_VISIBILITY_TIMEOUT_S": str(settings.visibility_timeout_s)}
+               "EYRIE_VISIBILITY_TIMEOUT_S": str(visibility_timeout_s)}
         program = Path(__file__).with_name("chores_worker.py")
         process = subprocess.Popen(kept([sys.executable, str(program), str(self.directory)]), env=env, cwd=root,
                                    start_new_session=True)
@@ -72,8 +73,7 @@ class Workers:
 
 @pytest.fixture
 def settings(settings: Settings, redis: Redis) -> Settings:
-    return settings.model_copy(update={"broker_url": redis.url, "visibility_timeout_s": 3.0,
-                                       "reconcile_interval_s": 3600.0})
+    return settings.model_copy(update={"broker_url": redis.url, "reconcile_interval_s": 3600.0})
 
 
 @pytest.fixture
@@ -104,12 +104,14 @@ def test_a_chore_whose_worker_was_killed_is_done_again_and_does_no_harm(
     jobs, app = Jobs(database), make_celery(settings, print, database=database)
     job_id = jobs.submit(job_spec()).id
     app.send_task("eyrie.advance_job", args=[job_id])
-    first = workers.start()
-    eventually(lambda: len(workers.begun) == 1)
-    workers.kill(first)
+    dies = workers.directory / "dies"
+    dies.touch()
+    assert workers.start(3.0).wait(LONG_S) == -signal.SIGKILL
+    assert len(workers.begun) == 1
     assert not has_trained(jobs, job_id)()
+    dies.unlink()
     workers.let_go()
-    workers.start()
+    workers.start(3.0)
     eventually(has_trained(jobs, job_id))
     assert len(workers.begun) == 2, "by two processes, one after the other"
     assert [event.reason for event in jobs.events(job_id)] == ["Accepted"]
@@ -124,7 +126,7 @@ def test_a_chore_whose_child_process_was_killed_is_done_by_another(
     with ticking(frequent, database):
         job_id = jobs.submit(job_spec()).id
         workers.start()
-        eventually(lambda: len(workers.begun) == 1)
+        eventually(lambda: len(workers.begun) >= 1)
         os.kill(workers.begun[0], signal.SIGKILL)
         workers.let_go()
         eventually(has_trained(jobs, job_id))
@@ -153,7 +155,7 @@ def test_a_worker_asked_to_end_finishes_the_chore_in_hand(
     job_id = jobs.submit(job_spec()).id
     app.send_task("eyrie.advance_job", args=[job_id])
     worker = workers.start()
-    eventually(lambda: len(workers.begun) == 1)
+    eventually(lambda: len(workers.begun) >= 1)
     worker.terminate()
     workers.let_go()
     assert worker.wait(LONG_S) == 0

@@ -437,7 +437,7 @@ def test_no_path_or_query_makes_the_server_fail(shared: Running, data: st.DataOb
 
 def test_a_request_that_is_not_http_ends_without_harm(server: Running) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as raw:
+    with socket.create_connection((host, int(port)), timeout=60) as raw:
         raw.sendall(b"\x16\x03\x01nonsense\r\n\r\n")
         assert b"400" in raw.recv(1024)
     assert httpx.get(server.url + "/healthz", timeout=60).status_code == 200

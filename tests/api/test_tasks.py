@@ -60,11 +60,13 @@ def running(settings: Settings, database: Database, advance: Callable[[str], Non
             tend: Callable[[str], None] | None = None) -> Iterator[ChoreLoop]:
     loop = ChoreLoop(settings, make_celery(settings, advance, reconcile_endpoint=tend, database=database))
     loop.start(LONG_S)
-    try:
-        yield loop
-    finally:
-        loop.stop()
-        assert not loop.is_running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eyrie_api.chores.worker._STOP_TIMEOUT_S", LONG_S)
+        try:
+            yield loop
+        finally:
+            loop.stop()
+            assert not loop.is_running
 
 
 @pytest.fixture
@@ -98,10 +100,11 @@ def test_an_unfinished_job_nobody_drives_is_advanced_again_and_again(frequent: S
 
 def test_a_job_with_a_live_lease_is_left_to_its_driver(frequent: Settings, database: Database) -> None:
     jobs, advanced = Jobs(database), Seen()
+    patient = frequent.model_copy(update={"lease_ttl_s": 600.0})
     driven, free = jobs.submit(job_spec()).id, jobs.submit(job_spec()).id
     Outbox(database).mark_dispatched(chore.id for chore in Outbox(database).pending())
-    jobs.take_lease(driven, "another process", 2 * frequent.lease_ttl_s)
-    with running(frequent, database, advanced):
+    jobs.take_lease(driven, "another process", 2 * patient.lease_ttl_s)
+    with running(patient, database, advanced):
         advanced.wait_for(lambda calls: calls.count(free) >= 3)
     assert driven not in advanced.calls
 

@@ -32,6 +32,10 @@ class Rehearsal:
         """How stages behave, by name (`train__base` for `train/base`)."""
         (self.home / "plan.json").write_text(json.dumps({k.replace("__", "/"): v for k, v in words.items()}))
 
+    def let_go(self) -> None:
+        """Let the stages go on whose word is `wait`."""
+        (self.home / "go").touch()
+
     def sweeps(self) -> list[str]:
         """The `--rungs` argument of every start of the sweep program."""
         log = self.home / "sweeps.log"

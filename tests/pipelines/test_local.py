@@ -382,7 +382,7 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
     first = local.start(job_dir, "job-1", spec_of())
     wait_for_start(rehearsal, "capture")
     os.kill(first.process.pid, signal.SIGKILL)
-    assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
+    assert wait_until(lambda: local.observe(job_dir).state == "gone", LIMIT_S)
     assert local.live_processes(job_dir)
     # What serves was looked up when the attempt began; a start after a death keeps it.
     second = local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
@@ -406,7 +406,7 @@ def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal:
         counted.append(handle.starts)
         assert wait_until(lambda number=number: rehearsal.starts().count("regenerate") == number + 1, LIMIT_S)  # type: ignore[misc]
         os.killpg(handle.process.pid, signal.SIGKILL)
-        assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
+        assert wait_until(lambda: local.observe(job_dir).state == "gone", LIMIT_S)
     assert counted == [1, 2, 1, 2]
 
 
@@ -490,7 +490,7 @@ def test_a_reused_pid_is_not_mistaken_for_the_leader(job_dir: Path) -> None:
 def test_a_zombie_counts_as_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     name = ProcessId(pid=child.pid, started_ticks=0, boot=boot_id())
-    assert wait_until(lambda: identify(name.pid) is None, 10.0)
+    assert wait_until(lambda: identify(name.pid) is None, LIMIT_S)
     child.wait()
 
 

@@ -40,6 +40,10 @@ from eyrie_api.v1alpha1.status import Endpoint, Event, Job, StageStatus
 FINAL = frozenset({"Succeeded", "Failed", "Cancelled"})
 _POLL_S = 0.7
 _RETRY_S = 1.0
+_LAST_EVENTS_S = 30.0
+"""How long the last events are waited for: the stream ends behind them, but a busy server may send them long after the
+final status was read."""
+
 _SHOWN_EVENTS = 6
 _BAR_WIDTH = 14
 # In a pipe, at most one progress line per stage in this time.
@@ -81,6 +85,8 @@ class _EventReader:
     inbox: "queue.SimpleQueue[Event]" = field(default_factory=queue.SimpleQueue)
     last_id: int = 0
     closed: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    """The job has ended, and every event is in the inbox."""
 
     def start(self) -> None:
         threading.Thread(target=self._read, name="events", daemon=True).start()
@@ -94,6 +100,7 @@ class _EventReader:
                         self.inbox.put(event)
                     if self.closed.is_set():
                         return
+                self.ended.set()
             self.closed.wait(_RETRY_S)
 
     def take(self) -> list[Event]:
@@ -190,8 +197,8 @@ def _watch_lines(source: Source, job: Job, feed: _EventReader, screen: Screen) -
         for event in feed.take():
             screen.line(event, event_text(event))
         if job.status.phase in FINAL:
-            # Race: the last events may arrive one poll after the final status.
-            time.sleep(_POLL_S)
+            # Race: the last events may arrive after the final status.
+            feed.ended.wait(_LAST_EVENTS_S)
             for event in feed.take():
                 screen.line(event, event_text(event))
             return job

@@ -154,7 +154,7 @@ def test_the_chores_deliver(settings: Settings, database: Database, receiver: Re
                                        "secret_key": SECRET_KEY})
     webhooks = Webhooks(database, utc_now, allow_private=True, keys=KEYS)
     loop = ChoreLoop(open_, make_celery(open_, lambda _job_id: None, database=database))
-    loop.start()
+    loop.start(60.0)
     try:
         hook, secret = webhooks.create(CreateWebhook(url=receiver.url))
         webhooks.ping(hook.id)

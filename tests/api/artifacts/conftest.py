@@ -29,7 +29,7 @@ class Bucket:
     def options(self, **changes: Any) -> StoreOptions:
         """Options that reach it."""
         return StoreOptions(**{"endpoint_url": self.server.endpoint_url, "credentials_dir": self.secret,
-                               "part_size_bytes": MIN_PART_BYTES, "timeout_s": 20.0} | changes)
+                               "part_size_bytes": MIN_PART_BYTES} | changes)
 
     def store(self, prefix: str = "eyrie/tests", **changes: Any) -> ArtifactStore:
         """A store in it."""

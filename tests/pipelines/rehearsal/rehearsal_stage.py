@@ -185,7 +185,7 @@ def behave(name: str, stage: Stage) -> None:
         atexit.register(fill, stage.out_dir / "filler")
     if word == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while word in ("hang", "stubborn"):
+    while word in ("hang", "stubborn") or (word == "wait" and not (HOME / "go").exists()):
         stage.pause_point()
         time.sleep(0.02)
     while word == "meet" and (HOME / "starts.log").read_text().count(name.split("/")[0] + "/") < 2:
