@@ -44,7 +44,7 @@ from tests.servers.redis import Redis
 from tests.tiny import tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, question
 
-LONG_S = 60.0
+LONG_S = 120.0
 ROWS, SHARD_ROWS = 22, 4
 VISIBILITY_S = 60.0
 """Longer than any test of this file waits: a machine that stops for a while is no dead worker."""
