@@ -73,6 +73,7 @@ def open_page(chromium: Any, faults: list[str]) -> Iterator[Callable[..., Any]]:
 
     def make(**options: Any) -> Any:
         contexts.append(chromium.new_context(**options))
+        contexts[-1].set_default_timeout(150_000)  # the driver's own is 30 s
         page = contexts[-1].new_page()
         page.on("console", lambda message: faults.append(f"{message.text} {message.location['url']}")
                 if message.type == "error" else None)
@@ -114,7 +115,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[str, Database]]:
                                            log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert wait_until(lambda: server.started, 30.0)
+    assert wait_until(lambda: server.started, 120.0)
     yield f"http://127.0.0.1:{port}", database
     server.should_exit = True
     thread.join(10.0)

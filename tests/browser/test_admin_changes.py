@@ -74,7 +74,7 @@ def test_a_key_is_created_used_copied_and_revoked(
     assert asked == ["Revoke the key nightly?"]
     page.locator("tr", has_text="nightly").locator(".badge", has_text="Revoked").wait_for()
     assert wait_until(lambda: httpx.get(f"{url}/v1alpha1/whoami", headers={"authorization": f"Bearer {secret}"},
-                                        trust_env=False).status_code == 401, 20.0), "a server knows it for five seconds"
+                                        trust_env=False).status_code == 401, 60.0), "a server knows it for five seconds"
     assert page.locator("tr", has_text="nightly").get_by_role("button").count() == 0
     assert unexpected(faults) == []
 

@@ -154,7 +154,7 @@ def test_signing_in_with_a_key_shows_its_projects_jobs_and_no_others(
     assert page.goto(f"{url}/console/jobs/{other.id}").status == 404
     page.goto(f"{url}/console/jobs/{own.id}")
     page.get_by_role("button", name="Cancel").click()
-    assert wait_until(lambda: Jobs(database).get(own.id).status.phase in ("Cancelling", "Cancelled"), 20.0)
+    assert wait_until(lambda: Jobs(database).get(own.id).status.phase in ("Cancelling", "Cancelled"), 120.0)
     page.get_by_role("link", name="Sign out").click()
     page.get_by_label("API key").wait_for()
 

@@ -151,10 +151,11 @@ def test_the_operator_may_do_what_its_work_needs_and_no_more(server: Server) -> 
         allowed: bool = reviews.create_subject_access_review({"spec": asked}).status.allowed
         return allowed
 
+    # The server learns of each role and each binding by itself.
     eventually(lambda: may("watch", "eyrie.dev", "drafterjobs"))
-    assert may("patch", "eyrie.dev", "drafterjobs", subresource="status")
-    assert may("patch", "apps", "deployments")
-    assert may("update", "coordination.k8s.io", "leases")
+    eventually(lambda: may("patch", "eyrie.dev", "drafterjobs", subresource="status"))
+    eventually(lambda: may("patch", "apps", "deployments"))
+    eventually(lambda: may("update", "coordination.k8s.io", "leases"))
     assert not may("get", "", "secrets")
     assert not may("create", "", "pods", subresource="exec")
     assert not may("watch", "eyrie.dev", "drafterjobs", namespace="kube-system")

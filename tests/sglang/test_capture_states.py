@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def test_states_of_every_layer_are_those_of_the_reference_and_a_killed_server_is
     with SglangStates(ServerPlan("sglang", TARGET, 4), layers, 300, tmp_path, lambda: None, ends.append) as source:
         found = source.packed_states(texts, layers)
         for child in descendants(os.getpid()) - before:
-            os.kill(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended with one killed before it
+                os.kill(child, signal.SIGKILL)
         again = source.packed_states(texts, layers)
         assert len(ends) == 1
         logits = source.output_head.logits(found[1])
@@ -80,7 +82,7 @@ def test_a_capture_killed_with_its_server_running_resumes_with_the_same_bytes(tm
     servers = descendants(first.pid)
     first.kill()
     first.wait()
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while (left := [pid for pid in servers if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []

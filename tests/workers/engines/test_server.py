@@ -238,12 +238,12 @@ def test_a_client_that_disconnects_frees_its_slot(http: httpx.Client) -> None:
     with http.stream("POST", CHAT, json=chat_body(max_tokens=4000, stream=True)) as answer:
         lines = answer.iter_lines()  # kept: a reader that is dropped closes the connection
         next(lines)  # the head of a stream may precede the engine's first step by a moment
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while metric(http, "eyrie_running_requests") != 1:
             assert time.monotonic() < until, http.get("/metrics").text
     with pytest.raises(httpx.ReadTimeout):  # without streaming, with a client timeout
         http.post(CHAT, json=chat_body(max_tokens=4000), timeout=0.5)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while metric(http, 'eyrie_requests_total{finish_reason="cancelled"}') < cancelled + 2:
         assert time.monotonic() < deadline, http.get("/metrics").text
     while metric(http, "eyrie_running_requests") > 0:

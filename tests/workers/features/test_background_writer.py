@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyrie_pipelines.processes import wait_until
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.shard_file import ShardFile
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow
@@ -40,11 +41,14 @@ def test_the_caller_goes_on_while_a_slow_disk_writes_and_waits_at_the_bound(
         background.begin(0, ROWS)
         caller = threading.Thread(target=give)
         caller.start()
-        arrived.wait()
-        caller.join(0.2)  # more would be given by then if nothing stopped it
-        assert given == [0, 1, 2]
-        for _ in range(6):
-            disk.release()
+        try:
+            assert arrived.wait(60)
+            assert wait_until(lambda: len(given) >= 3, 60.0)
+            caller.join(0.2)  # more would be given by then if nothing stopped it
+            assert given == [0, 1, 2]
+        finally:
+            for _ in range(6):
+                disk.release()
         caller.join()
         background.finish()
     assert given == [0, 1, 2, 3, 4, 5]

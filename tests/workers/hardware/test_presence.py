@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.hardware import HardwareProfile
 from eyrie_workers.hardware.__main__ import main
 from eyrie_workers.hardware.presence import check_present, gpus_here
@@ -72,6 +71,6 @@ def test_the_embedded_engine_has_no_gpu_that_its_torch_does_not_see(monkeypatch:
 def test_every_server_is_asked_before_any_is_measured(tmp_path: Path) -> None:
     with responding(tmp_path) as url:
         check_present([at(url, url)], "embedded")
-        closed = f"http://127.0.0.1:{free_port()}/v1"
+        closed = "http://127.0.0.1:1/v1"
         with pytest.raises(InvalidInput, match=r"profile 'b200': profiles\.1\.drafted_url: .*is not reachable"):
             check_present([at(url, url), at(url, closed)], "embedded")

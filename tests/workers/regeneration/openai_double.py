@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if self.path == "/v1/chat/completions":
                 if service.troubles.meeting is not None:
-                    service.troubles.meeting.wait(30)
+                    service.troubles.meeting.wait(120)
                 if service.troubles.gate is not None and not self._goes_before_gate():
                     service.troubles.gate.wait(120)
                 self._reply(*complete(service, json.loads(data)))

@@ -44,9 +44,10 @@ from tests.servers.redis import Redis
 from tests.tiny import tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, question
 
-LONG_S = 60.0
+LONG_S = 120.0
 ROWS, SHARD_ROWS = 22, 4
-VISIBILITY_S = 4.0
+VISIBILITY_S = 60.0
+"""Longer than any test of this file waits: a machine that stops for a while is no dead worker."""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,9 @@ def eventually(holds: Callable[[], bool]) -> None:
 class World:
     """A cluster's parts: Redis, a store, workers; and the stage's engine."""
 
-    def __init__(self, redis: Redis, directory: Path, target: Path) -> None:
-        self.redis, self.directory, self.target = redis, directory, target
-        self.sharding = ShardingConfig(shard_rows=SHARD_ROWS, shard_visibility_timeout_s=VISIBILITY_S)
+    def __init__(self, redis: Redis, directory: Path, target: Path, visibility_s: float) -> None:
+        self.redis, self.directory, self.target, self.visibility_s = redis, directory, target, visibility_s
+        self.sharding = ShardingConfig(shard_rows=SHARD_ROWS, shard_visibility_timeout_s=visibility_s)
         self.store: ArtifactStore = open_store(str(directory / "store"), StoreOptions())
         self.queue = CeleryShards(redis.url, self.sharding)
         self.warnings: list[str] = []
@@ -93,7 +94,7 @@ class World:
 
     def worker(self) -> subprocess.Popen[bytes]:
         env = {**os.environ, "EYRIE_BROKER_URL": self.redis.url, "EYRIE_ARTIFACTS_URL": self.store.url,
-               "EYRIE_SHARD_VISIBILITY_TIMEOUT_S": str(VISIBILITY_S), "TMPDIR": str(self.directory)}
+               "EYRIE_SHARD_VISIBILITY_TIMEOUT_S": str(self.visibility_s), "TMPDIR": str(self.directory)}
         process = subprocess.Popen(kept([sys.executable, "-m", "eyrie_workers.shards", "--concurrency", "2"]), env=env,
                                    start_new_session=True)
         self._workers.append(process)
@@ -110,8 +111,8 @@ class World:
 
 
 @pytest.fixture
-def world(redis: Redis, tmp_path: Path, target: Path) -> Iterator[World]:
-    made = World(redis, tmp_path, target)
+def world(redis: Redis, tmp_path: Path, target: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(redis, tmp_path, target, getattr(request, "param", VISIBILITY_S))
     yield made
     made.end()
 
@@ -171,6 +172,7 @@ def test_shards_are_answered_by_workers_and_taken_in_whole(world: World, target:
     assert world.queue.length() == 0
 
 
+@pytest.mark.parametrize("world", [10.0], indirect=True)
 def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_ones_are_not_asked_again(
         world: World, target: Path) -> None:
     asked, gate = prompts(target), threading.Event()
@@ -189,6 +191,7 @@ def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_one
             assert service.attempts[question({"messages": prompt.messages})] == 1
 
 
+@pytest.mark.parametrize("world", [20.0], indirect=True)
 def test_a_shard_that_takes_longer_than_the_visibility_timeout_is_not_asked_twice(world: World, target: Path) -> None:
     asked, gate = prompts(target, SHARD_ROWS), threading.Event()
     with openai_double(Troubles(gate=gate)) as service:
@@ -196,7 +199,7 @@ def test_a_shard_that_takes_longer_than_the_visibility_timeout_is_not_asked_twic
         world.worker()
         world.worker()  # idle, and ready to take what is handed out again
         eventually(lambda: service.at_once == 2)
-        until = time.monotonic() + 2 * VISIBILITY_S
+        until = time.monotonic() + 1.5 * world.visibility_s
         eventually(lambda: time.monotonic() > until)
         gate.set()
         assert_answered(running.end(), asked)

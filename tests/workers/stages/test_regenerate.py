@@ -299,11 +299,13 @@ def test_a_program_terminated_and_killed_midway_ends_with_the_same_bytes_and_ask
 
 def test_an_outside_endpoint_is_asked_for_each_row_once_across_a_kill(tmp_path: Path, target: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", 60)
-    with openai_double(Troubles(know_token_ids=True)) as service:
+    gate = threading.Event()
+    with openai_double(Troubles(know_token_ids=True, gate=gate, before_gate=12)) as service:
         out = tmp_path / "out"
         write_spec(out, target, path, engine="openai", base_url=service.url, concurrency=2,
                    data={"held_out_fraction": 0.1})
         assert end_after(start(out), out, 5, signal.SIGKILL) == -9
+        gate.set()
         kept = (out / "rows.jsonl").read_bytes().count(b"\n")
         assert start(out).wait(60) == 0
         twice = [asked for asked, times in service.attempts.items() if times > 1]

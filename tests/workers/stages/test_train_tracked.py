@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from wandb.proto.wandb_internal_pb2 import Record
 
-from eyrie_api.processes import free_port
 from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from tests.workers.stages.test_train import report_of, wait_for_steps, write_spec
@@ -152,7 +151,7 @@ def test_a_tracker_that_is_away_is_said_once_and_gets_everything_when_the_traini
     spec = write_spec(tmp_path, target_dir, store_dir, trackers=("mlflow",), save_every_steps=1000)
     (tmp_path / "spec.json").write_text(spec.model_copy(update={"job_id": "away"}).model_dump_json())
     credentials = {"MLFLOW_TRACKING_USERNAME": "someone", "MLFLOW_TRACKING_PASSWORD": _PASSWORD}
-    process = start(tmp_path, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{free_port()}", **credentials)
+    process = start(tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:1", **credentials)
     wait_for_steps(tmp_path, process, 5)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == INTERRUPTED_EXIT_CODE

@@ -47,6 +47,18 @@ class Heard:
         return [reason for reason, _ in self.events]
 
 
+class Waiting(Heard):
+    """One that lets the other finish when it waits for it."""
+
+    def __init__(self, hub: ServedHub) -> None:
+        super().__init__()
+        self._hub = hub
+
+    def event(self, reason: str, message: str, *, warning: bool = False) -> None:
+        super().event(reason, message, warning=warning)
+        self._hub.bytes_per_s = None
+
+
 @pytest.fixture
 def hub() -> Iterator[ServedHub]:
     index = {"weight_map": {"a": WEIGHTS[0], "b": WEIGHTS[1]}}
@@ -146,7 +158,7 @@ def test_the_weights_are_not_hashed_again_until_a_file_changes(
 
 def test_killed_in_the_middle_it_leaves_nothing_that_a_stage_uses_and_keeps_whole_files(
         hub: ServedHub, environment: dict[str, str], tmp_path: Path) -> None:
-    hub.bytes_per_s = 300_000
+    hub.bytes_per_s, hub.files[WEIGHTS[0]] = 300_000, os.urandom(40_000_000)  # two minutes
     killed = start(tmp_path, environment)
     deadline = time.monotonic() + 60
     snapshot = tmp_path / "models--org--model" / "snapshots" / COMMIT
@@ -165,13 +177,13 @@ def test_killed_in_the_middle_it_leaves_nothing_that_a_stage_uses_and_keeps_whol
 
 def test_of_two_at_once_one_fills_and_the_other_waits_and_says_why(
         hub: ServedHub, environment: dict[str, str], tmp_path: Path) -> None:
-    hub.bytes_per_s = 300_000
+    hub.bytes_per_s, hub.files[WEIGHTS[0]] = 300_000, os.urandom(40_000_000)  # two minutes
     first = start(tmp_path, environment)
     deadline = time.monotonic() + 60
     while not hub.served:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    heard = Heard()
+    heard = Waiting(hub)
     snapshot = fill(tmp_path, TARGET, heard)
     assert first.wait(60) == 0
     assert heard.reasons == ["ModelCacheBusy", "TargetCached"]

@@ -35,7 +35,7 @@ def test_a_step_changes_nothing_of_a_snapshot_that_is_being_written(tmp_path: Pa
     path, stepped = tmp_path / "state" / "training.safetensors", Event()
 
     def write_after_the_step(path: Path, snapshot: Snapshot) -> None:
-        assert stepped.wait(30)
+        assert stepped.wait(60)
         write_snapshot(path, snapshot)
 
     model, writer = model_of(1.0), StateWriter(path, write_after_the_step)
