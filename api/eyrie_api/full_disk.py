@@ -18,7 +18,7 @@ ROOM = 64 << 20
 """Bytes that have to be free before something is started: logs, events and a database's journal."""
 
 _POLL_S = 2.0
-_PATIENCE_S = 60.0
+_PATIENCE_S = 600.0
 """After so long ROOM is enough. What was free is measured after the failure: space that was freed in between counts as
 not enough, and twice of it may be more than the disk has."""
 

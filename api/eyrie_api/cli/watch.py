@@ -93,6 +93,7 @@ class _EventReader:
 
     def _read(self) -> None:
         while not self.closed.is_set():
+            self.ended.clear()  # a stream that a server ended as it stopped is followed by another
             with contextlib.suppress(EyrieError):  # the main thread reports it; here the stream is opened again
                 for event in self.source.events(self.job_id, self.last_id):
                     if event.id > self.last_id:

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_pipelines.processes import ProcessId, boot_id, identify, is_alive, stop_group, wait_until
+from eyrie_pipelines.processes import ProcessId, boot_id, identify, is_alive, stop_group
 
 _PROC = Path("/proc")
 _VARIABLE = "EYRIE_ENDPOINT_PROCESS"
-_KILLED_S = 30.0
-"""A killed process ends when it is scheduled next, later on a crowded machine, and keeps its memory until then."""
 
 
 class Mark(Frozen):
@@ -66,10 +64,9 @@ def running_leaders(below: Path) -> list[Marked]:
 
 
 def stop_marked(below: Path, grace_s: float) -> None:
-    """Stop every process of `below` and the folders in it; returns when they have ended."""
+    """Stop every process of `below` and the folders in it."""
     for one in marked_sessions(below):
         stop_group(one.leader, grace_s)
-    wait_until(lambda: not marked_sessions(below), _KILLED_S)
 
 
 def _marks() -> Iterator[tuple[int, Mark]]:
