@@ -75,7 +75,8 @@ class TrafficRecorder:
         self._path, self._redact = path, redact
         self._rows: int | None = None
         self._inode = 0
-        self._rules, self._rules_read = RecordingRules(), 0
+        self._rules = RecordingRules()
+        self._rules_read: tuple[int, int] | None = None
         self._random = random.Random()
 
     def record(self, body: bytes, latest: int, consent: str = "") -> None:
@@ -112,11 +113,12 @@ class TrafficRecorder:
         recorded."""
         file = self._path.with_name(RULES_FILE)
         try:
-            changed = file.stat().st_mtime_ns
+            stat = file.stat()
+            changed = (stat.st_ino, stat.st_mtime_ns)  # two writes may have one time
             if changed != self._rules_read:
                 self._rules, self._rules_read = RecordingRules.model_validate_json(file.read_bytes()), changed
         except (FileNotFoundError, ValueError):
-            self._rules, self._rules_read = RecordingRules(consented_only=True), 0
+            self._rules, self._rules_read = RecordingRules(consented_only=True), None
         return self._rules
 
     def _row(self, body: bytes) -> bytes | None:
