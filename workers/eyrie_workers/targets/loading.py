@@ -24,11 +24,11 @@ from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, Un
 from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_workers.targets.config import read_json, read_reference_config
 from eyrie_workers.targets.device import default_device, free_bytes
+from eyrie_workers.targets.known_digests import known_digest
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.model_cache import (
     WANTED_FILES,
     cache_of_this_pod,
-    digest_once,
     recorded_digests,
     require_cached,
 )
@@ -202,5 +202,6 @@ def target_digest(path: Path) -> str:
     names = {file.name for file in weight_files(path)} | {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     recorded = recorded_digests(path)
-    entries = [[name, digest_once(path / name, recorded)] for name in sorted(names) if (path / name).exists()]
+    entries = [[name, recorded.get(name) or known_digest(path / name)]
+               for name in sorted(names) if (path / name).exists()]
     return "sha256:" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()

@@ -18,7 +18,7 @@ import os
 from pathlib import Path, PurePath
 from urllib.parse import quote
 
-from eyrie_api.artifacts import digest_file, read_sealed
+from eyrie_api.artifacts import read_sealed
 from eyrie_api.errors import TargetNotFound
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import JobTarget
@@ -86,11 +86,6 @@ def recorded_digests(snapshot: Path) -> dict[str, Digest]:
     for other directories."""
     record = read_record(snapshot)
     return {} if record is None else {file.path: file.sha256 for file in record.files if unchanged(snapshot, file)}
-
-
-def digest_once(path: Path, recorded: dict[str, Digest]) -> Digest:
-    """The digest of a file: the recorded one, else computed."""
-    return recorded.get(path.name) or digest_file(path)
 
 
 def cache_of_this_pod() -> Path | None:
