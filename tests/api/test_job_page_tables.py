@@ -6,10 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import delete
 
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.results import Results
+from eyrie_api.database.results import Result, ResultFilter, Results
+from eyrie_api.database.tables import JobRow, ResultRow
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.decisions.sweep import expand
@@ -99,6 +101,24 @@ def test_a_row_of_the_leaderboard_has_the_values_of_the_sweep_that_its_candidate
     (entry,) = client.get("/v1alpha1/leaderboard", params={"job_id": job}).json()["items"]
     assert entry["axes"] == {"data.mix": {"chats": 1, "tools": 3}, "drafter.intermediate_size": 128}
     assert "mix chats 1, tools 3; intermediate_size 128" in rows_of(client, job, "leaderboard")[0][1]
+
+
+def test_a_job_that_is_deleted_while_the_leaderboard_is_read_is_no_error(database: Database) -> None:
+    job = Jobs(database).submit(job_spec()).id
+
+    class Deleted(Results):
+        def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
+            found = super().list(wanted)
+            with database.writing() as session:
+                session.execute(delete(ResultRow).where(ResultRow.job_id == job))
+                session.execute(delete(JobRow).where(JobRow.id == job))
+            return found
+
+    results = Deleted(database)
+    results.record(Measured(job_id=job, target="t", family="eagle3", tuned=False,
+                            report=benchmark_report("a-step-1", {"chat": (2.0, 1.8)})), "/there")
+    assert [one.axes for one in results.leaderboard()] == [{}]
+    assert results.leaderboard() == ()
 
 
 def slower(load: LoadReport, cell: LoadCell, variant: str, level: float) -> LoadCell:

@@ -107,13 +107,14 @@ class Results:
         best = select_best([one.measured.report for one in own])
         return next(one for one in own if one.measured.report == best)
 
-
     def _with_axes(self, entries: Sequence[LeaderboardEntry]) -> tuple[LeaderboardEntry, ...]:
+        """With what the sweeps of their jobs say. Race: a job that was deleted since its results were read has none."""
         query = query_of(JobRow.id, JobRow.spec).where(JobRow.id.in_({one.job_id for one in entries}))
         with self._database.reading() as session:
             axes = {job_id: axes_by_candidate(SweepSpec.model_validate(spec.get("sweep", {})))
                     for job_id, spec in session.execute(query)}
-        return tuple(one.model_copy(update={"axes": axes[one.job_id].get(one.candidate, {})}) for one in entries)
+        return tuple(one.model_copy(update={"axes": axes.get(one.job_id, {}).get(one.candidate, {})})
+                     for one in entries)
 
 
 def _result(row: ResultRow) -> Result:
