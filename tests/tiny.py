@@ -16,8 +16,11 @@ TEXT = [
 
 
 def tiny_target(path: Path, family: str = "llama", seed: int = 0, *, num_layers: int = 4, hidden_size: int = 32,
-                vocab_size: int = 320, tie_word_embeddings: bool = False, **overrides: Any) -> Path:
-    """Write a random Hugging Face model directory of `family` (a `model_type` of transformers); return its path."""
+                vocab_size: int = 320, tie_word_embeddings: bool = False, dtype: str = "float32",
+                device: str = "cpu", **overrides: Any) -> Path:
+    """Write a random Hugging Face model directory of `family` (a `model_type` of transformers); return its path.
+
+    `device` draws the weights: billions take a GPU a second."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -40,8 +43,9 @@ def tiny_target(path: Path, family: str = "llama", seed: int = 0, *, num_layers:
         "bos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3,
     } | overrides
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
-    model.to(torch.float32).save_pretrained(path)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    model.to(getattr(torch, dtype)).save_pretrained(path)
     return path
 
 

@@ -39,9 +39,10 @@ class Sizes:
         """Documents of mixed lengths that sum to `total`."""
         return total // 2, total // 4, total // 8, total - total // 2 - total // 4 - total // 8
 
-    def target(self, path: Path) -> Path:
+    def target(self, path: Path, dtype: str = "float32") -> Path:
         """Write a random target of these sizes; returns its directory."""
-        return tiny_target(path, seed=5, num_layers=self.target_layers, hidden_size=self.hidden, vocab_size=self.vocab,
+        return tiny_target(path, seed=5, dtype=dtype, device=str(this_device()),
+                           num_layers=self.target_layers, hidden_size=self.hidden, vocab_size=self.vocab,
                            intermediate_size=self.intermediate, num_attention_heads=self.heads,
                            num_key_value_heads=self.kv_heads, head_dim=self.head,
                            max_position_embeddings=self.context,

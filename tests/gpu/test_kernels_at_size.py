@@ -4,17 +4,31 @@ The references materialise what the kernels do not (32 heads x 16k x 16k scores)
 predictions, and every other one has weight 0 in what is differentiated. The kernels compute all of them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eyrie_kernels.packed_attention import key_ranges, packed_attention, reference_packed_attention
 from eyrie_kernels.soft_target_loss import reference_soft_target_loss, soft_target_loss
-from tests.gpu.sizes import Sizes
+from tests.gpu.sizes import NO_GPU, REAL, TINY, Sizes
 
 SAMPLE, OWN_KEYS = 24, 6
 # bfloat16 rounds to 2^-9, float32 to 2^-24 (through sums of thousands of products); relative to a tensor's norm.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float32: 2**-14}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=("bfloat16", "float32"))
+
+# Heads of 256, as Gemma 3 and Qwen3-Next have: the kernel takes other blocks.
+WIDE = replace(REAL, name="wide heads", heads=16, kv_heads=8, head=256)
+
+
+@pytest.fixture(scope="module", params=[TINY, REAL, WIDE], ids=lambda sizes: sizes.name)
+def sizes(request: pytest.FixtureRequest) -> Sizes:
+    """A row of the table of sizes, or heads that it has not."""
+    if request.param is not TINY and not torch.cuda.is_available():
+        pytest.skip(NO_GPU)
+    assert isinstance(request.param, Sizes)
+    return request.param
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:

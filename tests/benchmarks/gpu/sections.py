@@ -1,22 +1,32 @@
 """The sections of the GPU benchmark. Each returns rows of figures; none depends on another.
 
-The target has the widths of an 8B model and four of its layers, at random: rates of capture and decoding are those of
-four layers and one output matrix, not of an 8B model. Acceptance of a random drafter says nothing; its cost does.
+The target has the widths of an 8B model and four of its layers, at random (`stages`: all 32): rates of capture and
+decoding are those of four layers and one output matrix, not of an 8B model. Acceptance of a random drafter says
+nothing; its cost does.
 """
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eyrie_api.artifacts import read_manifest
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels.packed_attention import key_ranges, packed_attention
 from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.stage_program import run_program
+from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target
 from tests.benchmarks import training_step
 from tests.benchmarks.kernels.__main__ import report
@@ -171,6 +181,48 @@ def capture(bench: Bench) -> list[Row]:
     return rows
 
 
+def stages(bench: Bench) -> list[Row]:
+    """Capture and training as a job runs them, for a target with all its layers: what both take as whole programs, with
+    loading, digests, writing and reading, evaluation and saving. The bfloat16 checkpoint takes 16 GB, the states 4 GB."""
+    real = bench.machine.cuda
+    sizes = replace(bench.sizes, target_layers=32) if real else bench.sizes
+    length, count, steps = (2048, 128, 40) if real else (64, 8, 2)
+    source, layers = bench.work / "whole", (2, 16, 29) if real else AUX_LAYERS
+    found: list[Row] = []
+    began = time.perf_counter()
+    target = sizes.target(source / "target", "bfloat16" if real else "float32")
+    found.append({"what": "target written", "seconds": round(time.perf_counter() - began, 1)})
+    began = time.perf_counter()
+    write_rows(source / "rows", target, sizes, (length,) * count)
+    found.append({"what": "its digest", "seconds": round(time.perf_counter() - began, 1)})
+    began = time.perf_counter()
+    captured = run_capture(source / "states", target, source / "rows", sizes, max_length=length, aux_layers=layers,
+                           batch_tokens=sizes.kernel_tokens)
+    model = load_target(target, "bfloat16" if real else "float32")
+    ids = [torch.randint(3, sizes.vocab, (length,)) for _ in range(max(1, sizes.kernel_tokens // length))]
+    alone = len(ids) * length / seconds(lambda: model.hidden_states(ids, layers), bench.machine)
+    del model
+    found.append({"what": f"capture, {captured.codec}", "seconds": round(time.perf_counter() - began, 1),
+                  "tokens": captured.tokens, "tokens_per_s": captured.tokens_per_s, "GB": captured.bytes / 1e9,
+                  "share_of_forward_passes": round(captured.tokens_per_s / alone, 3)})
+    out = source / "drafter"
+    out.mkdir()
+    spec = TrainStage(
+        job_id="job", candidate="c", target=TargetSpec(model=str(target)), store_dir=str(source / "states"),
+        drafter=DrafterSpec(draft_vocab_size=sizes.draft_vocab),
+        train=TrainSpec(max_steps=steps, num_checkpoints=1, max_tokens_per_batch=sizes.kernel_tokens))
+    (out / "spec.json").write_text(spec.model_dump_json())
+    began = time.perf_counter()
+    if run_program(TrainStage, train, ["--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")]):
+        raise RuntimeError(json.loads((out / "failure.json").read_text()))
+    report = read_manifest(out).report
+    assert isinstance(report, TrainReport)
+    found.append({"what": f"training, {report.steps} steps", "seconds": round(time.perf_counter() - began, 1),
+                  "tokens": report.tokens, "tokens_per_s": report.tokens_per_s,
+                  "inside_s": report.seconds, "data_wait_share": report.data_wait_share, "mfu": report.mfu})
+    return found
+
+
 def decode(bench: Bench) -> list[Row]:
     """One request, greedy, undrafted and with drafts of a random EAGLE-3 drafter."""
     dtype, new = ("bfloat16", 128) if bench.machine.cuda else ("float32", 6)
@@ -199,5 +251,5 @@ def decode(bench: Bench) -> list[Row]:
 
 SECTIONS: dict[str, tuple[Callable[[Bench], list[Row]], float]] = {
     "correctness": (correctness, 100), "kernels": (kernels, 70), "libraries": (libraries, 70),
-    "training": (training, 90), "capture": (capture, 100), "decode": (decode, 70)}
-"""Section -> its function, and the seconds after which it is ended. With the target's 100 they are ten minutes."""
+    "training": (training, 90), "capture": (capture, 100), "decode": (decode, 70), "stages": (stages, 200)}
+"""Section -> its function, and the seconds after which it is ended. With the target's 100 they are 13 minutes."""
