@@ -58,7 +58,7 @@ _BLOCKS: dict[int, dict[Kernel, Blocks]] = {
     2: {"forward": Blocks(64, 64, 4, 3), "query_grad": Blocks(128, 64, 8, 3), "key_grad": Blocks(32, 64, 4, 3)},
     4: dict.fromkeys(("forward", "query_grad", "key_grad"), Blocks(32, 32, 8)),
     8: dict.fromkeys(("forward", "query_grad", "key_grad"), Blocks(16, 16, 4))}
-# bfloat16 heads of 256, of which those blocks do not fit a multiprocessor; not measured.
+# bfloat16 heads of 256: those blocks do not fit a multiprocessor. Right on an H100 (docs/results/gpu.md), not timed.
 _BLOCKS_OF_WIDE_HEADS: dict[Kernel, Blocks] = {
     "forward": Blocks(64, 64, 8), "query_grad": Blocks(64, 32, 8), "key_grad": Blocks(32, 64, 8)}
 _OWN_QUERIES = 16

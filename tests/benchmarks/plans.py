@@ -72,7 +72,8 @@ def page() -> str:
     parts = ["# Plans of two jobs\n",
              "Computed by `python -m tests.benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
              "of them ([hardware.py](../../api/eyrie_api/decisions/hardware.py)); nothing here was measured. Of these\n"
-             "GPUs Eyrie has run on one H200, without SGLang: [on a GPU](gpu.md) has its figures. A test keeps the\n"
+             "GPUs Eyrie has run on one H200 and one H100, without SGLang: [on a GPU](gpu.md) has its figures. "
+             "A test keeps the\n"
              "page current. Hours are expected ones with their range, stages one after the other, with the starts of\n"
              "servers (assumed: 30 to 120 s and the weights at 0.5 to 5 GB/s); reading the KV cache is not\n"
              "counted, which makes decoding of long answers look faster than it is, by up to two times;\n"

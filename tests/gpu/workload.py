@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.targets import Dtype, TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
 from eyrie_workers.drafters.initialisation import read_target_embeddings
@@ -94,10 +94,11 @@ def write_rows(directory: Path, target: Path, sizes: Sizes, lengths: tuple[int, 
     (directory / META).write_text(meta.model_dump_json())
 
 
-def run_capture(out: Path, target: Path, rows: Path, sizes: Sizes, **fields: object) -> CaptureReport:
-    """Run the capture stage; `fields` are those of CaptureSpec."""
+def run_capture(out: Path, target: Path, rows: Path, sizes: Sizes, dtype: Dtype = "float32",
+                **fields: object) -> CaptureReport:
+    """Run the capture stage with the target in `dtype`; `fields` are those of CaptureSpec."""
     out.mkdir()
-    spec = CaptureStage(job_id="job", target=TargetSpec(model=str(target)), rows_dir=str(rows),
+    spec = CaptureStage(job_id="job", target=TargetSpec(model=str(target), dtype=dtype), rows_dir=str(rows),
                         capture=CaptureSpec.model_validate({
                             "check_rows": 0, "aux_layers": AUX_LAYERS, "max_length": sizes.context,
                             "batch_tokens": sizes.kernel_tokens, **fields}))

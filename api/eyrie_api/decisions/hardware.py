@@ -7,7 +7,8 @@
 
 Shares are ranges, and so are the hours of a plan. Two are measured by others: SpecForge's documentation reports 27,000
 captured tokens/s of an 8B target on an H200, 44 % of its peak, and 43.5 % for its trainer. A step of Eyrie's trainer
-reached 40 % on an H200 (docs/results/gpu.md); plans expect less, since it leaves out reading, evaluation and saving.
+reached 40 % on an H200 and 37 % on an H100 (docs/results/gpu.md); plans expect less, since it leaves out reading,
+evaluation and saving.
 The others are assumptions. Reading the KV cache is not counted: long answers in large batches take
 longer than this says, by up to two times.
 """

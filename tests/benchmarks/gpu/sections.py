@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -49,6 +49,11 @@ class Bench:
 
     budget_s: float
     """Seconds of one figure's repetitions."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """Arithmetic of the target, as a job has it there by default."""
+        return "bfloat16" if self.machine.cuda else "float32"
 
     @property
     def target(self) -> Path:
@@ -153,11 +158,11 @@ def training(bench: Bench) -> list[Row]:
     """One optimiser step of EAGLE-3 with seven unrolled steps: MFU and memory (`tests.benchmarks.training_step`)."""
     sizes = bench.sizes
     lengths = ",".join(map(str, sizes.lengths(sizes.kernel_tokens)))
-    dtype, iterations = ("bfloat16", 10) if bench.machine.cuda else ("float32", 1)
+    iterations = 10 if bench.machine.cuda else 1
     return [training_step.measure([
         "--hidden", str(sizes.hidden), "--intermediate", str(sizes.intermediate), "--heads", str(sizes.heads),
         "--kv-heads", str(sizes.kv_heads), "--vocab", str(sizes.vocab), "--draft-vocab", str(sizes.draft_vocab),
-        "--lengths", lengths, "--prompt", "0.3", "--dtype", dtype, "--iterations", str(iterations), "--threads",
+        "--lengths", lengths, "--prompt", "0.3", "--dtype", bench.dtype, "--iterations", str(iterations), "--threads",
         str(torch.get_num_threads()), "--unrolled", str(unrolled)]) | {"unrolled_fraction": unrolled}
         for unrolled in (1.0, 0.33)]
 
@@ -168,8 +173,8 @@ def capture(bench: Bench) -> list[Row]:
     for tokens in (sizes.kernel_tokens // 4, sizes.kernel_tokens):
         source, out = bench.work / f"rows-{tokens}", bench.work / f"states-{tokens}"
         write_rows(source, bench.target, sizes, (tokens,) * max(2, 4 * sizes.kernel_tokens // tokens))
-        found = run_capture(out, bench.target, source, sizes, batch_tokens=tokens, aux_layers=AUX_LAYERS)
-        target = load_target(bench.target, "bfloat16" if bench.machine.cuda else "float32")
+        found = run_capture(out, bench.target, source, sizes, bench.dtype, batch_tokens=tokens, aux_layers=AUX_LAYERS)
+        target = load_target(bench.target, bench.dtype)
         ids = torch.randint(3, sizes.vocab, (tokens,))
 
         def forward(target: Any = target, ids: torch.Tensor = ids) -> None:
@@ -177,38 +182,36 @@ def capture(bench: Bench) -> list[Row]:
 
         alone = tokens / seconds(forward, bench.machine)
         rows.append({"tokens_per_pass": tokens, "codec": found.codec, "captured_tokens_per_s": found.tokens_per_s,
-                     "target_tokens_per_s": alone, "share": round(found.tokens_per_s / alone, 3)})
+                     "prefill_tokens_per_s": found.prefill_tokens_per_s, "target_tokens_per_s": alone,
+                     "share": round(found.tokens_per_s / alone, 3)})
     return rows
 
 
 def stages(bench: Bench) -> list[Row]:
     """Capture and training as a job runs them, for a target with all its layers: what both take as whole programs, with
-    loading, digests, writing and reading, evaluation and saving. The bfloat16 checkpoint takes 16 GB, the states 4 GB."""
+    loading, digests, writing and reading, evaluation and saving. The checkpoint takes 16 GB, the states 4 GB."""
     real = bench.machine.cuda
     sizes = replace(bench.sizes, target_layers=32) if real else bench.sizes
     length, count, steps = (2048, 128, 40) if real else (64, 8, 2)
     source, layers = bench.work / "whole", (2, 16, 29) if real else AUX_LAYERS
     found: list[Row] = []
     began = time.perf_counter()
-    target = sizes.target(source / "target", "bfloat16" if real else "float32")
+    target = sizes.target(source / "target", bench.dtype)
     found.append({"what": "target written", "seconds": round(time.perf_counter() - began, 1)})
     began = time.perf_counter()
     write_rows(source / "rows", target, sizes, (length,) * count)
     found.append({"what": "its digest", "seconds": round(time.perf_counter() - began, 1)})
     began = time.perf_counter()
-    captured = run_capture(source / "states", target, source / "rows", sizes, max_length=length, aux_layers=layers,
-                           batch_tokens=sizes.kernel_tokens)
-    model = load_target(target, "bfloat16" if real else "float32")
-    ids = [torch.randint(3, sizes.vocab, (length,)) for _ in range(max(1, sizes.kernel_tokens // length))]
-    alone = len(ids) * length / seconds(lambda: model.hidden_states(ids, layers), bench.machine)
-    del model
+    captured = run_capture(source / "states", target, source / "rows", sizes, bench.dtype, max_length=length,
+                           aux_layers=layers, batch_tokens=sizes.kernel_tokens)
     found.append({"what": f"capture, {captured.codec}", "seconds": round(time.perf_counter() - began, 1),
-                  "tokens": captured.tokens, "tokens_per_s": captured.tokens_per_s, "GB": captured.bytes / 1e9,
-                  "share_of_forward_passes": round(captured.tokens_per_s / alone, 3)})
+                  "tokens": captured.tokens, "tokens_per_s": captured.tokens_per_s,
+                  "prefill_tokens_per_s": captured.prefill_tokens_per_s, "GB": captured.bytes / 1e9})
     out = source / "drafter"
     out.mkdir()
     spec = TrainStage(
-        job_id="job", candidate="c", target=TargetSpec(model=str(target)), store_dir=str(source / "states"),
+        job_id="job", candidate="c", target=TargetSpec(model=str(target), dtype=bench.dtype),
+        store_dir=str(source / "states"),
         drafter=DrafterSpec(draft_vocab_size=sizes.draft_vocab),
         train=TrainSpec(max_steps=steps, num_checkpoints=1, max_tokens_per_batch=sizes.kernel_tokens))
     (out / "spec.json").write_text(spec.model_dump_json())
@@ -225,7 +228,7 @@ def stages(bench: Bench) -> list[Row]:
 
 def decode(bench: Bench) -> list[Row]:
     """One request, greedy, undrafted and with drafts of a random EAGLE-3 drafter."""
-    dtype, new = ("bfloat16", 128) if bench.machine.cuda else ("float32", 6)
+    dtype, new = bench.dtype, 128 if bench.machine.cuda else 6
     target = load_target(bench.target, dtype)
     directory = bench.work / "drafter"
     family_named("eagle3").save(directory, drafter_of("eagle3", bench.target, bench.sizes)[0], dtype, None)
