@@ -27,6 +27,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
+from eyrie_operator.embedded import endpoints
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.hardware import FreeMemory
@@ -35,12 +36,14 @@ from eyrie_operator.embedded.processes import (
     EngineRecord,
     endpoint_dir,
     list_engines,
+    read_counters,
     read_record,
     resolve_target,
     stop_endpoints,
 )
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_operator.endpoints.drift import retraining_job
+from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import MIN_ROUNDS
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
@@ -277,6 +280,30 @@ def test_requests_of_the_target_without_a_drafter_are_recorded(harness: Harness)
     assert window.figures["seconds"] >= 60.0
     harness.keeper.reconcile("default")
     assert len(harness.histories.read("default", kind="window").items) == 1, "nobody has asked since"
+
+
+def test_a_window_is_recorded_once_though_the_engine_then_does_not_respond(
+        harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = harness.serve(1).url
+    for _ in range(3):
+        assert ask(url).status_code == 200
+    readings = list[EngineCounters | None]()
+
+    def every_second_fails(engine: str) -> EngineCounters | None:
+        readings.append(None if readings and readings[-1] is not None else read_counters(engine))
+        return readings[-1]
+
+    monkeypatch.setattr(endpoints, "read_counters", every_second_fails)
+    later = EmbeddedEndpoints(harness.settings, harness.database, clock=lambda: utc_now() + timedelta(minutes=2))
+
+    def read_on() -> bool:
+        later.reconcile("default")
+        windows = harness.histories.read("default", kind="window").items
+        return bool(windows) and len(readings) >= 8
+
+    assert wait_until(read_on, LIMIT_S)
+    (window,) = harness.histories.read("default", kind="window").items
+    assert window.figures["requests"] >= 3.0
 
 
 def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harness, drafter: Path) -> None:

@@ -35,6 +35,7 @@ from eyrie_operator.cluster.metric_windows import (
     CANARY_BASELINE,
     WINDOW_BASELINE,
     CounterBaseline,
+    next_baseline,
     read_baseline,
     scrape_engines,
 )
@@ -151,8 +152,8 @@ class EndpointReconciler:
         except EyrieError as error:
             return self._report_error(snapshot, error, self._reject(snapshot, error, endpoint.conditions)[0])
         policy = policy_on_cluster(self._records.policy(endpoint, serving), deployment)
-        plan = plan_endpoint(endpoint, policy, self._observe(snapshot, deployment), snapshot.now)
-        return self._execute(snapshot, deployment, plan)
+        seen = self._observe(snapshot, deployment)
+        return self._execute(snapshot, deployment, plan_endpoint(endpoint, policy, seen, snapshot.now), seen)
 
     def _switch_off(self, snapshot: _Snapshot) -> float:
         seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=1)
@@ -161,11 +162,12 @@ class EndpointReconciler:
         moved = self._save_status(snapshot, plan, snapshot.endpoint.conditions, None) or moved
         return PROGRESSING_S if moved else STEADY_S
 
-    def _execute(self, snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan) -> float:
+    def _execute(self, snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan,
+                 seen: ObservedEndpoint) -> float:
         conditions, moved = snapshot.endpoint.conditions, False
         for action in plan.actions:  # rejections: recorded before the objects are deleted
             if isinstance(action, Reject | RollBack | CloseWindow | ReportDrift | ProposeNoDrafter):
-                conditions, moved = self._record(action, snapshot, conditions), True
+                conditions, moved = self._record(action, snapshot, conditions, seen), True
         wanted = apply_plan(current_state(snapshot.name, snapshot.objects), plan, snapshot.now)
         try:
             manifests, refusal = self._render(snapshot, deployment, wanted)
@@ -183,7 +185,7 @@ class EndpointReconciler:
             moved = self._delete_obsolete(snapshot, manifests) or moved
             for action in plan.actions:  # activations: recorded after the Service selects the revision
                 if isinstance(action, Activate | ShareRoute):
-                    conditions, moved = self._record(action, snapshot, conditions), True
+                    conditions, moved = self._record(action, snapshot, conditions, seen), True
         conditions = _complete(snapshot, deployment, conditions)
         plan = replace(plan, message=plan.message + _replica_message(snapshot, deployment, plan))
         moved = self._save_status(snapshot, plan, conditions, _url(snapshot.name, deployment)) or moved
@@ -240,7 +242,7 @@ class EndpointReconciler:
         total = increase(counts, began.counts)
         return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
                        window_accepted=total.accepted, window_requests=total.requests,
-                       window_since=began.since)
+                       window_since=began.since, counted=counts)
 
     def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
                        since: datetime) -> tuple[int, int]:
@@ -264,15 +266,16 @@ class EndpointReconciler:
 
     # Actions.
 
-    def _record(self, action: EndpointAction, snapshot: _Snapshot, conditions: Conditions) -> Conditions:
+    def _record(self, action: EndpointAction, snapshot: _Snapshot, conditions: Conditions,
+                seen: ObservedEndpoint) -> Conditions:
         self._cluster.check()
         if isinstance(action, CloseWindow):
             # The new window's baseline is written first. Killed in between, this window is lost; in the other order it
             # would be recorded twice, and one bad hour would count as drift.
-            workload = snapshot.workload(action.revision)
-            if workload is not None:
-                counts = scrape_engines(snapshot.objects, action.revision, self._given.port)
-                self._write_baseline(snapshot, workload, WINDOW_BASELINE, CounterBaseline(snapshot.now, counts))
+            workload, engine = snapshot.workload(action.revision), seen.engine(action.revision)
+            if workload is not None and engine is not None:
+                self._write_baseline(snapshot, workload, WINDOW_BASELINE, next_baseline(
+                    read_baseline(workload, WINDOW_BASELINE), engine.counted, snapshot.objects, snapshot.now))
         return self._records.record(action, snapshot.endpoint, conditions,
                                     self._home.absolute() / "endpoints" / snapshot.name,
                                     lambda number: revision_base_url(snapshot.name, number, self._given.namespace))

@@ -53,6 +53,21 @@ def read_baseline(workload: Mapping[str, Any], annotation: str) -> CounterBaseli
         return None
 
 
+def process_of(pod: Mapping[str, Any]) -> str:
+    """Names the engine process of a pod; another one after a restart of its containers."""
+    restarts = sum(one.get("restartCount", 0) for one in pod.get("status", {}).get("containerStatuses", ()))
+    return f"{pod['metadata']['uid']}/{restarts}"
+
+
+def next_baseline(began: CounterBaseline | None, counted: Counts, objects: Iterable[Mapping[str, Any]],
+                  now: datetime) -> CounterBaseline:
+    """Where the window after one that is closed begins. Pure. A process that did not respond was not judged either, and
+    keeps where it began; one that has ended is left out."""
+    there = {process_of(one) for one in objects if one["kind"] == "Pod"}
+    kept = {process: counts for process, counts in (began.counts if began else {}).items() if process in there}
+    return CounterBaseline(now, kept | dict(counted))
+
+
 def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: int) -> Counts:
     """Counters of each engine process of a revision; processes that do not respond are left out."""
     counts: dict[str, EngineCounters] = {}
@@ -65,11 +80,10 @@ def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: in
             address, containers = status.get("podIP"), status.get("containerStatuses", ())
             if address is None or not all(one.get("ready") for one in containers):
                 continue
-            restarts = sum(one.get("restartCount", 0) for one in containers)
             host = f"[{address}]" if ":" in address else address
             try:
                 response = client.get(f"http://{host}:{port}/metrics")
-                counts[f"{pod['metadata']['uid']}/{restarts}"] = read_metrics(response.raise_for_status().text)
+                counts[process_of(pod)] = read_metrics(response.raise_for_status().text)
             except (httpx.HTTPError, ValueError) as error:
                 log.debug("pod %s: %s", pod["metadata"]["name"], error)
     return counts

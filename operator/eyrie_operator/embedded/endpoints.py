@@ -106,10 +106,14 @@ class EmbeddedEndpoints:
         """Observe, plan, act, store; returns whether another step should follow at once."""
         endpoint, serving = self._endpoints.get(name), self._endpoints.serving(name)
         policy, now = self._records.policy(endpoint, serving), self._clock()
-        plan = plan_endpoint(endpoint, policy, self._observe(endpoint, serving, directory), now)
+        seen = self._observe(endpoint, serving, directory)
+        plan = plan_endpoint(endpoint, policy, seen, now)
         conditions = endpoint.conditions
         try:
             for action in plan.actions:
+                if isinstance(action, CloseWindow):
+                    # `now` is before the counters were read: a request that went on past its end since then is noted.
+                    _begin_window(engine_dir(directory, action.revision), seen.engine(action.revision), now)
                 self._act(action, endpoint, serving, directory)
                 conditions = self._records.record(action, endpoint, conditions, directory)
         except Transient as reason:
@@ -193,8 +197,10 @@ class EmbeddedEndpoints:
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
                               window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
                               window_requests=requests, window_since=record.window_since, alone=record.alone,
-                              window_unended=unended is not None and record.window_since is not None
-                              and unended.within(record.revision, record.window_since))
+                              window_unended=counters is not None and unended is not None
+                              and record.window_since is not None
+                              and unended.within(record.revision, record.window_since),
+                              counted={} if counters is None else {"": counters})
 
     def _is_lost(self, record: EngineRecord, folder: Path, serving: Serving) -> bool:
         """Whether a serving engine whose address is not known has said for long where it is, and is not there: its
@@ -227,8 +233,6 @@ class EmbeddedEndpoints:
                                                             record_prompts=serving.serve.record_prompts))
         elif isinstance(action, AnnounceGap):
             _hold_requests(directory)
-        elif isinstance(action, CloseWindow):
-            _restart_window(engine_dir(directory, action.revision), now)
         elif isinstance(action, RetireEngine | KillEngine | DeleteEngine):
             _act_on_engine(action, engine_dir(directory, action.revision), now)
 
@@ -301,11 +305,11 @@ def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Pat
             (folder / name).unlink(missing_ok=True)
 
 
-def _restart_window(folder: Path, now: datetime) -> None:
+def _begin_window(folder: Path, seen: ObservedEngine | None, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
-    counters = read_counters(record.url) if record is not None and record.url is not None else None
-    if record is not None and counters is not None:
-        write_sealed(folder / ENGINE_FILE, record.begin_window(counters, now))
+    if record is not None and seen is not None:
+        for counters in seen.counted.values():  # of one process
+            write_sealed(folder / ENGINE_FILE, record.begin_window(counters, now))
 
 
 @contextlib.contextmanager

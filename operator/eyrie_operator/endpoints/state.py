@@ -9,6 +9,7 @@ from typing import Literal
 
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.records import Wait
+from eyrie_operator.endpoints.engine_metrics import Counts
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class ObservedEngine:
 
     alone: bool = False
     """It was started after the serving engine had been stopped, because both do not fit the memory."""
+
+    counted: Counts = field(default_factory=dict, compare=False)
+    """The counters of each of its processes that responded: what a window that follows this one begins from. Read again
+    later they would leave out the rounds between, and a process that does not respond then would be judged twice."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.model import IsDefault
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry, TuneReport
 from eyrie_api.v1alpha1.stages import STAGES
@@ -349,5 +350,6 @@ class Driver:
 
 
 def _stored(best: LeaderboardEntry) -> LeaderboardEntry:
-    """Without its interval and axes: a version before these could not read a stored status that has them."""
-    return best.model_copy(update={"speedup_interval": None, "axes": {}})
+    """Without the fields that were added later: a version before these could not read a stored status that has them."""
+    return best.model_copy(update={name: field.exclude_if.default for name, field in type(best).model_fields.items()
+                                   if isinstance(field.exclude_if, IsDefault)})
