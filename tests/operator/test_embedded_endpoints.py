@@ -47,6 +47,7 @@ from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import MIN_ROUNDS
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
+from tests.api.samples import benchmark_report, finish_stage
 from tests.workers.engines.conftest import drafter, target
 
 __all__ = ["drafter", "target"]
@@ -367,6 +368,22 @@ def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harn
     seen = harness.tend_until(lambda seen: seen.candidate_revision is None and set(harness.engines()) == {1})
     assert (seen.active_revision, seen.revisions[1].state) == (1, "rejected")
     assert (seen.revisions[1].rejected_reason or "").startswith("EngineDied: ")
+
+
+def test_an_endpoint_whose_drafter_is_damaged_is_rolled_back(harness: Harness, drafter: Path, tmp_path: Path) -> None:
+    stage = tmp_path / "stages" / "train" / "a"
+    files = {f"checkpoints/c/{one.name}": one.read_bytes() for one in drafter.iterdir()}
+    finish_stage(stage, "benchmark", benchmark_report("c", {"chat": (2.0,)}), files, "j")
+    harness.serve(1)
+    harness.propose(stage / "checkpoints" / "c")
+    harness.serve(2)
+    next((stage / "checkpoints/c").glob("*.safetensors")).write_bytes(b"damaged")
+    serving = harness.engines()[2]
+    os.kill(serving.process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(serving.process), 60.0)
+    harness.endpoints.roll_back("default")
+    seen = harness.serve(1)
+    assert (seen.revisions[0].rejected_reason, ask(seen.url).headers["x-eyrie-revision"]) == (None, "1")
 
 
 def test_a_port_in_use_is_reported_on_the_endpoint(tmp_path: Path, target: Path) -> None:

@@ -455,6 +455,20 @@ def test_messages_are_deleted_when_they_are_as_old_as_the_endpoint_keeps_them(tm
     assert kept_words(tmp_path) == ["31", "32"]
 
 
+def test_what_the_disk_does_not_take_is_not_kept_and_later_rows_are_whole(tmp_path: Path) -> None:
+    directory = tmp_path / "endpoint"
+    traffic = TrafficRecorder(directory / TRAFFIC_FILE)
+    traffic.record(body_of("lost"), 10)  # no directory: what a full disk answers is an OSError too
+    directory.mkdir()
+    write_rules(directory, ServeSpec())
+    (directory / TRAFFIC_FILE).write_text('{"messages": [{"content": "cut o')
+    for words in ("31", "32"):
+        traffic.record(body_of(words), 10)
+    cut, *rows = (directory / TRAFFIC_FILE).read_text().splitlines()
+    assert cut.endswith("cut o")
+    assert [json.loads(row)["messages"][0]["content"] for row in rows] == ["31", "32"]
+
+
 def test_a_conversation_too_long_to_train_on_is_not_kept(tmp_path: Path) -> None:
     write_rules(tmp_path, ServeSpec())
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)

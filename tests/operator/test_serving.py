@@ -118,6 +118,27 @@ def test_a_candidate_that_fails_in_the_gap_gives_its_memory_back_before_the_old_
     assert StartEngine(1, 2) in restarted.actions
 
 
+def test_a_candidate_that_ended_with_its_machine_is_started_again_but_not_for_ever() -> None:
+    wanted, down = endpoint(1, 2), engine(1, "dead")
+    found = plan(wanted, down, engine(2, "dead"), gateway=False)
+    assert StartEngine(2, 2) in found.actions
+    assert Reject not in kinds(found)
+    assert Reject in kinds(plan(wanted, down, engine(2, "dead")))  # the gateway lives: the engine ended alone
+    assert Reject in kinds(plan(wanted, engine(1), engine(2, "dead"), gateway=False))
+    assert Reject in kinds(plan(wanted, down, engine(2, "dead", starts=3), gateway=False))
+
+
+def test_a_canary_that_loses_a_pod_is_waited_for_from_then_on() -> None:
+    wanted, hour = endpoint(1, 2, state="canary"), timedelta(hours=1)
+    tried = {"routed": 1, "policy": TRIED, "now": NOW + hour, "canary": ObservedCanary(2, 0.2, NOW)}
+    for unready, rejected in ((timedelta(seconds=30), False), (timedelta(seconds=90), True)):
+        lost = engine(2, "starting", unready_since=NOW + hour - unready)
+        assert (Reject in kinds(plan(wanted, engine(1), lost, **tried))) == rejected
+    assert Reject in kinds(plan(wanted, engine(1), engine(2, "starting"), **tried))
+    never = engine(2, "starting", unready_since=NOW + hour)  # it has had no share: its start has a limit
+    assert Reject in kinds(plan(wanted, engine(1), never, **tried | {"canary": None}))
+
+
 def test_the_route_moves_only_when_the_candidate_is_healthy_and_the_old_engine_serves_until_then() -> None:
     waiting = plan(endpoint(1, 2), engine(1), engine(2, "starting"), routed=1)
     assert waiting.actions == ()

@@ -283,7 +283,8 @@ def _translated(kind: str, path: str) -> Iterator[None]:
             raise NotFound(f"{path}: {said}", "it may have been deleted") from None
         if error.status == 409:
             raise ClusterConflict(f"{kind}: {said}", "read the object again") from None
-        if error.status in (408, 425, 429) or error.status >= 500:
+        # Status 0: no answer. The client translates a connection that ends during the TLS handshake like this.
+        if not error.status or error.status in (408, 425, 429) or error.status >= 500:
             raise ClusterUnavailable(f"{kind}: {error.status} {said}") from None
         hint = "grant the operator's role this permission" if error.status in (401, 403) else "correct the manifest"
         raise ClusterRejected(f"{path}: {error.status} {said}", hint) from None

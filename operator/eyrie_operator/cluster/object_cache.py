@@ -46,6 +46,9 @@ class ObjectCache:
         self._invalidated: dict[str, int] = {}
         """By endpoint, the sequence number of its last write; absent when the cache is newer."""
 
+        self._listed: dict[str, int] = {}
+        """By endpoint, when its own list began that is cached; absent where a sweep is newer."""
+
     def discover(self) -> None:
         """Read the server's APIs. Raises ClusterUnavailable."""
         offered = self._cluster.list_apis()
@@ -65,8 +68,10 @@ class ObjectCache:
         began = next(self._order)
         found = _by_endpoint(self._list(ENDPOINT_LABEL))
         with self._lock:
-            # Race: a write during the list may be missing in it. Writes after `began` stay invalidated.
-            self._objects, self._swept = found, True
+            # Race: a write during the list may be missing in it. Writes after `began` stay invalidated, and endpoints
+            # that were listed after one stay as they are.
+            self._listed = {name: at for name, at in self._listed.items() if at > began}
+            self._objects, self._swept = found | {name: self._objects[name] for name in self._listed}, True
             self._invalidated = {name: at for name, at in self._invalidated.items() if at > began}
 
     def of(self, endpoint: str) -> tuple[Object, ...]:
@@ -81,7 +86,7 @@ class ObjectCache:
         with self._lock:
             # Race: another write after `began` makes this list stale; it is returned, but not cached.
             if self._invalidated.get(endpoint, -1) < began:
-                self._objects[endpoint] = listed
+                self._objects[endpoint], self._listed[endpoint] = listed, began
                 self._invalidated.pop(endpoint, None)
         return listed
 

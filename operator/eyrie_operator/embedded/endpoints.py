@@ -109,6 +109,7 @@ class EmbeddedEndpoints:
         seen = self._observe(endpoint, serving, directory)
         plan = plan_endpoint(endpoint, policy, seen, now)
         conditions = endpoint.conditions
+        action: EndpointAction | None = None
         try:
             for action in plan.actions:
                 if isinstance(action, CloseWindow):
@@ -120,7 +121,9 @@ class EmbeddedEndpoints:
             plan = EndpointPlan((), "Unknown", reason.reason, str(reason))
         except EyrieError as error:  # permanent: its port is in use, its target does not exist
             plan = EndpointPlan((), "False", error.reason, str(error))
-            conditions = self._records.reject_candidate(error, endpoint, conditions)
+            # An active revision that cannot be started says nothing of the candidate, which may be the way out of it.
+            if not isinstance(action, StartEngine) or action.revision != endpoint.active_revision:
+                conditions = self._records.reject_candidate(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
         delete_older(directory, serving.serve.record_days, now)
         gateway = find_gateway(directory)
@@ -137,7 +140,9 @@ class EmbeddedEndpoints:
 
         def unended() -> UnendedAnswers | None:  # our engine does not count such answers
             ours = serving.serve.engine.kind == "embedded"
-            return UnendedAnswers() if ours or gateway is None else read_unended(gateway.port)
+            if ours:
+                return UnendedAnswers()
+            return None if gateway is None else read_unended(gateway.port)
 
         engines = tuple(self._observe_engine(record, folder, endpoint, serving, unended)
                         for folder, record in list_engines(directory))

@@ -65,6 +65,9 @@ after is killed."""
 _STANDARD_ERRORS = 3.0
 """Of an acceptance length that rolls an endpoint back. Two would be few: rounds of one answer resemble each other."""
 
+_MACHINE_RESTARTS = 2
+"""Further starts of a candidate that ended with its machine: an engine that takes the machine down is rejected then."""
+
 _MOST_ROUNDS = 20 * MIN_ROUNDS
 """A window whose acceptance length may or may not be a collapse is continued up to this many rounds."""
 
@@ -118,14 +121,28 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     elif engine.state == "healthy":
         return _run_canary(endpoint, policy, seen, engine, now, actions)
     elif engine.state == "dead":
+        if _machine_was_down(seen) and engine.starts <= _MACHINE_RESTARTS:
+            actions.append(StartEngine(candidate, engine.starts + 1, alone=engine.alone))
+            return False
         actions.append(Reject(candidate, "EngineDied", f"the new engine ended: {engine.message}"))
         return True
-    elif now - engine.started_at > timedelta(seconds=policy.health_timeout_s):
+    elif now - _unhealthy_since(engine, seen) > timedelta(seconds=policy.health_timeout_s):
         message = (f"the new engine was not healthy after {policy.health_timeout_s:g} s (serve.health_timeout_s)"
                    f"{_because(engine)}")
         actions.append(Reject(candidate, "HealthTimeout", message))
         return True
     return False
+
+
+def _machine_was_down(seen: ObservedEndpoint) -> bool:
+    """Whether gateway and engines have all ended: with their machine or container, and not by an engine's own fault."""
+    return not seen.gateway_alive and all(engine.state == "dead" for engine in seen.engines)
+
+
+def _unhealthy_since(engine: ObservedEngine, seen: ObservedEndpoint) -> datetime:
+    """Since when a candidate is waited for: its start, or, once it has served a share, when a pod of it was lost."""
+    had_a_share = seen.canary is not None and seen.canary.revision == engine.revision
+    return engine.unready_since or engine.started_at if had_a_share else engine.started_at
 
 
 def _start_candidate(candidate: int, policy: ServePolicy, seen: ObservedEndpoint, serving: ObservedEngine | None,

@@ -31,6 +31,9 @@ class ObservedEngine:
     wait: Wait | None = None
     """Why a pod of it has no node, on a cluster, if that is what it waits for."""
 
+    unready_since: datetime | None = None
+    """Since when one of its pods is not ready, on a cluster; None where that is not known."""
+
     window_rounds: float = 0.0
     """Verify rounds since the window began, and the tokens they produced."""
 

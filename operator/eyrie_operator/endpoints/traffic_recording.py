@@ -78,12 +78,24 @@ class TrafficRecorder:
         self._rules = RecordingRules()
         self._rules_read: tuple[int, int] | None = None
         self._random = random.Random()
+        self._failing = False
 
     def record(self, body: bytes, latest: int, consent: str = "") -> None:
-        """Record the messages of one chat request and keep the `latest` requests; 0 deletes the file.
+        """Record the messages of one chat request and keep the `latest` requests; 0 deletes the file. What a full disk
+        does not take is not recorded: the request is answered all the same.
 
         consent   the value of the request's header `Eyrie-Record`
         """
+        try:
+            self._record(body, latest, consent)
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                log.warning("chat requests are not recorded: %s", error)
+            self._failing = True
+            self._rows, self._inode = None, 0  # counted again
+
+    def _record(self, body: bytes, latest: int, consent: str) -> None:
         if latest == 0:
             if self._rows != 0:
                 self._path.unlink(missing_ok=True)
@@ -101,6 +113,10 @@ class TrafficRecorder:
             if (number := os.fstat(file.fileno()).st_ino) != self._inode:  # new, or old rows were deleted from it
                 file.seek(0)
                 self._inode, self._rows = number, sum(1 for _ in file)
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a full disk cut the last row: this one is not joined to it
+                        file.write(b"\n")
             file.write(row)
         assert self._rows is not None
         self._rows += 1
@@ -154,7 +170,7 @@ def delete_older(directory: Path, days: float, now: datetime) -> None:
     if file.exists() and _recorded_before(_first_line(file), oldest):
         with file.open("rb") as rows:
             kept = [row for row in rows if not _recorded_before(row, oldest)]
-        _replace(file, kept)
+        _replace(file, kept, ".kept")  # the gateway, another process, may be writing `.new`
     for copy in (directory / SNAPSHOTS).glob("*.jsonl"):
         if datetime.fromtimestamp(copy.stat().st_mtime, UTC) < oldest:
             copy.unlink(missing_ok=True)
@@ -177,12 +193,12 @@ def write_latest(source: Path, to: Path, latest: int) -> int:
     """Write the last rows of a traffic file atomically, with mode 0600; returns their number."""
     with source.open("rb") as file:
         rows = deque(file, maxlen=latest)
-    _replace(to, rows)
+    _replace(to, rows, ".new")
     return len(rows)
 
 
-def _replace(to: Path, rows: Iterable[bytes]) -> None:
-    temporary = to.with_name(to.name + ".new")
+def _replace(to: Path, rows: Iterable[bytes], suffix: str) -> None:
+    temporary = to.with_name(to.name + suffix)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.writelines(rows)
     temporary.replace(to)

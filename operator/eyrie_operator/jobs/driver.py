@@ -138,7 +138,9 @@ class Driver:
             for action in plan.actions:
                 self._apply(action, job, seen, plan.status)
         except Transient as reason:
-            self._record_transient(job, plan.status, reason, owner)
+            # Not over before its last action is done: a job that is over is not looked at again.
+            after = job.status if is_over(plan.status.conditions) else plan.status
+            self._record_transient(job, after, reason, owner)
             return False
         except EyrieError as error:
             plan = plan_failure(seen, error, self._clock())

@@ -82,7 +82,18 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
     return ObservedEngine(
         revision=revision, state=state, started_at=_moment(workload["metadata"]["creationTimestamp"]),
         starts=0 if healthy else 1 + max((one.get("restartCount", 0) for one in statuses), default=0),
+        unready_since=None if healthy else min(filter(None, map(_unready_since, pods)), default=None),
         message="" if healthy else message or (wait.message if wait else ""), wait=None if healthy else wait)
+
+
+def _unready_since(pod: _Object) -> datetime | None:
+    """When a pod lost its readiness, or was created if it never had any; None for one that is ready."""
+    conditions = pod.get("status", {}).get("conditions", ())
+    ready = next((one for one in conditions if one["type"] == "Ready"), {})
+    if ready.get("status") == "True":
+        return None
+    since = ready.get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+    return _moment(since) if since else None
 
 
 def _crashing(container: _Object) -> bool:

@@ -445,6 +445,25 @@ def test_objects_of_an_unknown_endpoint_are_left_alone(harness: Harness) -> None
     settle(reconciler)
 
 
+def test_a_slow_sweep_does_not_bring_back_what_was_before_a_write(
+        harness: Harness, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, list_all, written = harness.serve_bare().cache, Cluster.list_all, list[str]()
+
+    def list_slowly(cluster: Cluster, api: str, kind: str, namespace: str | None = None, **selectors: Any) -> Any:
+        found = list_all(cluster, api, kind, namespace, **selectors)
+        if kind == "Deployment" and not written:
+            written.append(kind)
+            server.set_status("Deployment", "eyrie-chat-r1", {"availableReplicas": 7})
+            cache.invalidate("chat")
+            cache.of("chat")
+        return found
+
+    monkeypatch.setattr(Cluster, "list_all", list_slowly)
+    cache.sweep()
+    [deployment] = [one for one in cache.of("chat") if one["kind"] == "Deployment"]
+    assert deployment["status"]["availableReplicas"] == 7
+
+
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnginePages]:
     monkeypatch.setattr(metric_windows, "_TIMEOUT_S", 60.0)  # a page that is not read in time counts nothing

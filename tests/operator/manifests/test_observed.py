@@ -57,6 +57,15 @@ def test_an_engine_that_keeps_ending_is_dead_and_its_last_words_are_kept() -> No
     assert engine.started_at == datetime(2026, 1, 2, tzinfo=UTC)
 
 
+@pytest.mark.parametrize(("conditions", "since"), [
+    ([{"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-03T00:00:00Z"}], 3),
+    ([{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-03T00:00:00Z"}], None), ([], 4)])
+def test_an_engine_is_unready_since_a_pod_lost_its_readiness_or_was_created(
+        conditions: list[dict[str, str]], since: int | None) -> None:
+    engine = seen({"availableReplicas": 1}, {"conditions": conditions}, creationTimestamp="2026-01-04T00:00:00Z")
+    assert engine.unready_since == (None if since is None else datetime(2026, 1, since, tzinfo=UTC))
+
+
 def test_one_end_is_not_death() -> None:
     assert seen({}, container(1, **LOOPING)).state == "starting"
 
