@@ -25,7 +25,7 @@ from types import FrameType
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.errors import DiskFull
-from eyrie_api.full_disk import ROOM, free_bytes, wait_for_room
+from eyrie_api.full_disk import ROOM, free_bytes, is_short, wait_for_room
 from eyrie_api.processes import log_lines
 from eyrie_api.v1alpha1.stages import StageSpec
 from eyrie_pipelines.run_failure import FAILURE_FILE, StageFailed, read_stage_failure
@@ -70,7 +70,7 @@ def _run_until_done(spec: StageSpec, directory: Path, arguments: list[str], *, s
     write_model(directory / "spec.json", spec)
     node, attempts = is_node(), Attempts()
     while True:
-        code, interrupted = _run_with_room(arguments, directory, {"EYRIE_DEVICE": "cuda"} if several else {})
+        code, interrupted = _run_with_room(arguments, [directory], {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             return
         if interrupted:
@@ -105,7 +105,7 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], proce
             (directory / "log.txt").write_text(f"trained in one process with {first.name}: see its log\n")
     attempts = Attempts()
     while True:
-        code, interrupted = _run_with_room(arguments, first, {"EYRIE_DEVICE": "cuda"} if several else {})
+        code, interrupted = _run_with_room(arguments, directories, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             for directory in directories:
                 read_manifest(directory)
@@ -150,14 +150,27 @@ def _environment(defaults: Mapping[str, str]) -> dict[str, str]:
     return environment
 
 
-def _run_with_room(arguments: list[str], directory: Path, defaults: Mapping[str, str]) -> tuple[int, bool]:
+def _run_with_room(arguments: list[str], directories: Sequence[Path],
+                   defaults: Mapping[str, str]) -> tuple[int, bool]:
     """`_run_once`, again and again while the disk is full: that is no attempt, and ends when space is freed. As much as
     was free was not enough, so twice of it is waited for."""
+    first = directories[0]
     while True:
-        code, interrupted = _run_once(arguments, directory, defaults)
-        if code != DiskFull.exit_code or interrupted:
+        code, interrupted = _run_once(arguments, first, defaults)
+        if interrupted or not _met_full_disk(code, directories):
             return code, interrupted
-        wait_for_room(directory, max(ROOM, 2 * free_bytes(directory)))
+        for directory in directories:
+            (directory / FAILURE_FILE).unlink(missing_ok=True)
+        wait_for_room(first, max(ROOM, 2 * free_bytes(first)))
+
+
+def _met_full_disk(code: int, directories: Sequence[Path]) -> bool:
+    """By the exit code; or, since torchrun ends with 1 whichever way a process ended, by the failure records, or by the
+    disk where those did not fit. A node must not start its program again alone."""
+    if code != 1 or is_node():
+        return code == DiskFull.exit_code
+    failures = [failure for directory in directories if (failure := read_stage_failure(directory)) is not None]
+    return any(failure.reason == DiskFull.reason for failure in failures) or (not failures and is_short(directories[0]))
 
 
 def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]) -> tuple[int, bool]:

@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eyrie_api.decisions.engine_support import Device, check_engine, check_heads, with_engine_defaults
+from eyrie_api.decisions.engine_support import (
+    Device,
+    check_blocks,
+    check_engine,
+    check_heads,
+    with_engine_defaults,
+)
 from eyrie_api.decisions.plan_facts import TargetFacts
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.submission.devices import local_device
 from eyrie_api.submission.preflight import check
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from tests.api.samples import job_body, job_spec, target_directory
@@ -54,6 +62,25 @@ def test_what_sglang_cannot_do_on_a_device_is_refused_with_field_and_rule(
     assert caught.value.hint
     embedded = job_spec(**changes)
     check_engine(embedded, [embedded.drafter.family], [architecture], device)
+
+
+def test_drafters_of_blocks_are_ranked_by_their_whole_block_in_sglang() -> None:
+    def resolved(**changes: Any) -> JobSpec:
+        return with_engine_defaults(job_spec(engine="sglang", **changes), "gpu")
+
+    alone = resolved(drafter={"family": "dflash"}, train={"ttt_length": 5})
+    assert alone.benchmark.tree == DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
+    swept = resolved(sweep={"families": ["eagle3", "dflash"]}, drafter={"max_draft_tokens": 3})
+    assert swept.benchmark.tree.num_draft_tokens == 4
+    assert resolved().benchmark.tree == job_spec().benchmark.tree
+    for spec in (alone, swept, resolved()):
+        check_blocks(spec, [one.spec for one in expand(spec)])
+    asked = resolved(drafter={"family": "dflash"}, benchmark={"tree": {
+        "num_steps": 5, "top_k": 1, "num_draft_tokens": 6}})
+    with pytest.raises(InvalidInput, match=r"benchmark\.tree is 5/1/6 and .* blocks of 8 tokens") as caught:
+        check_blocks(asked, [asked])
+    assert "num_steps 7, top_k 1 and num_draft_tokens 8" in caught.value.hint
+    check_blocks(job_spec(drafter={"family": "dflash"}), [job_spec(drafter={"family": "dflash"})])  # our own engine
 
 
 def test_default_temperatures_are_greedy_where_sglang_verifies_greedily() -> None:

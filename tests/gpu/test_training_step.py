@@ -22,6 +22,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training import attention, losses
 from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
+from eyrie_workers.training.evaluation import count_hits
 from eyrie_workers.training.loop import Trainer
 from eyrie_workers.training.losses import DenseTable, TargetHead, compute_target_table
 from eyrie_workers.training.objective import StepContext, TargetDistribution
@@ -83,6 +84,10 @@ def test_the_host_waits_for_nothing_between_the_parts_of_a_step(gpu: PretendedGp
     before = gpu.num_syncs
     objective(documents, CONTEXT).loss.backward()
     assert gpu.syncs[before:] == []
+
+
+def test_an_evaluation_counts_steps_that_no_root_reaches(gpu: PretendedGpu) -> None:
+    assert count_hits([torch.tensor([True, False]).to(GPU)], 3) == [(2, 1, 2, 1), (0, 0, 0, 0), (0, 0, 0, 0)]
 
 
 def test_the_targets_logits_are_few_products_there_summed_in_float32(gpu: PretendedGpu,

@@ -130,7 +130,7 @@ def test_a_candidate_that_ended_with_its_machine_is_started_again_but_not_for_ev
 
 def test_a_canary_that_loses_a_pod_is_waited_for_from_then_on() -> None:
     wanted, hour = endpoint(1, 2, state="canary"), timedelta(hours=1)
-    tried = {"routed": 1, "policy": TRIED, "now": NOW + hour, "canary": ObservedCanary(2, 0.2, NOW)}
+    tried: dict[str, Any] = {"routed": 1, "policy": TRIED, "now": NOW + hour, "canary": ObservedCanary(2, 0.2, NOW)}
     for unready, rejected in ((timedelta(seconds=30), False), (timedelta(seconds=90), True)):
         lost = engine(2, "starting", unready_since=NOW + hour - unready)
         assert (Reject in kinds(plan(wanted, engine(1), lost, **tried))) == rejected

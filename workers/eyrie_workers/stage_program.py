@@ -268,12 +268,12 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
     except Interrupted:
         return INTERRUPTED_EXIT_CODE
     except DiskFull as error:
-        return _end_on_full_disk(error)
+        return end_on_full_disk(error)
     except EyrieError as error:
         return report_error(error)
 
 
-def _end_on_full_disk(error: DiskFull) -> int:
+def end_on_full_disk(error: DiskFull) -> int:
     """The exit code, once the error was printed if that is possible. The log may be on the same disk: what its buffer
     holds cannot be written at the end either, for which Python would replace the exit code."""
     try:

@@ -61,7 +61,7 @@ from eyrie_api.database.tables import (
     StageRow,
 )
 from eyrie_api.database.webhooks import announce
-from eyrie_api.errors import Conflict, InvalidInput, NotFound
+from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action, WebhookEvent
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import PlannedStages
@@ -204,11 +204,11 @@ class Jobs:
                     return job
                 with self.database.writing() as session:
                     return self._accept(session, spec, project, once, demand, given)
-            except IntegrityError:
+            except (IntegrityError, EyrieError) as error:  # refused now, a quota say, but perhaps accepted earlier
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
                     return replay
-                if attempt:
+                if attempt or isinstance(error, EyrieError):
                     raise
         raise AssertionError("unreachable: the loop returns or raises")
 

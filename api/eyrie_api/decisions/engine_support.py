@@ -15,10 +15,14 @@ from typing import Literal
 from eyrie_api.decisions.capture_support import require_block_capture, require_capture
 from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE
+
+BLOCKS = "dflash"
+"""The family whose drafters have blocks of a length of their own."""
 
 Device = Literal["cpu", "gpu"]
 """What SGLang's servers compute on."""
@@ -44,13 +48,41 @@ def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool) -> JobSpec:
 
 def with_engine_defaults(spec: JobSpec, device: Device | None) -> JobSpec:
     """The job with defaults that its engine on this device can follow: temperature 0 alone for SGLang on a CPU, where
-    the job does not name temperatures itself."""
-    if spec.engine.kind != "sglang" or device != "cpu":
+    the job does not name temperatures itself; and for drafters of blocks, on GPUs, the chain of one block."""
+    if spec.engine.kind != "sglang":
         return spec
+    if device != "cpu":
+        if BLOCKS not in (spec.sweep.families or (spec.drafter.family,)) or "tree" in spec.benchmark.model_fields_set:
+            return spec
+        return spec.model_copy(update={"benchmark": spec.benchmark.model_copy(update={"tree": block_chain(spec)})})
     return spec.model_copy(update={
         name: section.model_copy(update={"temperatures": (0.0,)})
         for name, section in (("benchmark", spec.benchmark), ("tune", spec.tune))
         if "temperatures" not in section.model_fields_set})
+
+
+def block_chain(spec: JobSpec) -> DraftTreeShape:
+    """The only draft of SGLang with a drafter of blocks that is trained by this document: its whole block."""
+    num_steps = spec.drafter.max_draft_tokens or spec.train.ttt_length
+    return DraftTreeShape(num_steps=num_steps, top_k=1, num_draft_tokens=num_steps + 1)
+
+
+def check_blocks(spec: JobSpec, candidates: Iterable[JobSpec]) -> None:
+    """Raises InvalidInput where a drafter of blocks would be ranked by a draft that SGLang refuses: it would be trained
+    first. A continued drafter has the block that it was trained with, which is not known here."""
+    if spec.engine.kind != "sglang":
+        return
+    for candidate in candidates:
+        if candidate.drafter.family != BLOCKS or candidate.drafter.init_from is not None:
+            continue
+        tree, chain = spec.benchmark.tree, block_chain(candidate)
+        if tree != chain:
+            raise InvalidInput(
+                f"benchmark.tree is {tree.label()} and a drafter of family {BLOCKS!r} has blocks of "
+                f"{chain.num_draft_tokens} tokens (drafter.max_draft_tokens, by default train.ttt_length, and one "
+                "more), which SGLang drafts as a whole",
+                f"set benchmark.tree to num_steps {chain.num_steps}, top_k 1 and num_draft_tokens "
+                f"{chain.num_draft_tokens}; in a sweep, drafter.max_draft_tokens is the same for all of them")
 
 
 def check_engine(spec: JobSpec, families: Iterable[str], architectures: Sequence[str], device: Device | None) -> None:

@@ -23,6 +23,7 @@ from eyrie_api.decisions.capture_support import (
 )
 from eyrie_api.decisions.engine_support import (
     Device,
+    check_blocks,
     check_engine,
     check_heads,
     with_engine_defaults,
@@ -184,6 +185,7 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = (), *,
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
+    check_blocks(spec, [one.spec for one in candidates])
     facts = _check_target(placed(spec), candidates, device)
     check_published_drafters(spec, candidates, facts,
                              None if settings.artifacts.url is None else settings.home.absolute() / "jobs")

@@ -15,12 +15,14 @@ from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.quotas import Demand, PriorityClassRefused, QuotaReached
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.harness import JOBS, PROJECTS, TOKEN, two_projects
 from tests.api.access.test_oidc import Elapsed
@@ -133,6 +135,19 @@ def test_a_project_may_have_so_many_endpoints_and_is_refused_before_it_trains(
     endpoints.create("two", TargetSpec(model="m"), EndpointServeSpec(), "m")
     with pytest.raises(QuotaReached):
         endpoints.set_desired("one", "on")
+
+
+def test_a_repeated_submission_gets_its_job_although_the_quota_is_used_up_now(
+        database: Database, clock: ManualClock) -> None:
+    Projects(database, clock).set_quotas("default", Quotas(max_jobs=1))
+    jobs = Jobs(database, clock, scope=ADMIN, idempotency=Idempotency(database, 60.0, clock))
+    first = jobs.submit_once(job_spec(), Once("k", "r", "d"), "default")
+    again = jobs.submit_once(job_spec(), Once("k", "r", "d"), "default")
+    assert isinstance(first, Job)
+    assert isinstance(again, Replay)
+    assert again.response["id"] == first.id
+    with pytest.raises(QuotaReached):
+        jobs.submit_once(job_spec(), Once("another", "r", "d"), "default")
 
 
 def test_a_projects_jobs_may_request_so_many_gpus_at_one_time(database: Database, clock: ManualClock) -> None:

@@ -15,6 +15,7 @@ from eyrie_workers.measurement.tuner.grid import (
     even_shares,
     possible_settings,
     possible_shapes,
+    with_block,
 )
 from eyrie_workers.measurement.tuner.predict import Prediction
 
@@ -43,6 +44,13 @@ def test_the_grid_holds_each_chain_once_and_only_possible_trees() -> None:
     assert len(set(shapes)) == len(shapes)
     assert "3/2/16" not in [s.label() for s in shapes]  # two wide and three deep grows eleven nodes
     assert "3/4/16" in [s.label() for s in shapes]
+
+
+def test_a_drafter_of_blocks_is_compared_as_its_whole_block_with_off_and_n_grams() -> None:
+    settings = possible_settings(TuneSpec(num_steps=(3, 5), top_k=(1, 4), num_draft_tokens=(8,)))
+    assert [one.label() for one in with_block(settings, 8) if one.method == "drafter"] == [CHAIN7.label()]
+    assert [one for one in with_block(settings, 8) if one.method != "drafter"] == [
+        one for one in settings if one.method != "drafter"]
 
 
 @given(st.builds(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eyrie_workers.training.distributed import DistContext, threads_of_process
+from eyrie_workers.training.distributed import PATIENCE, DistContext, threads_of_process
 
 
 def test_each_process_binds_nccl_to_its_own_gpu_and_makes_it_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,11 +28,11 @@ def test_each_process_binds_nccl_to_its_own_gpu_and_makes_it_the_current_one(mon
     monkeypatch.delenv("EYRIE_DEVICE", raising=False)
     second = torch.device("cuda", 1)
     assert DistContext.from_environment() == DistContext(3, 4)
-    assert calls == [second, (("cpu:gloo,cuda:nccl",), {"device_id": second})]
+    assert calls == [second, (("cpu:gloo,cuda:nccl",), {"device_id": second, "timeout": PATIENCE})]
     calls.clear()
     monkeypatch.setenv("EYRIE_DEVICE", "cpu")
     DistContext.from_environment()
-    assert calls == [(("gloo",), {})]
+    assert calls == [(("gloo",), {"timeout": PATIENCE})]
 
 
 def test_the_processes_of_a_machine_divide_its_threads() -> None:

@@ -13,10 +13,18 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest, loss_in_parts
 from eyrie_workers.drafters.eagle3.unroll import shared_projections
 from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.stages.sweep import shared_targets
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.losses import Normalisation, TargetHead, compute_target_table, shares, step_weights
+from eyrie_workers.training.losses import (
+    DenseTable,
+    Normalisation,
+    TargetHead,
+    compute_target_table,
+    shares,
+    step_weights,
+)
 from eyrie_workers.training.objective import StepContext
 from tests.workers.drafters.test_eagle3_proposer import (
     HIDDEN,
@@ -310,3 +318,17 @@ def test_recomputation_changes_no_gradient() -> None:
         learner(documents).loss.backward()
         found.append([parameter.grad.clone() for parameter in drafter.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_objectives_share_a_target_distribution_only_where_their_draft_vocabularies_are_one() -> None:
+    documents = random_documents((14, 11))
+    one, again, other = (objective(random_drafter(seed, draft_ids=torch.arange(first, first + 39, 3)))
+                         for seed, first in enumerate((0, 0, 1)))
+    assert one.vocabulary.size == other.vocabulary.size
+    shared = shared_targets({"one": one, "again": again, "other": other}, documents, {})
+    assert shared["one"] is shared["again"]
+    found, wanted = shared["other"].table, other.target_distribution(
+        documents, other.plan(documents, None).target_positions).table
+    assert isinstance(found, DenseTable)
+    assert isinstance(wanted, DenseTable)
+    torch.testing.assert_close(found.probabilities_RD, wanted.probabilities_RD)

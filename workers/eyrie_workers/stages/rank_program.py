@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eyrie_api.errors import EyrieError
+from eyrie_api.full_disk import disk_full, is_full
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.engines.parent_death_signal import die_with_parent
@@ -100,6 +101,10 @@ def _run_worker_rank(kind: type[SpecT], work: Callable[[SpecT, Stage, DistContex
         return INTERRUPTED_EXIT_CODE
     except EyrieError as error:
         return refuse(error, [stage.out_dir])
+    except Exception as error:
+        if not is_full(error):
+            raise
+        return refuse(disk_full(stage.out_dir), [stage.out_dir])
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch
 
-from eyrie_api.errors import EyrieError
+from eyrie_api.errors import DiskFull, EyrieError
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -49,6 +49,7 @@ from eyrie_workers.stage_program import (
     OpenStage,
     Result,
     Stage,
+    end_on_full_disk,
     open_stage,
     stop_on_signals,
 )
@@ -195,7 +196,7 @@ def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
 
     Objectives without a context are evaluated rather than trained.
     """
-    by_key: dict[tuple[int, bool], list[str]] = {}
+    by_key: dict[tuple[str, bool], list[str]] = {}
     for name, objective in objectives.items():
         by_key.setdefault(objective.target_key, []).append(name)
     targets: dict[str, TargetDistribution] = {}
@@ -250,6 +251,8 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = (), dist: DistCo
                     opened[name].finish(outcome)
     except Interrupted:  # each open stage has logged it
         return INTERRUPTED_EXIT_CODE
+    except DiskFull as error:
+        return end_on_full_disk(error)
     # Every process ends with the same code, and only now: torchrun stops all as soon as one ends with another than 0.
     codes = {name: code for gathered in dist.gather(codes) for name, code in gathered.items()}
     return next((codes[name] for name in order if name in codes), 0)

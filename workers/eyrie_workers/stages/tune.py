@@ -39,6 +39,7 @@ from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.embedded import EmbeddedEngine
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine.environment import environment
@@ -64,7 +65,7 @@ from eyrie_workers.measurement.benchmark.session import (
 )
 from eyrie_workers.measurement.tuner import profile as profiling
 from eyrie_workers.measurement.tuner.anchors import anchors
-from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even_shares, possible_settings
+from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even_shares, possible_settings, with_block
 from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.profile import TuningProfile
@@ -308,6 +309,10 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
     """Tune one drafter; returns its report and the files of the measurement."""
     started = time.monotonic()
     settings = possible_settings(spec.tune)
+    if spec.engine.kind == "sglang":
+        drafter = read_drafter(spec.drafter_dir, read_json_config(Path(spec.drafter_dir)))
+        if drafter.block_size is not None:
+            settings = with_block(settings, drafter.block_size)
     if not any(setting.method == "drafter" for setting in settings):
         raise InvalidInput("tune: no combination of num_steps, top_k and num_draft_tokens is possible",
                            "add 1 to tune.top_k (chains), or raise tune.num_draft_tokens above num_steps")

@@ -15,6 +15,7 @@ state to the others when they start (`stages.train`). gloo carries the collectiv
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,11 @@ from eyrie_workers.targets.device import default_device
 from eyrie_workers.training.state import Counters, Moments, trainable_parameters
 
 ValueT = TypeVar("ValueT")
+
+
+PATIENCE = timedelta(days=1)
+"""For a collective, instead of torch's half an hour: in a sweep a process without candidates waits for those of others.
+A process that ends is noticed at once, by torchrun and by its connections."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,9 @@ class DistContext:
             if device.type == "cuda":
                 # Counts are summed on the CPU, where they are computed; gradients on the GPU. `device_id` binds NCCL
                 # to this process's GPU: without it NCCL guesses by rank, wrong for the second machine's processes.
-                dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+                dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=PATIENCE)
             else:
-                dist.init_process_group("gloo")
+                dist.init_process_group("gloo", timeout=PATIENCE)
         return DistContext(dist.get_rank(), dist.get_world_size())
 
     @property

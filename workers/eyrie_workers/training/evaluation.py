@@ -55,7 +55,10 @@ def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, 
     counts = []
     so_far = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
     for step in range(ttt_length):
-        hit = hits[step] if step < len(hits) else torch.zeros(0, dtype=torch.bool)
+        if step >= len(hits):  # no root came that far, or the drafter predicts fewer
+            counts.append((0, 0, 0, 0))
+            continue
+        hit = hits[step]
         so_far = so_far[: hit.numel()]
         after = so_far & hit
         counts.append((hit.numel(), int(hit.sum()), int(so_far.sum()), int(after.sum())))

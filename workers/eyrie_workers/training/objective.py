@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from eyrie_api.artifacts import digest_bytes
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels.soft_target_loss import Loss
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -104,7 +105,7 @@ class Objective(Protocol):
         ...
 
     @property
-    def target_key(self) -> tuple[int, bool]:
+    def target_key(self) -> tuple[str, bool]:
         """Objectives over the same states with equal keys may share a target distribution."""
         ...
 
@@ -195,6 +196,7 @@ class DistillationObjective(ABC):
         self.steps = spec.ttt_length if steps is None else steps
         self.vocabulary = vocabulary
         self.device = output.weight_VH.device
+        self._vocabulary_digest = digest_bytes(vocabulary.ids.cpu().numpy().tobytes())
         self._head = TargetHead.of(output, vocabulary)
         self._step_decay = spec.step_decay
         self._normalisation: Normalisation = spec.normalisation
@@ -217,9 +219,9 @@ class DistillationObjective(ABC):
         """
 
     @property
-    def target_key(self) -> tuple[int, bool]:
+    def target_key(self) -> tuple[str, bool]:
         """Objectives over the same states with equal keys may share a target distribution."""
-        return self.vocabulary.size, self._loss != "kl"
+        return self._vocabulary_digest, self._loss != "kl"
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """Every root, every step."""

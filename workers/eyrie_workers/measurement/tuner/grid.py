@@ -43,6 +43,12 @@ def possible_settings(spec: TuneSpec) -> tuple[Setting, ...]:
             *(Setting(method="ngram", tree=chain) for chain in chains if spec.ngram))
 
 
+def with_block(settings: Sequence[Setting], block_size: int) -> tuple[Setting, ...]:
+    """The settings with the one shape that SGLang drafts with a drafter of blocks, in place of the drafter's shapes."""
+    chain = DraftTreeShape(num_steps=block_size - 1, top_k=1, num_draft_tokens=block_size)
+    return (OFF, Setting(tree=chain), *(one for one in settings if one.method == "ngram"))
+
+
 def depth_against_width(predictions: Sequence[Prediction]) -> str:
     """The effects of depth, width and nodes over the predictions of the drafter's shapes, as a sentence."""
     shapes = {one.setting.tree: one for one in predictions if one.setting.tree and one.setting.method == "drafter"}
