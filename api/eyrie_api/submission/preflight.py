@@ -185,8 +185,8 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = (), *,
     candidates = expand(spec)
     _check_layers(spec, candidates)
     _check_windows(spec, candidates)
-    check_blocks(spec, [one.spec for one in candidates])
     facts = _check_target(placed(spec), candidates, device)
+    check_blocks(spec, [one.spec for one in candidates])
     check_published_drafters(spec, candidates, facts,
                              None if settings.artifacts.url is None else settings.home.absolute() / "jobs")
     for suite in spec.benchmark.suites:

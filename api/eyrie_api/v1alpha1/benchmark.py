@@ -46,8 +46,9 @@ class BenchmarkSpec(Frozen):
     """Requests decoded at once. 1 is always among them: suites, ranking and promotion are decided there. At each of
     the others every checkpoint answers the prompts of all suites mixed."""
 
-    tree: DraftTreeShape = DraftTreeShape()
-    """The draft that every checkpoint is ranked with; the tune stage then finds the winner's own."""
+    tree: DraftTreeShape = depends(DraftTreeShape())
+    """The draft that every checkpoint is ranked with; the tune stage then finds the winner's own. SGLang drafts with
+    `dflash` whole blocks alone: where a job trains it for SGLang, the default is the chain of one block."""
 
     max_new_tokens: int = Field(96, ge=2, le=131_072)
     """Longest answer to one prompt, in tokens."""
