@@ -89,7 +89,7 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
 def _unready_since(pod: _Object) -> datetime | None:
     """When a pod lost its readiness, or was created if it never had any; None for one that is ready."""
     conditions = pod.get("status", {}).get("conditions", ())
-    ready = next((one for one in conditions if one["type"] == "Ready"), {})
+    ready: _Object = next((one for one in conditions if one["type"] == "Ready"), {})
     if ready.get("status") == "True":
         return None
     since = ready.get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
