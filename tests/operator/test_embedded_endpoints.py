@@ -383,7 +383,9 @@ def test_an_endpoint_whose_drafter_is_damaged_is_rolled_back(harness: Harness, d
     assert wait_until(lambda: not is_alive(serving.process), 60.0)
     harness.endpoints.roll_back("default")
     seen = harness.serve(1)
-    assert (seen.revisions[0].rejected_reason, ask(seen.url).headers["x-eyrie-revision"]) == (None, "1")
+    answer = ask(seen.url)
+    assert answer.status_code == 200, answer.text
+    assert (seen.revisions[0].rejected_reason, answer.headers["x-eyrie-revision"]) == (None, "1")
 
 
 def test_a_port_in_use_is_reported_on_the_endpoint(tmp_path: Path, target: Path) -> None:

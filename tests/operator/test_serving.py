@@ -128,6 +128,15 @@ def test_a_candidate_that_ended_with_its_machine_is_started_again_but_not_for_ev
     assert Reject in kinds(plan(wanted, down, engine(2, "dead", starts=3), gateway=False))
 
 
+def test_a_revision_that_is_still_being_stopped_is_started_again_and_gets_no_requests_before() -> None:
+    wanted, stopping = endpoint(1, 2, state="retired"), engine(2, retiring_since=NOW)
+    assert plan(wanted, engine(1), stopping, routed=1).actions == ()
+    late = NOW + timedelta(seconds=AT_ONCE.drain_s + KILL_MARGIN_S + 1)
+    assert plan(wanted, engine(1), stopping, routed=1, now=late).actions == (KillEngine(2),)
+    ended = engine(2, "dead", retiring_since=NOW)
+    assert plan(wanted, engine(1), ended, routed=1).actions == (StartEngine(2, 1),)
+
+
 def test_a_canary_that_loses_a_pod_is_waited_for_from_then_on() -> None:
     wanted, hour = endpoint(1, 2, state="canary"), timedelta(hours=1)
     tried: dict[str, Any] = {"routed": 1, "policy": TRIED, "now": NOW + hour, "canary": ObservedCanary(2, 0.2, NOW)}

@@ -114,6 +114,13 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     candidate = endpoint.candidate_revision
     assert candidate is not None
     engine = seen.engine(candidate)
+    if engine is not None and engine.retiring_since is not None:
+        # It served before and was replaced a moment ago: it takes no new requests, so it is started again once it has
+        # ended.
+        if engine.state != "dead":
+            actions += [KillEngine(candidate)] if _overdue(engine, policy, now) else []
+            return False
+        engine = None
     if engine is None:
         # Race: killed between Route and Activate, and another candidate was proposed since: the routed engine serves.
         serving = seen.engine(endpoint.active_revision) or seen.engine(seen.routed)

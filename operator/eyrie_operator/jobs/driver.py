@@ -184,7 +184,7 @@ class Driver:
             delete_requested=intent.delete_requested, has_capacity=self._has_capacity(job),
             run=run, stages=tuple(observe_stages(job, job_dir)),
             waiting_pods=tuple(one for one in self._jobs.waiting_pods(job.id) if one.run_id == run.run_id),
-            decision=outcome.decision if outcome else None, best=_stored(best[0]) if best else None,
+            decision=outcome.decision if outcome else None, best=as_stored(best[0]) if best else None,
             serving=self._observe_serving(outcome))
 
     def _has_capacity(self, job: Job) -> bool:
@@ -351,7 +351,7 @@ class Driver:
             self._runner.pause(job_id)
 
 
-def _stored(best: LeaderboardEntry) -> LeaderboardEntry:
+def as_stored(best: LeaderboardEntry) -> LeaderboardEntry:
     """Without the fields that were added later: a version before these could not read a stored status that has them."""
     return best.model_copy(update={name: field.exclude_if.default for name, field in type(best).model_fields.items()
                                    if isinstance(field.exclude_if, IsDefault)})
