@@ -50,6 +50,13 @@ class Harness:
     def submit(self) -> str:
         return self.jobs.submit(SPEC).id
 
+    def fail(self, job_id: str) -> None:
+        """Its run ends with the failure of a stage."""
+        self.store.write(f"jobs/{job_id}/run/failure.json", RunFailure(stage="regenerate", failure=Failure(
+            reason="TargetNotFound", message="no model there", hint="correct target.model", exit_code=66,
+            time=datetime.now(UTC))).model_dump_json().encode())
+        self.kubeflow.runs[0]["state"] = "FAILED"
+
     def reason(self, job_id: str) -> str:
         accepted = find(self.jobs.get(job_id).status.conditions, "Accepted")
         assert accepted is not None
@@ -84,10 +91,7 @@ def test_a_job_waits_for_kubeflow_to_come_back_and_says_so_once(harness: Harness
 def test_a_failed_stage_fails_the_job_with_its_own_words(harness: Harness) -> None:
     job_id = harness.submit()
     harness.driver.advance(job_id)
-    harness.store.write(f"jobs/{job_id}/run/failure.json", RunFailure(stage="regenerate", failure=Failure(
-        reason="TargetNotFound", message="no model there", hint="correct target.model", exit_code=66,
-        time=datetime.now(UTC))).model_dump_json().encode())
-    harness.kubeflow.runs[0]["state"] = "FAILED"
+    harness.fail(job_id)
     harness.driver.advance(job_id)
     failed = find(harness.jobs.get(job_id).status.conditions, "Failed")
     assert failed is not None
@@ -99,10 +103,7 @@ def test_a_failed_stage_fails_the_job_with_its_own_words(harness: Harness) -> No
 def test_a_job_is_over_only_when_its_report_is_stored(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = harness.submit()
     harness.driver.advance(job_id)
-    harness.store.write(f"jobs/{job_id}/run/failure.json", RunFailure(stage="regenerate", failure=Failure(
-        reason="TargetNotFound", message="no model there", hint="correct target.model", exit_code=66,
-        time=datetime.now(UTC))).model_dump_json().encode())
-    harness.kubeflow.runs[0]["state"] = "FAILED"
+    harness.fail(job_id)
     report, write, refused = f"jobs/{job_id}/report.json", harness.store.write, list[str]()
 
     def refuse_once(key: str, data: bytes) -> None:
