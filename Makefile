@@ -119,7 +119,7 @@ test-gpu:  ## kernels, capture, training steps and the engine on this machine's 
 	@$(WITH_IMAGE) $(PYTEST_ALONE) tests/kernels tests/kernels + \
 		$(PYTEST_ALONE) tests/gpu tests/gpu/test_kernels_at_size.py tests/gpu/test_on_a_gpu.py
 
-bench-gpu:  ## ten minutes of measurements on a GPU, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
+bench-gpu:  ## measurements on a GPU, 13 minutes at most, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
 	@$(WITH_IMAGE) -m tests.benchmarks.gpu --out .eyrie/bench
 
 # cyclonedx-bom is installed for this target alone.

@@ -1,4 +1,4 @@
-"""Ten minutes on a GPU, used well: `python -m tests.benchmarks.gpu --out .eyrie/bench` (`make bench-gpu`).
+"""A GPU measured in 13 minutes at most: `python -m tests.benchmarks.gpu --out .eyrie/bench` (`make bench-gpu`).
 
 Correctness first, then kernels relative to their floors and to libraries, a training step's MFU, capture and decoding
 (`tests.benchmarks.gpu.sections`). Each section is a process of its own with a time limit: one that fails, hangs or
