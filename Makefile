@@ -270,10 +270,11 @@ $(SCHEMATHESIS): tests/campaigns/schemathesis.txt
 	@timeout 300 .eyrie/schemathesis/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	@touch $@
 
-# Under twenty minutes on two cores; SHORT=1 takes four. FAMILIES=eagle1,eagle3 and BUDGET=tokens=300k restrict it.
-compare: setup  ## all drafter families for the quickstart target, trained at an equal budget and measured
-	@$(BIN)/eyrie compare $(if $(SHORT),--short) $(if $(FAMILIES),--families $(FAMILIES)) $(if $(BUDGET),--budget $(BUDGET)) \
-		--out .eyrie/compare$(if $(SHORT),-short)
+# A control plane is started on this machine if none is running; `eyrie down` ends it. FAMILIES=eagle1,eagle3 trains these alone.
+compare: setup  ## all drafter families for the shipped target in one job, ranked; SHORT=1 is quick
+	@$(BIN)/eyrie compare --local --target quickstart --data quickstart $(if $(FAMILIES),--families $(FAMILIES)) \
+		--set target.dtype=float32 --set drafter.draft_vocab_size=1536 --set regenerate.max_new_tokens=128 \
+		--set data.max_conversations=$(if $(SHORT),160,900) --set train.max_tokens_per_batch=$(if $(SHORT),512,1024)
 
 # Up to an hour on two cores; killed, it resumes from the last stage. The committed pages: OUT=docs/results/experiments.
 experiments: setup  ## claims about speculative decoding, measured: pages and plots in .eyrie/experiments; SHORT=1 is quick

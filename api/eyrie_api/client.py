@@ -75,7 +75,6 @@ from eyrie_api.v1alpha1.status import (
     Version,
 )
 from eyrie_api.v1alpha1.storage import StoragePage
-from eyrie_api.v1alpha1.stored_reports import StoredReport, StoredReportFigures, StoredReportList, StoreReport
 from eyrie_api.v1alpha1.traffic import TrafficList
 
 DEFAULT_SERVER = "http://127.0.0.1:8642"
@@ -332,28 +331,6 @@ class Client:
     def waiting(self, *, limit: int = 100) -> WaitingList:
         """DrafterJobs that wait for a quota of their project, those that have waited longest first."""
         return self._get(f"{_API}/waiting", WaitingList, limit=limit)
-
-    # Reports of comparisons and experiments.
-
-    def store_report(self, wanted: StoreReport) -> StoredReport:
-        """Keep a report. The same one is kept once, so a repetition is harmless."""
-        return self._post(f"{_API}/reports", StoredReport, wanted.model_dump(mode="json"))
-
-    def stored_reports(self, *, limit: int = 50, cursor: str | None = None) -> StoredReportList:
-        """One page of reports, newest first."""
-        return self._get(f"{_API}/reports", StoredReportList, limit=limit, cursor=cursor)
-
-    def stored_report(self, report_id: str) -> StoredReportFigures:
-        """One report with all figures."""
-        return self._get(f"{_API}/reports/{quote(report_id, safe='')}", StoredReportFigures)
-
-    def report_page(self, report_id: str) -> str:
-        """The HTML page of a report."""
-        return self._request("GET", f"{_API}/reports/{quote(report_id, safe='')}/page").text
-
-    def delete_report(self, report_id: str) -> None:
-        """Delete a report."""
-        self._request("DELETE", f"{_API}/reports/{quote(report_id, safe='')}")
 
     # Endpoints.
 

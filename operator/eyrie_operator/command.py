@@ -11,10 +11,9 @@
     eyrie check-drafter    whether SGLang and vLLM can serve a drafter directory as it was trained
     eyrie publish          a job's drafter with card and results, into a directory or a repository of the Hub
     eyrie data push        data files of this machine into a bucket that jobs read
-    eyrie compare          train and measure drafter families side by side for one target
     eyrie load             load tests of servers, compared
 
-The last two are programs of the workers and run as child processes: this process never imports torch.
+The last one is a program of the workers and runs as a child process: this process never imports torch.
 
 `up` on a home whose control plane is running prints its URL and succeeds.
 """
@@ -255,28 +254,11 @@ def demo(
     show.play(show.HOME, screen, short=short, engine=engine, target=target)
 
 
-# Options and help of these commands are defined by the programs.
-_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+# The program defines options and help.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load --help`."""
     raise typer.Exit(run_child("eyrie_workers.load", context.args))
-
-
-@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
-def compare(context: typer.Context) -> None:
-    """Train drafters of several families for a target and measure them side by side. Options: `eyrie compare
-    --help`."""
-    raise typer.Exit(run_child("eyrie_workers.comparison", context.args))
-
-
-@app.command("compare-hardware", context_settings=_PASS_THROUGH, add_help_option=False)
-def compare_hardware(context: typer.Context) -> None:
-    """Serve a job's drafter, and no drafter, on several machines: speed and money. Options: `eyrie compare-hardware
-    --help`."""
-    raise typer.Exit(run_child("eyrie_workers.hardware", context.args))
 
 
 def run_child(module: str, arguments: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_pipelines import steps, tasks
+from eyrie_pipelines import run_report, steps, tasks
 from eyrie_pipelines.work_area import WorkArea
 
 Metadata = dict[str, Any]
@@ -104,8 +104,6 @@ def write_winner(job_dir: str, checkpoint: str, artifact: OutputArtifact) -> Non
 
 def write_report(job_dir: str, spec_digest: str, artifact: OutputArtifact) -> None:
     """The report of benchmark, tuning and decision as one HTML page, when every stage has finished."""
-    from eyrie_pipelines import run_report  # imports matplotlib, which no other task needs
-
     job = tasks.load_job(job_dir, spec_digest)
     benchmarks = [tasks.stage_report(job_dir, steps.reference("benchmark", one.name), BenchmarkReport)
                   for one in steps.benchmarked(job.spec, tasks.train_reports(job_dir, job))]

@@ -1,19 +1,22 @@
 """The report of a run as one HTML page: what promotion asks of the figures, the benchmark, the tuning map, the proof.
 
-The figures are those of `eyrie_api.figures`, each as the table of its values: a page in Kubeflow may run no script, and
-the console draws the same figures. Pure.
+Kubeflow shows it in a frame and may run no script in it, so the figures of `eyrie_api.figures` are tables of their
+values here; the console draws them. The file is complete: it loads nothing. Every value is escaped. Pure.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eyrie_api.decisions.promotion import decide_job, summarize_decision
 from eyrie_api.figures.job_figures import figures_of
 from eyrie_api.v1alpha1.figures import Figure, FigureName
 from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
 from eyrie_api.v1alpha1.status import JobReport
 from eyrie_pipelines.steps import JobFile, run_parameters
-from eyrie_workers.report_page.page import ReportPage, Section, Table, render
 
 _SHOWN: dict[FigureName, str] = {"throughput": "Benchmark", "tuning": "Draft-tree shapes",
                                  "operating-map": "Tuning map", "pareto": "Proof under load"}
@@ -25,38 +28,48 @@ _VERDICTS = {"promote": "By the figures of this run the drafter is promoted.",
              "no-drafter": "By the figures of this run the drafter is not promoted: the target serves without one."}
 
 
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: a paragraph, and a table of texts, whose first column names the row."""
+
+    title: str
+    text: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
 def html(job: JobFile, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport, proof: ProveReport) -> str:
     """The whole page."""
     # Stages do not see the database, in which the benchmark of the serving drafter is.
     decision = decide_job(job.spec, benchmarks, tuned, proof, incumbent=None)
-    figures = {one.name: one for one in figures_of(JobReport(
+    figures = {figure.name: figure for figure in figures_of(JobReport(
         job_id=job.id, name=job.spec.name, target=job.spec.target.model, phase="Running", seconds={},
         benchmark=tuple(benchmarks), tune=tuned, prove=proof,
         devices_per_server=job.spec.engine.tp_size))}
-    sections = [Section("Promotion", [
-        "The control plane decides when the run has ended. It also compares with the benchmark of the drafter that "
-        "serves then, which this page does not know."], table=_checks(decision))]
-    sections += [_section(title, figures[name]) for name, title in _SHOWN.items() if name in figures]
-    sections.append(Section("Finding of the tuner", [tuned.finding]))
-    return render(ReportPage(None, f"Drafter for {job.spec.target.model}",
-                             [_VERDICTS[decision.verdict], summarize_decision(decision)],
-                             _facts(job, tuned), sections))
-
-
-def _checks(decision: PromotionDecision) -> Table:
-    return Table(["check", "passed", "finding"],
-                 [[one.name, _text(one.passed), one.words] for one in decision.checks])
+    sections = [
+        Section("Promotion", "The control plane decides when the run has ended. It also compares with the benchmark of "
+                "the drafter that serves then, which this page does not know.", ["check", "passed", "finding"],
+                [[check.name, _text(check.passed), check.words] for check in decision.checks]),
+        *(_section(title, figures[name]) for name, title in _SHOWN.items() if name in figures),
+        Section("Finding of the tuner", tuned.finding)]
+    where = tuned.environment
+    facts = [("Job", job.id), *((name.capitalize(), value) for name, value in run_parameters(job).items()),
+             ("Machine", f"{where.hardware}, {where.threads} threads, torch {where.torch}, {where.dtype}"),
+             ("Measured", f"{where.date[:10]}, code {where.code_version}"),
+             ("Intervals", "95 %; speed-up is over the same engine without a drafter")]
+    return _TEMPLATE.render(title=f"Drafter for {job.spec.target.model}", facts=facts, sections=sections,
+                            decision=[_VERDICTS[decision.verdict], summarize_decision(decision)])
 
 
 def _section(title: str, figure: Figure) -> Section:
     data = figure.spec["data"]
     assert isinstance(data, dict)
-    rows = data["values"]
-    assert isinstance(rows, list)
-    found = [row for row in rows if isinstance(row, dict)]
-    columns = [name for name in found[0] if name != "label"]
-    return Section(title, [f"{figure.title}."], table=Table(
-        [name.replace("_", " ") for name in columns], [[_text(row[name]) for name in columns] for row in found]))
+    values = data["values"]
+    assert isinstance(values, list)
+    rows = [row for row in values if isinstance(row, dict)]
+    columns = [name for name in rows[0] if name != "label"]
+    return Section(title, f"{figure.title}.", [name.replace("_", " ") for name in columns],
+                   [[_text(row[name]) for name in columns] for row in rows])
 
 
 def _text(value: object) -> str:
@@ -67,9 +80,5 @@ def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _facts(job: JobFile, tuned: TuneReport) -> list[tuple[str, str]]:
-    where = tuned.environment
-    return [("Job", job.id), *((name.capitalize(), value) for name, value in run_parameters(job).items()),
-            ("Machine", f"{where.hardware}, {where.threads} threads, torch {where.torch}, {where.dtype}"),
-            ("Measured", f"{where.date[:10]}, code {where.code_version}"),
-            ("Intervals", "95 %; speed-up is over the same engine without a drafter")]
+_TEMPLATE = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True).get_template("run_report.html")

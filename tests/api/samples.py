@@ -46,12 +46,6 @@ def job_body(**changes: Any) -> dict[str, Any]:
     return {"target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]}} | changes
 
 
-def report_body(title: str, page: str = "<!doctype html><title>t</title><p>measured</p>") -> dict[str, Any]:
-    """A report of a comparison, as `eyrie reports push` sends it."""
-    return {"kind": "comparison", "title": title, "decision": ["Serve with EAGLE-3."], "report": {"rows": [1, 2]},
-            "page": page}
-
-
 def ended(kind: Phase, now: datetime = NOW) -> JobStatus:
     """The status of a job that ended so."""
     condition = Condition(type=kind, status="True", reason="Test", last_transition_time=now)

@@ -14,6 +14,7 @@ import uvicorn
 from typer.testing import CliRunner, Result
 
 from eyrie_api.cli.commands import app
+from eyrie_api.cli.spec import comparison
 from eyrie_api.client import Client
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
@@ -27,6 +28,7 @@ from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.families import FAMILIES, sglang_families
 from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
 from tests.api.samples import benchmark_report, job_spec
@@ -155,6 +157,25 @@ def test_train_submits_a_job_with_absolute_paths(eyrie: Eyrie, monkeypatch: pyte
     words = eyrie("train", "--target", str(eyrie.target), "--data", "chats.jsonl", "--no-watch")
     assert words.exit_code == 0
     assert "eyrie watch" in words.stdout
+
+
+def test_a_comparison_is_a_job_with_every_family_that_its_engine_serves_and_the_rivals_beside_them(
+        eyrie: Eyrie) -> None:
+    given = ("compare", "--target", str(eyrie.target), "--data", str(eyrie.chats), "--no-watch")
+    spec = eyrie.plane.jobs.get(eyrie.json(*given, "--set", "benchmark.max_new_tokens=8")["id"]).spec
+    assert (spec.name, spec.sweep.families) == ("compare", tuple(FAMILIES))
+    assert [rival.method for rival in spec.rivals] == ["ngram", "off"]
+    assert (spec.train.num_checkpoints, spec.benchmark.concurrencies, spec.serve.enabled) == (1, (1, 4), False)
+    assert spec.benchmark.max_new_tokens == 8
+    chosen = eyrie.json(*given, "--families", "eagle1,hydra", "--set", "train.num_checkpoints=2", "--set",
+                        "rivals=['off']", "--name", "two")
+    spec = eyrie.plane.jobs.get(chosen["id"]).spec
+    assert (spec.name, spec.sweep.families, spec.train.num_checkpoints) == ("two", ("eagle1", "hydra"), 2)
+    assert [rival.method for rival in spec.rivals] == ["off", "ngram"]
+    refused = eyrie(*given, "--rival", "./not-here")
+    assert refused.exit_code == 65
+    assert "rivals[0].path" in refused.stderr
+    assert comparison(job_spec(engine={"kind": "sglang"})).sweep.families == sglang_families()
 
 
 def test_plan_names_its_assumptions_and_runs_nothing(eyrie: Eyrie) -> None:

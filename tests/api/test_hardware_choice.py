@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from eyrie_api.decisions.hardware_choice import choose, compare_hardware, variant_name
-from eyrie_api.v1alpha1.hardware import HardwareProfile, HardwareProfiles, HardwareRow, HardwareVariant
+from eyrie_api.v1alpha1.hardware import HardwareProfile, HardwareRow, HardwareSpec, HardwareVariant
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import Environment
@@ -68,11 +68,8 @@ def test_the_choice_does_not_depend_on_the_order_of_rows() -> None:
     ({"profiles": []}, "at least 1"),
     ({"profiles": [{"name": "a", "price_per_hour": 0}]}, "greater than 0"),
     ({"profiles": [{"name": "a", "price_per_hour": 1}, {"name": "a", "price_per_hour": 2}]}, "two profiles"),
-    ({"profiles": [{"name": "a", "price_per_hour": 1, "off_url": "http://x/v1"}]}, "give both"),
-    ({"profiles": [{"name": "a", "price_per_hour": 1, "off_url": "http://x/v1", "drafted_url": "http://y/v1",
-                    "threads": 2}]}, "one of the two"),
     ({"profiles": [{"name": "a/b", "price_per_hour": 1}]}, "pattern"),
 ])
 def test_profiles_that_cannot_be_measured_are_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        HardwareProfiles.model_validate(given)
+        HardwareSpec.model_validate(given)

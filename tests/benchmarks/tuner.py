@@ -33,16 +33,6 @@ from eyrie_api.v1alpha1.reports import Environment, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting, TuneSpec
-from eyrie_workers.figure_style import (
-    BASELINE_BLUE,
-    BEST_GREEN,
-    OTHER_GREY,
-    SETTINGS,
-    WARM_ORANGE,
-    new_figure,
-    save,
-    title,
-)
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites, uses_of
@@ -52,6 +42,16 @@ from eyrie_workers.measurement.tuner.race import Race
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.tune import PROFILE, Tuning, draw_prompts, tune
 from tests.benchmarks.experiments.fits import rank_correlation
+from tests.benchmarks.figure_style import (
+    BASELINE_BLUE,
+    BEST_GREEN,
+    OTHER_GREY,
+    SETTINGS,
+    WARM_ORANGE,
+    new_figure,
+    save,
+    title,
+)
 
 _FINALISTS = 2  # of the grid, in addition to the tuner's choice, the default and off
 _FINAL_SHARE = 6  # times the grid's rungs, at most: the difference to resolve is a percent or two

@@ -163,7 +163,7 @@ def test_a_page_that_is_refused_leads_to_signing_out_and_a_link_from_elsewhere_s
         guarded: tuple[str, Database], open_page: OpenPage) -> None:
     url, database = guarded
     page = signed_in(open_page(), url, key_in(database, "team", "viewer"))
-    page.goto(f"{url}/console/sign-out?to=/console/reports")
+    page.goto(f"{url}/console/sign-out?to=/console/new")
     page.goto(f"{url}/console/jobs/job-none")
     page.get_by_role("link", name="sign out").click()
     page.get_by_text("Signed in as key:").wait_for()
@@ -289,7 +289,7 @@ def test_refusals_and_the_pages_of_a_viewer_are_accessible_and_fit_a_phone_and_a
     Endpoints(database).create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart", "team")
     keys = {role: key_in(database, "team", role) for role in ("viewer", "operator")}
     off = "/console/endpoints/chat/compare"
-    paths = {"viewer": ("/", f"/console/jobs/{job}", "/console/new", f"/console/jobs/{job}/again", "/console/reports",
+    paths = {"viewer": ("/", f"/console/jobs/{job}", "/console/new", f"/console/jobs/{job}/again",
                         "/console/admin", "/console/admin/audit", "/console/admin/projects/team",
                         "/console/endpoints/chat", off, f"/console/curves?job={job}", "/console/jobs/job-none"),
              "operator": (off, f"/console/jobs/{job}/again")}

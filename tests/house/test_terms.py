@@ -120,7 +120,7 @@ def test_no_replaced_term_is_a_word_of_the_command_line() -> None:
             yield from words(inner)
 
     names = set(words(typer.main.get_command(app)))
-    # Programs with argparse, which `eyrie load` and `eyrie compare` start.
+    # The program with argparse that `eyrie load` starts.
     for path in (*modules(), *benchmarks()):
         names |= {node.value.lstrip("-") for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)
                   and isinstance(node.value, str) and re.fullmatch(r"--[a-z-]+", node.value)}

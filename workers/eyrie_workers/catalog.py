@@ -83,7 +83,7 @@ CATALOG: dict[StageName, Stage] = {
         Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", True, "Benchmarked"),
         Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", True, "Tuned"),
         Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", True, "Proved"),
-        Stage("hardware", "eyrie_workers.hardware.stage", ("prove",), "profile", True, "HardwareCompared"),
+        Stage("hardware", "eyrie_workers.stages.hardware", ("prove",), "profile", True, "HardwareCompared"),
     )
 }
 

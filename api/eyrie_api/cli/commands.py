@@ -21,9 +21,8 @@ from rich.text import Text
 
 from eyrie_api.cli import access, history, plots, tables, watch
 from eyrie_api.cli import chat as chatting
-from eyrie_api.cli.reports import reports_app
 from eyrie_api.cli.screen import Screen, printable
-from eyrie_api.cli.spec import build_job
+from eyrie_api.cli.spec import build_job, comparison
 from eyrie_api.cli.verbs import Json, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
@@ -41,7 +40,6 @@ app = typer.Typer(
 )
 endpoints_app = typer.Typer(no_args_is_help=False, help="List endpoints; promote, roll back, switch off and on.")
 app.add_typer(endpoints_app, name="endpoints")
-app.add_typer(reports_app, name="reports")
 access.add_to(app)
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
@@ -71,6 +69,9 @@ def absolute_paths(job: JobSpec, server: str, target: str | None = None, data: S
     for number, source in enumerate(document["data"]["sources"]):
         named = "--data" if source["path"] in data else f"data.sources[{number}].path"
         source["path"] = _absolute(source["path"], named, NoUsableData)
+    for number, rival in enumerate(document.get("rivals", ())):
+        if rival.get("path"):
+            rival["path"] = _absolute(rival["path"], f"rivals[{number}].path")
     for number, suite in enumerate(document.get("benchmark", {}).get("suites", ())):
         suite["path"] = _absolute(suite["path"], f"benchmark.suites[{number}].path")
     return JobSpec.model_validate(document)
@@ -137,10 +138,48 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a drafter for a target: regenerate, capture, train, benchmark, tune, promote."""
-    screen = Screen(as_json=as_json)
     job = build_job(file=file, name=name, target=target, revision=revision, dtype=dtype, data=data or (),
                     settings=settings or ())
-    job = absolute_paths(job, server, target, data or ())
+    submit(absolute_paths(job, server, target, data or ()), server, Screen(as_json=as_json), follow, local)
+
+
+@app.command()
+@verb
+def compare(
+    target: Target = None,
+    data: Data = None,
+    file: File = None,
+    families: Annotated[str | None, typer.Option(
+        "--families", metavar="NAME,NAME,...", help="Default: all that the job's engine can serve.")] = None,
+    rival: Annotated[list[str] | None, typer.Option(
+        "--rival", help="A drafter to measure with them, not trained here: directory or Hub id. Repeatable.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Display name; default: compare.")] = None,
+    settings: Set = None,
+    follow: Watch = True,
+    local: Annotated[bool, typer.Option("--local", help="Start a control plane here if none is running.")] = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Train a drafter of every family for a target, from one capture and on the same rows, and rank them together with
+    n-gram look-up, rivals and no drafter.
+
+    This is `eyrie train` with sweep.families, rivals, one checkpoint for each family, and nothing served: --file and
+    --set change that. The best family is tuned and proven as well.
+    """
+    screen = Screen(as_json=as_json)
+    job = comparison(build_job(file=file, name=name, target=target, data=data or (), settings=settings or ()),
+                     families.split(",") if families else (), rival or ())
+    created = submit(absolute_paths(job, server, target, data or ()), server, screen, follow, local)
+    if follow and not as_json:
+        with connect(server) as client:
+            screen.out.print(tables.leaderboard_table(client.leaderboard(job_id=created.id)))
+
+
+def submit(job: JobSpec, server: str, screen: Screen, follow: bool, local: bool) -> Job:
+    """Create the job, and with `follow` watch it to its end. Raises JobFailed or JobCancelled.
+
+    local   start a control plane on this machine if none is running
+    """
     if local:
         start_local(server, screen)
     with connect(server) as client:
@@ -149,9 +188,10 @@ def train(
             screen.note(tables.planned_words(client.planned(created.id)))
         if not follow:
             screen.show(created, f"Job {created.id} accepted. Follow it: eyrie watch {created.id}")
-            return
+            return created
         screen.note(f"job {created.id} accepted; Ctrl-C stops watching, not the job")
         follow_job(client, created.id, screen)
+    return created
 
 
 def start_local(server: str, screen: Screen) -> None:

@@ -5,6 +5,7 @@ are drawn by `vl-convert-python` (extra `plots`, 33 MB), which needs no browser 
 """
 
 import importlib
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from eyrie_api.v1alpha1.figures import Figure
 Format = Literal["svg", "png"]
 
 _SCALE = 2.0  # PNG: pixels per unit, for dense displays and print
+_TITLE_CHARACTERS, _CAPTION_CHARACTERS = 72, 96  # of lines about as wide as most figures
 _VL_VERSION = "5.21"  # the newest of major version 5 that vl-convert 1.9 brings
 
 
@@ -41,9 +43,11 @@ def write_figures(figures: Sequence[Figure], out: Path, kind: Format, theme: Lit
 
 def _write(library: Any, figure: Figure, out: Path, kind: Format, theme: Literal["light", "dark"]) -> Path:
     # A file stands alone: it has a background, and its title and caption in the picture.
-    spec = figure.spec | {"config": figure.themes[theme] | {"background": PAGE[theme]["paper"]}, "padding": 12,
-                          "title": {"text": figure.title, "anchor": "start",
-                                    "color": figure.themes[theme]["text"]["color"]}}  # type: ignore[call-overload,index]
+    page = PAGE[theme]
+    spec = figure.spec | {"config": figure.themes[theme] | {"background": page["paper"]}, "padding": 12, "title": {
+        "text": textwrap.wrap(figure.title, _TITLE_CHARACTERS), "color": page["ink"], "anchor": "start",
+        "subtitle": textwrap.wrap(figure.caption, _CAPTION_CHARACTERS), "subtitleColor": page["quiet"],
+        "subtitlePadding": 4}}
     path = out / f"{figure.name}.{kind}"
     if kind == "svg":
         path.write_text(library.vegalite_to_svg(spec, vl_version=_VL_VERSION), encoding="utf-8")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from eyrie_api import yaml_text
 from eyrie_api.errors import InvalidInput
 from eyrie_api.unknown_fields import unknown_field_hint
+from eyrie_api.v1alpha1.families import FAMILIES, sglang_families
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.rules import rule_of
 
@@ -40,6 +41,23 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
     if not (document.get("data") or {}).get("sources"):
         raise InvalidInput("no conversations were given",
                            "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>")
+    return validate(document)
+
+
+def comparison(job: JobSpec, families: Sequence[str] = (), rivals: Sequence[str] = ()) -> JobSpec:
+    """The job with a candidate of every family, and rivals, n-gram look-up and no drafter beside them. Fields that it
+    sets already stay. Raises InvalidInput.
+
+    families   default: those that the job's engine can serve
+    """
+    document = {"name": "compare"} | job.model_dump(mode="json", exclude_unset=True)
+    trained = families or (sglang_families() if job.engine.kind == "sglang" else tuple(FAMILIES))
+    for section, field, value in (("sweep", "families", list(trained)), ("train", "num_checkpoints", 1),
+                                  ("benchmark", "concurrencies", [1, 4]), ("serve", "enabled", False)):
+        document.setdefault(section, {}).setdefault(field, value)
+    named = [*document.get("rivals", ()), *({"path": path} for path in rivals)]
+    methods = {rival.get("method") for rival in named}
+    document["rivals"] = [*named, *({"method": method} for method in ("ngram", "off") if method not in methods)]
     return validate(document)
 
 

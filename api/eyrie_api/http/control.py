@@ -23,7 +23,6 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.results import Results
-from eyrie_api.database.stored_reports import StoredReports
 from eyrie_api.database.waiting import WaitingObjects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.errors import Forbidden, NotFound
@@ -60,7 +59,6 @@ class Control:
     projects: Projects
     audit: Audit
     webhooks: Webhooks
-    stored_reports: StoredReports
     waiting: WaitingObjects
     secret_keys: SecretKeys
     profile: ClusterProfile | None
@@ -85,7 +83,7 @@ class Control:
         return cls(settings, database, files, JobStorageMeter(settings, files, database),
                    Jobs(database, idempotency=idempotency), Endpoints(database), Histories(database),
                    Results(database), Outbox(database), idempotency, ApiKeys(database), Projects(database),
-                   Audit(database), Webhooks(database, keys=keys), StoredReports(database), WaitingObjects(database),
+                   Audit(database), Webhooks(database, keys=keys), WaitingObjects(database),
                    keys, profile, PreflightCache(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
@@ -96,7 +94,7 @@ class Control:
             endpoints=Endpoints(database, scope=scope), histories=Histories(database, scope=scope),
             results=Results(database, scope=scope), keys=ApiKeys(database, scope=scope),
             projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
-            stored_reports=StoredReports(database, scope=scope), waiting=WaitingObjects(database, scope),
+            waiting=WaitingObjects(database, scope),
             webhooks=Webhooks(database, scope=scope, keys=self.secret_keys,
                               allow_private=self.settings.webhooks_allow_private))
 

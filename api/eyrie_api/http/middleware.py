@@ -46,10 +46,8 @@ from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unaut
 from eyrie_api.http.authentication import LOCAL, Authenticator
 from eyrie_api.http.console import pages
 from eyrie_api.http.problems import DATABASE_ERRORS, database_unavailable, is_invalid_statement, refuse
-from eyrie_api.http.routes.stored_reports import REPORTS
 from eyrie_api.request_origin import check_host, check_json, check_origin
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.stored_reports import MAX_BODY_BYTES as MAX_REPORT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -276,17 +274,12 @@ class AccessMiddleware:
 
     def _check_body(self, request: Request) -> None:
         content_length = _header(request, b"content-length")
-        if content_length.isdigit() and int(content_length) > (most := self._max_body_bytes(request)):
+        if content_length.isdigit() and int(content_length) > (most := self._settings.max_body_bytes):
             raise _too_large(f"{content_length} bytes", most)
         check_json(request["method"], Headers(scope=request))
 
-    def _max_body_bytes(self, request: Request) -> int:
-        """A report is larger than other bodies: its page has the figures in it."""
-        most = self._settings.max_body_bytes
-        return max(most, MAX_REPORT_BYTES) if request["path"] == REPORTS else most
-
     def _counted(self, request: Request, receive: Receive, ended: asyncio.Event) -> Receive:
-        received, complete, most = bytearray(), False, self._max_body_bytes(request)
+        received, complete, most = bytearray(), False, self._settings.max_body_bytes
 
         async def counted() -> Message:
             nonlocal received, complete

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from eyrie_api.database.engine import Database
 from eyrie_api.http import api_page, problems
 from eyrie_api.http.authentication import Authenticator
-from eyrie_api.http.console import admin, compare, curves, job_pages, live, pages, reports
+from eyrie_api.http.console import admin, compare, curves, job_pages, live, pages
 from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
 from eyrie_api.http.live_pages import LivePages
@@ -31,7 +31,6 @@ from eyrie_api.http.routes import (
     operations,
     outcomes,
     storage,
-    stored_reports,
     streams,
     webhooks,
 )
@@ -85,8 +84,8 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.live_pages = LivePages(database, settings.sse_heartbeat_s)
     app.state.telemetry = operations.Telemetry(control)
-    parts = (jobs, streams, outcomes, stored_reports, storage, attention, endpoints, access, audit, webhooks,
-             operations, pages, job_pages, live, compare, curves, reports, admin)
+    parts = (jobs, streams, outcomes, storage, attention, endpoints, access, audit, webhooks,
+             operations, pages, job_pages, live, compare, curves, admin)
     routers = [part.router for part in parts]
     for router in routers:
         app.include_router(router)

@@ -1,7 +1,7 @@
 """The table of drafter families: one row holds all that is known of a family without loading torch.
 
 To add a family, write its module (`eyrie_workers.drafters.family` describes what it must define) and add a row to
-`FAMILIES`. The contract (`Family`), `eyrie plan`, the comparison, the launch line of SGLang and the registry of the
+`FAMILIES`. The contract (`Family`), `eyrie plan`, `eyrie compare`, the launch line of SGLang and the registry of the
 workers all read this table; none of them names a family. Tests add a family with `monkeypatch.setitem(FAMILIES, ..)`.
 
 The size functions count trainable weights without norms and biases; tests compare them with the drafters' modules. The
@@ -14,7 +14,7 @@ what its leaderboard measures.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
 
@@ -30,14 +30,6 @@ TreeKind = Literal["chain", "static tree", "tree"]
 
 VARIANT_FIELDS = ("fc_norm", "norm_before_fc", "norm_output", "sliding_window")
 """Fields of `DrafterSpec` that select a variant of a family (`DrafterFamily.variant_fields`)."""
-
-
-class Form(NamedTuple):
-    """One way to draft with a family's checkpoint, as `eyrie compare` measures it."""
-
-    title: str
-    kind: TreeKind
-    source: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,6 @@ class DrafterFamily:
     quickstart_speedup: float
     """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training."""
 
-    forms: tuple[Form, ...]
     sglang_algorithm: SGLangAlgorithm | None = None
     """None: SGLang 0.5.23 cannot serve it."""
 
@@ -185,61 +176,38 @@ _ROWS = (
         variant_fields=VARIANT_FIELDS,
         best_for="large targets and much data: it reads three layers of the target and is trained on its own errors, "
                  "so each second of training covers fewer tokens",
-        drafting_cost="one small layer per token", quickstart_speedup=1.98,
-        forms=(
-            Form("EAGLE-3", "tree", "arXiv:2503.01840, with EAGLE-2's tree"),
-            Form("EAGLE-3 chain", "chain", "the same checkpoint without a tree"),
-        )),
+        drafting_cost="one small layer per token", quickstart_speedup=1.98),
     DrafterFamily(
         name="eagle1", title="EAGLE-1/2", module="eyrie_workers.drafters.eagle1", continues=True,
         architecture="LlamaForCausalLMEagle", target_states="final", whole_vocabulary=True,
         parameters=_eagle1_parameters, sglang_algorithm="EAGLE",
         best_for="little data or short training, and engines without EAGLE-3; with a dynamic tree it is EAGLE-2",
-        drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41,
-        forms=(
-            Form("EAGLE-1", "static tree", "arXiv:2401.15077, section 4.1: a fixed tree"),
-            Form("EAGLE-2", "tree", "arXiv:2406.16858: EAGLE-1's checkpoint, expand and rerank by confidence"),
-            Form("EAGLE-1 chain", "chain", "the same checkpoint without a tree"),
-        )),
+        drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41),
     DrafterFamily(
         name="medusa", title="Medusa", module="eyrie_workers.drafters.medusa",
         architecture="MedusaModel", target_states="final", whole_vocabulary=False,
         parameters=_medusa_parameters,
         best_for="shallow drafts at the lowest drafting cost: nothing is computed between two depths",
-        drafting_cost="one pass for all depths", quickstart_speedup=2.33,
-        forms=(
-            Form("Medusa", "static tree", "arXiv:2401.10774, section 2.3.3: a sparse tree chosen beforehand"),
-            Form("Medusa best-first", "tree", "the heads' most probable prefixes, round by round"),
-            Form("Medusa chain", "chain", "the heads' first choices"),
-        )),
+        drafting_cost="one pass for all depths", quickstart_speedup=2.33),
     DrafterFamily(
         name="hydra", title="Hydra", module="eyrie_workers.drafters.hydra",
         architecture="EyrieHydra", target_states="final", whole_vocabulary=False,
         parameters=_hydra_parameters,
         best_for="targets on which Medusa's heads contradict one another: each head reads the tokens before its own",
-        drafting_cost="one perceptron per token", quickstart_speedup=2.43,
-        forms=(
-            Form("Hydra", "tree", "arXiv:2402.05109: heads that see the tokens before them"),
-            Form("Hydra chain", "chain", "the heads' first choices"),
-        )),
+        drafting_cost="one perceptron per token", quickstart_speedup=2.43),
     DrafterFamily(
         name="standalone", title="Standalone", module="eyrie_workers.drafters.standalone", continues=True,
         architecture="LlamaForCausalLM", target_states="none", whole_vocabulary=True,
         parameters=_standalone_parameters, sglang_algorithm="STANDALONE",
         best_for="targets of which only the text is available; it stores least, and has its own embedding and output "
                  "matrix",
-        drafting_cost="a small language model per token", quickstart_speedup=1.80,
-        forms=(Form("draft model", "chain", "arXiv:2211.17192: a small language model of its own"),)),
+        drafting_cost="a small language model per token", quickstart_speedup=1.80),
     DrafterFamily(
         name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash", continues=True,
         architecture="DFlashDraftModel", target_states="fused", whole_vocabulary=True,
         parameters=_dflash_parameters, training_passes=_dflash_training_passes, sglang_algorithm="DFLASH",
         best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",
-        drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61,
-        forms=(
-            Form("DFlash", "chain", "arXiv:2602.06036: a block in one pass"),
-            Form("DDTree", "tree", "arXiv:2604.12989: the block's marginals as a tree"),
-        )),
+        drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61),
 )
 
 FAMILIES: dict[str, DrafterFamily] = {row.name: row for row in _ROWS}

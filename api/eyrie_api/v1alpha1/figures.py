@@ -10,8 +10,9 @@ from eyrie_api.v1alpha1.model import Frozen
 FigureName = Literal["leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware",
                      "acceptance", "acceptance-by-position", "canary", "training-loss", "training-acceptance",
                      "training-accuracy", "training-speedup", "training-learning-rate", "training-gradient-norm",
-                     "training-speed"]
-"""The last seven are the charts of a job's curves (`v1alpha1.curves`)."""
+                     "training-speed", "load-throughput", "load-latency", "load-latency-by-rate", "load-categories",
+                     "load-acceptance"]
+"""Those named training are the charts of a job's curves (`v1alpha1.curves`), those named load of `eyrie load`."""
 
 
 class FigureSummary(Frozen):

@@ -12,7 +12,7 @@ HardwareVariant = Literal["off", "drafted"]
 
 
 class HardwareProfile(Frozen):
-    """One way to serve: servers that run already, or servers to be started on a part of this machine."""
+    """What the servers of one profile ran on."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
     price_per_hour: float = Field(gt=0.0, le=1e6)
@@ -21,40 +21,11 @@ class HardwareProfile(Frozen):
     num_devices: int = Field(1, ge=1, le=4096)
     """GPUs of one server (or whatever the price is for); throughput is also given for each."""
 
-    off_url: str | None = Field(None, max_length=2048)
-    """A server without a drafter that runs already, up to and including /v1; with `drafted_url`."""
-
-    drafted_url: str | None = Field(None, max_length=2048)
-    """The one with the drafter."""
-
     gpus: tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]+$")], ...] = ()
-    """Ids for CUDA_VISIBLE_DEVICES of servers that are started here: SGLang computes on all of them together."""
+    """Ids for CUDA_VISIBLE_DEVICES: SGLang computes on all of them together."""
 
     threads: int | None = Field(None, ge=1, le=1024)
-    """CPU threads of embedded engines that are started here."""
-
-    @model_validator(mode="after")
-    def _one_way(self) -> "HardwareProfile":
-        if (self.off_url is None) != (self.drafted_url is None):
-            raise ValueError(f"profile {self.name!r} has one of off_url and drafted_url: a drafter is compared with "
-                             "off on the same hardware, so give both")
-        if self.off_url is not None and (self.gpus or self.threads):
-            raise ValueError(f"profile {self.name!r} has URLs of running servers and gpus or threads of servers to "
-                             "start: give one of the two")
-        return self
-
-
-class HardwareProfiles(Frozen):
-    """The file that `eyrie compare-hardware` reads."""
-
-    profiles: tuple[HardwareProfile, ...] = Field(min_length=1, max_length=32)
-
-    @model_validator(mode="after")
-    def _distinct(self) -> "HardwareProfiles":
-        names = [one.name for one in self.profiles]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two profiles are named {min(twice)!r}: give each its own name")
-        return self
+    """CPU threads of embedded engines."""
 
 
 class PlacedProfile(Frozen):
@@ -152,7 +123,7 @@ class HardwareChoice(Frozen):
 
 
 class HardwareReport(Frozen):
-    """The result of `eyrie compare-hardware`, and of a job with `prove.hardware`."""
+    """The result of a job with `prove.hardware`."""
 
     profiles: tuple[HardwareProfile, ...]
     min_tokens_per_s_per_user: float

@@ -18,13 +18,13 @@ from eyrie_api.v1alpha1.plan import PlannedStages
 from eyrie_api.v1alpha1.resources import WaitingObject
 from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving
-from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, report_body
+from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
 
 TOKEN = "the-installation-s-own-token"
 SECRET_KEY = "c2VjcmV0LWtleS1vZi10aGUtdGVzdHMtMDEyMzQ1Njc="
 """A Fernet key."""
-KEYS, PROJECTS, JOBS, ENDPOINTS, WEBHOOKS, REPORTS = (
-    f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints", "webhooks", "reports"))
+KEYS, PROJECTS, JOBS, ENDPOINTS, WEBHOOKS = (
+    f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints", "webhooks"))
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,6 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     hook = http.post(WEBHOOKS, json={"url": f"http://127.0.0.1:9/{project}"},
                      headers=headers | {"Eyrie-Project": project})
     assert hook.status_code == 201, hook.text
-    report = http.post(REPORTS, json=report_body(f"a report of {project}"),
-                       headers=headers | {"Eyrie-Project": project})
-    assert report.status_code == 201, report.text
 
     spec = job_spec(name=f"{project}-job", serve={"endpoint": f"{project}-endpoint"})
     job_id = control.jobs.submit(spec, project=project, planned=PlannedStages(stages=())).id
@@ -118,4 +115,4 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     return Tenant(project, made.json()["secret"], {
         "job_id": job_id, "name": endpoint, "key_id": made.json()["key"]["id"], "project": project,
         "member_id": str(member.json()["id"]), "stage": "benchmark", "path": "cells.bin", "key": key,
-        "webhook_id": hook.json()["webhook"]["id"], "report_id": report.json()["id"]})
+        "webhook_id": hook.json()["webhook"]["id"]})

@@ -20,14 +20,13 @@ from tests.api.access.harness import (
     JOBS,
     KEYS,
     PROJECTS,
-    REPORTS,
     TOKEN,
     WEBHOOKS,
     Harness,
     as_admin_of,
     two_projects,
 )
-from tests.api.samples import ended, job_body, report_body
+from tests.api.samples import ended, job_body
 
 DATABASES = ("sqlite",)  # what a statement is on PostgreSQL, `test_scopes` asks
 
@@ -58,8 +57,6 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("GET", "/console/endpoints/{name}/live"): ("one", None),
     ("GET", "/console/endpoints/{name}/compare"): ("one", None),
     ("GET", "/console/curves"): ("one", None),
-    ("GET", "/console/reports"): ("many", None),
-    ("GET", "/console/reports/{report_id}"): ("one", None),
     ("GET", "/console/admin"): ("many", None),
     ("GET", "/console/admin/projects/{project}"): ("one", None),
     ("GET", "/console/admin/audit"): ("many", None),
@@ -97,11 +94,6 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("POST", "/v1alpha1/plans"): ("nobody's", job_body()),
     ("GET", "/v1alpha1/leaderboard"): ("many", None),
     ("GET", "/v1alpha1/storage"): ("many", None),
-    ("POST", REPORTS): ("made", report_body("made by the walk")),
-    ("GET", REPORTS): ("many", None),
-    ("GET", REPORTS + "/{report_id}"): ("one", None),
-    ("GET", REPORTS + "/{report_id}/page"): ("one", None),
-    ("DELETE", REPORTS + "/{report_id}"): ("one", None),
     ("GET", ENDPOINTS): ("many", None),
     ("GET", "/v1alpha1/traffic"): ("many", None),
     ("GET", ENDPOINTS + "/{name}"): ("one", None),
@@ -167,15 +159,13 @@ def body_of(body: Any, ids: dict[str, str]) -> Any:
 
 
 NEVER = {"job_id": "job-never", "name": "never", "key_id": "000000000000", "project": "never", "member_id": "4711",
-         "stage": "benchmark", "path": "never", "key": "never", "webhook_id": "whk_never",
-         "report_id": "rep_never"}
+         "stage": "benchmark", "path": "never", "key": "never", "webhook_id": "whk_never"}
 
 
 def words(answer: Any, ids: dict[str, str]) -> str:
     """What was said, but for the ids that were asked for."""
     problem = answer.json() | {"instance": None}
-    result = "|".join(ids[name] for name in ("job_id", "name", "key_id", "project", "member_id", "webhook_id",
-                                             "report_id"))
+    result = "|".join(ids[name] for name in ("job_id", "name", "key_id", "project", "member_id", "webhook_id"))
     return re.sub(result, "-", f"{answer.status_code} {problem}")
 
 
@@ -205,7 +195,7 @@ def test_one_s_own_is_there_by_the_same_requests(harness: Harness) -> None:
 
 
 def test_lists_hold_one_s_own_and_nothing_of_anothers(harness: Harness) -> None:
-    foreign = {"north", *(harness.a.ids[name] for name in ("job_id", "name", "key_id", "webhook_id", "report_id"))}
+    foreign = {"north", *(harness.a.ids[name] for name in ("job_id", "name", "key_id", "webhook_id"))}
     for method, path, _body in of_kind("many"):
         for headers in ({}, {"Eyrie-Project": "south"}):
             text = harness.ask(harness.b.secret, method, path, headers=headers).text
@@ -238,7 +228,6 @@ def test_what_is_made_is_made_in_one_s_own_project(harness: Harness) -> None:
     theirs = as_admin_of(harness.server.control, "north")
     assert [job.id for job in theirs.jobs.list().items] == [harness.a.ids["job_id"]]
     assert [key.id for key in theirs.keys.list()] == [harness.a.ids["key_id"]]
-    assert [one.id for one in theirs.stored_reports.list().items] == [harness.a.ids["report_id"]]
 
 
 def test_a_drafter_does_not_cross_from_one_project_to_anothers_endpoint(harness: Harness) -> None:
@@ -287,9 +276,6 @@ def fresh_ids(harness: Harness, verb: str) -> dict[str, str]:
     if verb == "webhook.delete":
         made = harness.ask(TOKEN, "POST", WEBHOOKS, json={"url": "http://127.0.0.1:9/x"}, headers=south).json()
         return {"webhook_id": made["webhook"]["id"]}
-    if verb == "report.delete":
-        made = harness.ask(TOKEN, "POST", REPORTS, json=report_body("to be deleted"), headers=south).json()
-        return {"report_id": made["id"]}
     if verb in ("key.revoke", "key.rotate"):
         return {"key_id": harness.ask(TOKEN, "POST", KEYS, json={"name": "x"}, headers=south).json()["key"]["id"]}
     return {}

@@ -6,8 +6,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eyrie_workers.figure_style import BASELINE_BLUE, OTHER_GREY, SETTINGS, new_figure, save, title
 from tests.benchmarks.calibration.measure import CalibrationReport, Curve
+from tests.benchmarks.figure_style import BASELINE_BLUE, OTHER_GREY, SETTINGS, new_figure, save, title
 
 
 def draw(report: CalibrationReport, out: Path) -> list[Path]:

@@ -5,7 +5,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from eyrie_workers.figure_style import (
+from tests.benchmarks.codecs.report import CodecReport
+from tests.benchmarks.figure_style import (
     BASELINE_BLUE,
     BEST_GREEN,
     OTHER_GREY,
@@ -15,7 +16,6 @@ from eyrie_workers.figure_style import (
     save,
     title,
 )
-from tests.benchmarks.codecs.report import CodecReport
 
 DEFAULT = "int8"
 

@@ -23,13 +23,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_workers.intervals import FloatArray
 from tests.benchmarks.experiments.fits import Line, fit_line, resampled
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.timing import TEMPERATURES, Rung, fields_of, ladder, speedups, tau_and_speed, time_all
 from tests.benchmarks.experiments.workspace import CHAIN, Workspace
+from tests.benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 
 NAME = "acceptance_throughput"
 CLAIM = "Acceptance length against throughput over 16 drafters: \"a near-perfect linear correlation\"."

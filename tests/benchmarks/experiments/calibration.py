@@ -19,13 +19,13 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from eyrie_workers.measurement.tuner.draft_replay import whole_tree
 from tests.benchmarks.calibration.measure import Curve, RankCount, curve, ranks
 from tests.benchmarks.calibration.measure import measure as measure_nodes
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.workspace import COMPARED, Workspace
+from tests.benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 
 NAME = "calibration"
 CLAIM = ("The draft model is well-calibrated: its confidence \"closely approximates the token's actual acceptance "

@@ -27,7 +27,6 @@ from eyrie_api.artifacts import digest_bytes, digest_directory
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray, interval_around, standard_error
 from eyrie_workers.machine.machine_lock import machine_lock
@@ -36,6 +35,7 @@ from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.timing import OFF
 from tests.benchmarks.experiments.workspace import CHAIN, Workspace
+from tests.benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 
 NAME = "crossover"
 CLAIM = "\"The crossover point was around 7 concurrent requests\" (EAGLE-3 on SGLang's V1 path against no drafter)."

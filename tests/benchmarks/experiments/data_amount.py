@@ -23,11 +23,11 @@ from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, new_figure, title
 from tests.benchmarks.experiments.fits import Counted, fit_line, tau, tau_ratio
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.workspace import CHAIN, COMPARED, Workspace
+from tests.benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, new_figure, title
 
 NAME = "data_amount"
 CLAIM = "EAGLE-1's feature loss caps it: more data stops helping; EAGLE-3 keeps improving as data grows."

@@ -25,11 +25,11 @@ from itertools import pairwise
 from matplotlib.figure import Figure
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from tests.benchmarks.experiments.fits import Counted, tau, tau_interval, tau_ratio
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.workspace import Workspace
+from tests.benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 
 NAME = "depth_width"
 CLAIM = ("\"Increasing depth helps more than increasing width\"; doubling num_draft_tokens at the same depth "

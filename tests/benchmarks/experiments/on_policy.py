@@ -23,12 +23,12 @@ from matplotlib.figure import Figure
 
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_workers.conversations.rows import ROWS, AnsweredRow, read_rows
-from eyrie_workers.figure_style import BASELINE_BLUE, OTHER_GREY, new_figure, title
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.experiments.fits import Counted, Ratio, tau, tau_ratio
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.workspace import CHAIN, Workspace
+from tests.benchmarks.figure_style import BASELINE_BLUE, OTHER_GREY, new_figure, title
 from tests.benchmarks.quickstart.corpus.streams import conversations
 
 NAME = "on_policy"

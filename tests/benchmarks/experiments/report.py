@@ -1,4 +1,4 @@
-"""The report of an experiment: `<name>.json`, `<name>.svg`, `<name>.md` and `<name>.html`. Pure except for `write`.
+"""The report of an experiment: `<name>.json`, `<name>.svg` and `<name>.md`. Pure except for `write`.
 
 A page has the findings, the figures, the method, the limits and the command that repeats the experiment. It warns of
 other work that ran on the machine, because timings are then unreliable.
@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 from eyrie_api.artifacts import write_atomically, write_model
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import Environment
-from eyrie_workers.figure_style import SETTINGS, picture
 from eyrie_workers.machine.environment import cpu_count, environment
 from eyrie_workers.machine.machine_lock import ProcessorTime, interference
-from eyrie_workers.report_page.page import PageFigure, ReportPage, Section, Table, render
+from tests.benchmarks.figure_style import SETTINGS
 
 
 class ExperimentReport(Frozen):
@@ -83,26 +82,15 @@ def build_report(name: str, claim: str, result: ExperimentResult, *, short: bool
 
 
 def write(report: ExperimentReport, figure: Callable[[], Figure], out: Path) -> list[Path]:
-    """Write the four files."""
+    """Write the three files."""
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{report.name}.{ending}" for ending in ("svg", "json", "md", "html")]
+    paths = [out / f"{report.name}.{ending}" for ending in ("svg", "json", "md")]
     # Letters as text: a tenth of the size of letters as outlines, and they can be searched.
     with matplotlib.rc_context(SETTINGS | {"svg.fonttype": "none"}):
         figure().savefig(paths[0], metadata={"Date": None})
     write_model(paths[1], report)
     write_atomically(paths[2], page(report))
-    write_atomically(paths[3], html(report, figure))
     return paths
-
-
-def html(report: ExperimentReport, figure: Callable[[], Figure]) -> str:
-    """The report as one HTML file."""
-    return render(ReportPage(
-        "experiment", title(report.name), report.found[:1],
-        [("Measured", where(report)), ("Method", report.measured), ("Repeat", report.command)],
-        [Section("Claim", [report.claim]), *([Section("Found", report.found[1:])] if report.found[1:] else []),
-         Section("Figure", figures=[PageFigure(picture(figure), Table(report.columns, report.table))]),
-         Section("What this cannot show", items=[*report.limits, *notes(report)])]))
 
 
 def where(report: ExperimentReport) -> str:

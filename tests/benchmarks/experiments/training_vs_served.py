@@ -23,13 +23,13 @@ from matplotlib.figure import Figure
 
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import CheckpointReport
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_workers.intervals import FloatArray
 from tests.benchmarks.experiments.fits import rank_correlation, resampled
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.timing import Rung, fields_of, ladder, speedups, tau_and_speed, time_all
 from tests.benchmarks.experiments.workspace import CHAIN, Workspace
+from tests.benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 
 NAME = "training_vs_served"
 CLAIM = ("Training metrics promised more than serving gave (beyond 4x against about 2x), and the last checkpoint was "

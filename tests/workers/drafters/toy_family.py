@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import DrafterFamily, DrafterSizes, Form
+from eyrie_api.v1alpha1.families import DrafterFamily, DrafterSizes
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.files import (
@@ -46,7 +46,7 @@ def _parameters(sizes: DrafterSizes) -> int:
 ROW = DrafterFamily(
     name="toy", title="Toy", module="tests.workers.drafters.toy_family", architecture="ToyDrafter",
     target_states="final", whole_vocabulary=True, parameters=_parameters, best_for="tests",
-    drafting_cost="one product per round", quickstart_speedup=1.0, forms=(Form("Toy", "chain", "this test"),))
+    drafting_cost="one product per round", quickstart_speedup=1.0)
 
 
 class ToyDrafter(nn.Module):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from eyrie_api.cli.reports import find_reports
+
 from eyrie_api.v1alpha1.reports import CheckpointReport
 from tests.benchmarks.calibration.measure import Curve, RankCount, curve
 from tests.benchmarks.experiments import (

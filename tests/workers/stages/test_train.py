@@ -23,7 +23,6 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_pipelines.processes import identify
-from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.drafters.checkpoint.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
@@ -34,6 +33,7 @@ from eyrie_workers.stages.train import main as train_program
 from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target
+from tests.workers.events import stage_records
 from tests.workers.measurement.tiny_bench import random_drafter
 
 AUX_LAYERS = (1, 2, 3)

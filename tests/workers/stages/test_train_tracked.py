@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from wandb.proto.wandb_internal_pb2 import Record
 
-from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
+from tests.workers.events import stage_records
 from tests.workers.stages.test_train import report_of, wait_for_steps, write_spec
 
 pytestmark = pytest.mark.slow

@@ -10,12 +10,12 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.training.tracker_process import Following, RecordedRows, TrackerProcess, start_trackers
 from eyrie_workers.training.trackers import TrackedRun, require_trackers, shown
 from tests.servers.mlflow_server import mlflow_server
 from tests.servers.processes import Server
+from tests.workers.events import stage_records
 
 
 def record(directory: Path, *steps: int, names: tuple[str, ...] = ("loss", "accuracy")) -> None:

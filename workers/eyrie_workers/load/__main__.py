@@ -19,9 +19,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.cli.plots import write_figures
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import count
 from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.figures.load_figures import load_figures
 from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
@@ -227,10 +229,10 @@ def main(argv: list[str] | None = None) -> int:
             write_model(arguments.out, report)
         screen.show(report, load_view(report))
         if arguments.plots is not None:
-            from eyrie_workers.load.plots import draw_load
-
-            files = draw_load(report, arguments.plots)
-            screen.note(f"figures: {', '.join(str(path) for path in files if path.suffix == '.png')}")
+            figures = load_figures(report)
+            write_figures(figures, arguments.plots, "svg", "light")
+            files = write_figures(figures, arguments.plots, "png", "light")
+            screen.note(f"figures: {', '.join(map(str, files))}")
         if arguments.out is not None:
             screen.note(f"report: {arguments.out}")
         return 0

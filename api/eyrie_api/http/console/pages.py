@@ -63,7 +63,7 @@ STATIC = {"console.css": "text/css", "console.js": "text/javascript",
           "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
           "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
            "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css",
-           "report.css": "text/css", "curves.js": "text/javascript", "curves.css": "text/css",
+           "curves.js": "text/javascript", "curves.css": "text/css",
            "job.js": "text/javascript", "job.css": "text/css"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -4,7 +4,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "v0008"
-down_revision = "v0007"
+down_revision = "v0006"
 branch_labels = None
 depends_on = None
 

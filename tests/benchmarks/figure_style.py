@@ -1,17 +1,14 @@
-"""The common style of all figures: readable at half size, safe for colour-blind readers, the finding in the title.
+"""The common style of figures that benchmarks and experiments draw with matplotlib: readable at half size, safe for
+colour-blind readers, the finding in the title.
 
 Colours are those of Okabe and Ito ("Color Universal Design", 2008), which stay distinguishable under every common form
 of colour blindness; colour is never the only distinction. Sequences (heat maps, TTT steps) use cividis, which is
 monotonic in brightness and designed for the same purpose (Nunez, Anderton, Renslow, PLOS ONE 2018).
 """
 
-import io
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -28,9 +25,6 @@ SETTINGS = {
     "grid.color": "#DDDDDD", "grid.linewidth": 0.8, "axes.axisbelow": True, "legend.frameon": False,
     "lines.linewidth": 2.0, "savefig.dpi": 110, "svg.hashsalt": "eyrie",
 }
-# Over SETTINGS, for a picture on a dark page; the colours of series are readable on both.
-DARK = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#e6edf3") | {
-    "axes.edgecolor": "#9da7b3", "grid.color": "#30363d"}
 _TITLE_CHARACTERS_PER_INCH = 8.2  # bold, 14 points
 
 
@@ -56,7 +50,6 @@ def title(figure: Figure, finding: str, detail: str = "") -> None:
 
 
 def _wrapped(text: str, width: int) -> str:
-    # Lines end at spaces alone, so that `picture` can join them again.
     return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False))
 
 
@@ -67,33 +60,3 @@ def save(figure: Figure, directory: Path, name: str) -> list[Path]:
     figure.savefig(paths[0])
     figure.savefig(paths[1], metadata={"Date": None})
     return paths
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure for a page, whose text has the title."""
-
-    finding: str
-    detail: str
-    light: str
-    """SVG without a background, in colours for a light page."""
-
-    dark: str
-    """The same for a dark page."""
-
-
-def picture(draw: Callable[[], Figure]) -> Picture:
-    """Draw a figure for a page. Finding and detail are those that `title` set; the picture is without them.
-
-    Letters are text: as outlines they are ten times as large.
-    """
-    drawn = []
-    for theme in ({}, DARK):
-        with matplotlib.rc_context(SETTINGS | {"svg.fonttype": "none"} | theme):
-            figure, svg = draw(), io.StringIO()
-            finding, detail = figure.get_suptitle(), figure.get_supxlabel()
-            figure.suptitle("")
-            figure.supxlabel("")
-            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-            drawn.append(svg.getvalue())
-    return Picture(finding.replace("\n", " "), detail.replace("\n", " "), *drawn)

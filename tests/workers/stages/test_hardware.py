@@ -6,21 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
 from eyrie_api.decisions.hardware_choice import hardware_of
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_api.v1alpha1.stages import HardwareStage, ProveStage
+from eyrie_api.v1alpha1.stages import HardwareStage, Manifest, ProveStage
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
-from eyrie_workers.hardware.results_file import read_results, write_results
-from eyrie_workers.hardware.stage import compare
 from eyrie_workers.load.client import RequestResult
 from eyrie_workers.load.report_statistics import LevelResults, comparison
 from eyrie_workers.load.schedule import Level
 from eyrie_workers.stage_program import run_program
+from eyrie_workers.stages.hardware import compare, read_results, write_results
 from tests.api.artifacts.test_directories import a_stage
-from tests.workers.hardware.test_compare_hardware import proof_in
+from tests.pipelines.rehearsal.rehearsal_stage import prove_report
+from tests.workers.stages.test_prove import CHAIN, spec_in, tuned
 
 PROFILES = HardwareSpec(profiles=(PlacedProfile(name="one-thread", price_per_hour=0.10, threads=1),
                                   PlacedProfile(name="two-threads", price_per_hour=0.19, threads=2)))
@@ -30,6 +30,20 @@ LOAD = LoadSpec(concurrencies=(1, 2), requests=4, repeats=2, warmup_requests=1, 
 @pytest.fixture(autouse=True)
 def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def proof_in(tmp_path: Path, **changes: object) -> Path:
+    """The directory of a finished prove stage."""
+    spec = spec_in(tmp_path, tuned(None))
+    directory = tmp_path / "prove"
+    directory.mkdir()
+    (directory / "spec.json").write_text(spec.model_dump_json())
+    report = prove_report(spec)
+    report = report.model_copy(update={"use": report.use.model_copy(update={"setting": CHAIN}), **changes})
+    write_model(directory / "manifest.json", Manifest(
+        stage="prove", job_id="j", spec_digest=digest_model(spec), code_version="0",
+        started_at="2026-01-01T00:00:00+00:00", finished_at="2026-01-01T00:00:00+00:00", files=(), report=report))
+    return directory
 
 
 def run(tmp_path: Path, proof: Path, profile: PlacedProfile) -> int:
