@@ -69,13 +69,18 @@ def charts(page: Any) -> Any:
 
 
 def drawn(page: Any, chart: str) -> Any:
-    """What uPlot drew of a chart: labels of its axes and lines, whether its y axis is logarithmic, its steps, and the
+    """What is drawn of a chart: labels of its axes and lines, whether its y axis is logarithmic, its steps, and the
     points of each line."""
-    return page.evaluate("""(chart) => { const { plot } = plots.get(chart), [steps, ...lines] = plot.data;
-        return { labels: plot.series.map((one) => one.label), axes: plot.axes.map((one) => one.label),
-                 log: plot.scales.y.distr === 3, x: [plot.scales.x.min, plot.scales.x.max],
-                 points: lines.map((values) => steps.map((step, place) => [step, values[place]])
-                                                    .filter(([, value]) => value !== null)) }; }""", chart)
+    return page.evaluate("""(chart) => {
+        const { view, series, spec } = plots.get(chart), lines = new Map(), faint = new Set();
+        for (const { label } of series) lines.set(label, []);
+        for (const { series, kind, step, value } of view.data("points")) {
+          if (kind === "drawn") lines.get(series).push([step, value]); else faint.add(series);
+        }
+        const { x, y } = spec.layer[0].encoding;
+        return { labels: [...lines.keys()], faint: [...faint], axes: [x.title, y.title],
+                 log: view.scale("y").type === "log", x: view.scale("x").domain(),
+                 points: [...lines.values()] }; }""", chart)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -115,11 +120,10 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     page = signed_in(open_page(), url, TOKEN)
     page.goto(f"{url}/console/curves?job={job}")
     charts(page).nth(6).wait_for()
-    assert drawn(page, "training-loss")["labels"] == [
-        "step", "a loss", "a evaluation_loss", "b loss", "b evaluation_loss"]
+    assert drawn(page, "training-loss")["labels"] == ["a loss", "a evaluation_loss", "b loss", "b evaluation_loss"]
     assert not drawn(page, "training-loss")["log"]
     speedups = drawn(page, "training-speedup")
-    assert speedups["labels"][1:4] == ["a theoretical_speedup", "a theoretical_speedup/1", "a theoretical_speedup/2"]
+    assert speedups["labels"][:3] == ["a theoretical_speedup", "a theoretical_speedup/1", "a theoretical_speedup/2"]
     page.get_by_label("a", exact=True).focus()
     page.keyboard.press("Space")
     page.get_by_label("Logarithmic y axis").focus()
@@ -128,10 +132,10 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     page.keyboard.press("ArrowRight")
     chosen = drawn(page, "training-loss")
     assert chosen["log"]
-    assert chosen["labels"] == ["step", *2 * ["b loss", "b evaluation_loss"]], "raw and smoothed"
+    assert chosen["labels"] == chosen["faint"] == ["b loss", "b evaluation_loss"], "raw and smoothed"
     row = page.locator("#curves-runs tbody tr", has_text="b")
     assert row.locator("td").nth(1).inner_text() == "400"
-    page.evaluate("plots.get('training-loss').plot.setScale('x', { min: 100, max: 200 })")
+    page.evaluate("showSteps([100, 200])")
     page.get_by_label("b", exact=True).focus()
     record(jobs, job, "b", range(410, 501, 10), 1.2)
     record(jobs, job, "c", range(10, 501, 10), 1.4)
@@ -142,9 +146,9 @@ def test_runs_are_chosen_by_keyboard_and_the_choice_log_and_smoothing_stay_when_
     after = drawn(page, "training-loss")
     assert after["log"]
     assert after["x"] == [100, 200], "the zoom stays"
-    assert {label.split()[0] for label in after["labels"][1:]} == {"b", "c"}
+    assert {label.split()[0] for label in after["labels"]} == {"b", "c"}
     page.get_by_label("All runs").check()
-    assert {label.split()[0] for label in drawn(page, "training-loss")["labels"][1:]} == {"a", "b", "c"}
+    assert {label.split()[0] for label in drawn(page, "training-loss")["labels"]} == {"a", "b", "c"}
     page.get_by_label("All runs").uncheck()
     page.get_by_text("No run is chosen.").wait_for()
     assert charts(page).count() == 0
@@ -172,7 +176,7 @@ def test_the_charts_are_those_of_the_api_in_words_names_and_values(
             assert seen["axes"] == [chart["x_label"], chart["y_label"]]
             curves = [(name, one) for name, answer in zip(names, answers, strict=True)
                       for one in answer["charts"][place]["curves"]]
-            assert seen["labels"][1:] == [" ".join(filter(None, (name, one["key"], one["name"])))
+            assert seen["labels"] == [" ".join(filter(None, (name, one["key"], one["name"])))
                                           for name, one in curves]
             assert seen["points"] == [[list(point) for point in zip(one["steps"], one["values"], strict=True)]
                                       for _, one in curves]
@@ -184,13 +188,14 @@ def test_a_line_that_is_pointed_at_says_its_value_and_dragging_zooms_in_and_a_do
     job = trained(Jobs(database), "sweep", {"a": 400, "b": 400})
     page = signed_in(open_page(), url, TOKEN, f"/console/curves?job={job}")
     charts(page).nth(6).wait_for()
-    shown = "plots.get('training-learning-rate').plot"
-    page.evaluate(f"{shown}.root.scrollIntoView()")
-    over = page.evaluate(f"(() => {{ const {{ x, y }} = {shown}.over.getBoundingClientRect(); return [x, y]; }})()")
+    page.evaluate("plots.get('training-learning-rate').figure.scrollIntoView()")
 
     def at(step: int, value: float) -> tuple[float, float]:
-        return (over[0] + page.evaluate(f"{shown}.valToPos({step}, 'x')"),
-                over[1] + page.evaluate(f"{shown}.valToPos({value}, 'y')"))
+        across, down = page.evaluate("""([step, value]) => { const { view } = plots.get('training-learning-rate');
+            const canvas = view.container().querySelector('canvas'), [left, top] = view.origin();
+            const { x, y } = canvas.getBoundingClientRect();
+            return [x + left + view.scale('x')(step), y + top + view.scale('y')(value)]; }""", [step, value])
+        return across, down
 
     rate = 1e-4 * (1 - 200 / 2000)
     page.mouse.move(*at(190, rate))
@@ -219,7 +224,7 @@ def test_steps_are_chosen_by_keyboard_alone_for_all_charts_and_follow_the_mouse(
     def shown() -> list[list[float]]:
         return [drawn(page, name)["x"] for name in ("training-loss", "training-acceptance", "training-gradient-norm")]
 
-    assert page.evaluate("[...plots.values()].every(({ plot, figure }) => plot.width < figure.clientWidth)")
+    assert page.evaluate("[...plots.values()].every(({ view, figure }) => view.width() < figure.clientWidth)")
     whole = shown()
     assert whole == [[10, 600], [100, 600], [10, 600]]
     assert (start.get_attribute("placeholder"), end.get_attribute("placeholder")) == ("10", "600")
@@ -241,9 +246,15 @@ def test_steps_are_chosen_by_keyboard_alone_for_all_charts_and_follow_the_mouse(
     assert (refused.inner_text(), end.get_attribute("aria-invalid")) == ("", "false")
     page.keyboard.press("Enter")
     assert (shown(), start.input_value(), end.input_value()) == (whole, "", "")
-    over = charts(page).first.locator(".u-over")
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
+
+    def axes() -> Any:
+        """The rectangle of the axes of the first chart."""
+        charts(page).first.scroll_into_view_if_needed()
+        return page.evaluate("""() => { const { view } = plots.get('training-loss'), [left, top] = view.origin();
+            const { x, y } = view.container().querySelector('canvas').getBoundingClientRect();
+            return { x: x + left, y: y + top, width: view.width() }; }""")
+
+    box = axes()
     page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50, steps=5)
@@ -254,8 +265,7 @@ def test_steps_are_chosen_by_keyboard_alone_for_all_charts_and_follow_the_mouse(
     assert [int(start.input_value()), int(end.input_value())] == pytest.approx(dragged[0], abs=0.5)
     page.get_by_label("Logarithmic y axis").check()
     assert shown() == dragged
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
+    box = axes()
     page.mouse.dblclick(box["x"] + box["width"] / 2, box["y"] + 50)
     assert (shown(), start.input_value(), end.input_value()) == (whole, "", "")
     assert [one for one in faults if "401" not in one] == []
@@ -349,11 +359,13 @@ def test_rungs_of_a_sweep_are_marked_as_they_are_decided_and_said_in_words(
     assert not said.is_visible()
 
     def inked(at_step: int) -> int:
-        """Pixels of the text's colour in the column of a step of the loss chart."""
-        return int(page.evaluate("""(step) => { const { plot } = plots.get('training-loss'), { ctx, bbox } = plot;
-            const x = Math.round(plot.valToPos(step, 'x', true));
-            const { data } = ctx.getImageData(x - 1, bbox.top, 3, bbox.height);
-            const [r, g, b] = getComputedStyle(document.body).color.match(/\\d+/g).map(Number);
+        """Pixels of the ink of rungs in the column of a step of the loss chart."""
+        return int(page.evaluate("""(step) => {
+            const { view } = plots.get('training-loss'), [left, top] = view.origin();
+            const canvas = view.container().querySelector('canvas'), dense = canvas.width / canvas.clientWidth;
+            const x = Math.round(dense * (left + view.scale('x')(step)));
+            const { data } = canvas.getContext('2d').getImageData(x - 1, dense * top, 3, dense * view.height());
+            const [r, g, b] = theme().style.ink.color.match(/[0-9a-f]{2}/g).map((part) => parseInt(part, 16));
             let found = 0;
             for (let at = 0; at < data.length; at += 4) {
               const apart = Math.abs(data[at] - r) + Math.abs(data[at + 1] - g) + Math.abs(data[at + 2] - b);
@@ -366,8 +378,8 @@ def test_rungs_of_a_sweep_are_marked_as_they_are_decided_and_said_in_words(
     record(jobs, job, "a", range(210, 401, 10), 1.0)
     said.get_by_text("Step 200: 1 of 2 went on (a), 1 ended (b)").wait_for()
     assert inked(200) > unmarked + 30
-    assert page.evaluate("plots.get('training-loss').plot.series.map((one) => one.ended)") == [
-        None, False, False, True, True]
+    assert page.evaluate("plots.get('training-loss').view.data('ends').map(({ series }) => series)") == [
+        "b loss", "b evaluation_loss"]
     page.get_by_label("a", exact=True).uncheck()
     page.get_by_label("b", exact=True).uncheck()
     page.get_by_label("a", exact=True).check()
@@ -389,7 +401,7 @@ def test_several_jobs_are_drawn_together_and_one_of_another_project_is_not_there
     assert page.get_by_role("link", name="Add theirs").count() == 0
     page.get_by_role("link", name="Add second").click()
     charts(page).nth(6).wait_for()
-    assert drawn(page, "training-gradient-norm")["labels"] == ["step", "first base grad_norm", "second base grad_norm"]
+    assert drawn(page, "training-gradient-norm")["labels"] == ["first base grad_norm", "second base grad_norm"]
     assert page.locator("#curves-runs tbody tr").count() == 2
     page.get_by_role("link", name="Remove first").click()
     page.get_by_role("link", name="Remove").wait_for(state="detached")
@@ -407,10 +419,14 @@ def test_the_mathematics_of_curves(guarded: tuple[str, Database], open_page: Ope
     def computed(expression: str) -> Any:
         return json.loads(page.evaluate(f"JSON.stringify({expression})"))
 
-    assert computed("smoothed([1, null, 3, 3], 0)") == [1, None, 3, 3]
-    assert computed("smoothed([2, 2, null, 2], 0.9)") == pytest.approx([2, 2, None, 2])
+    assert computed("smoothed([1, 3, 3], 0)") == [1, 3, 3]
+    assert computed("smoothed([2, 2, 2], 0.9)") == pytest.approx([2, 2, 2])
     assert computed("smoothed([0, 3], 0.5)") == [0, 2], "(0.25 * 0 + 0.5 * 3) / 0.75"
-    page.evaluate("() => { window.one = (steps, values) => ({ steps, values }); }")
-    assert computed("aligned([one([1, 2], [5, 6]), one([2, 3], [7, 8])])") == [[1, 2, 3], [5, 6, None], [None, 7, 8]]
-    spiked = computed("aligned([one([1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1, 1])], 3)")
-    assert spiked == [[1, 3, 5], [1, 9, 1]], "spikes stay"
+    assert computed("thinned([1, 2], [5, 6], 2)") == [[1, 2], [5, 6]]
+    assert computed("thinned([1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1, 1], 3)") == [[1, 3, 5], [1, 9, 1]], "spikes stay"
+    assert computed("[5, 14, 16, 99].map((step) => nearest([10, 20, 30], step))") == [0, 0, 1, 2]
+    series = "[{ label: 'a', steps: [10, 20, 30, 40], values: [1, -1, 3, 4] }]"
+    rows = computed(f"rowsOf({series}, false, 0, 20, 30).map(({{ step }}) => step)")
+    assert rows == [10, 20, 30, 40], "with the neighbours of the steps that are shown"
+    assert computed(f"rowsOf({series}, true, 0, 0, 99).map(({{ step }}) => step)") == [10, 30, 40], "logarithmic"
+    assert computed(f"rowsOf({series}, false, 0, 50, 99)") == []

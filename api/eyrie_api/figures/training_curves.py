@@ -1,8 +1,8 @@
 """The curves of a training: which charts there are, and how their values follow from the metrics of a job.
 
 `CHARTS` is the one definition. `curves_of` computes what `GET /v1alpha1/jobs/ID/curves` answers. The console's page
-draws that answer with uPlot, which redraws a hundred runs within a tenth of a second; `eyrie plots` draws the same
-answer as files (`training_figures`). Both have titles, labels, names and values from here and compute none of them.
+draws that answer, of chosen runs and steps, and again whenever values arrive (`static/curves.js`); `eyrie plots` draws
+it as files (`training_figures`). Both have titles, labels, names and values from here and compute none of them.
 
 Series that the server reduced to fewer points are derived from at the steps that are left.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count, takewhile
 from typing import NamedTuple
 
-from eyrie_api.figures.themes import CATEGORIES, DASHES
+from eyrie_api.figures.themes import DASHES, THEMES
 from eyrie_api.figures.vega_lite import rounded
 from eyrie_api.v1alpha1 import curves as contract
 from eyrie_api.v1alpha1.figures import FigureName
@@ -108,7 +108,7 @@ def curves_of(metrics: Iterable[MetricSeries]) -> contract.TrainingCurves:
     return contract.TrainingCurves(
         charts=tuple(_filled(chart, runs) for chart in CHARTS),
         runs=tuple(_run(key, run) for key, run in runs.items()),
-        rungs=_rungs(runs), colours={theme: tuple(of) for theme, of in CATEGORIES.items()},
+        rungs=_rungs(runs), themes=THEMES,
         dashes=tuple(contract.Dash(name=name, pattern=pattern) for name, pattern in DASHES))
 
 

@@ -1,7 +1,7 @@
 """The curves of a training as Vega-Lite specifications, for files: what `training_curves` defines, one figure for each
 chart."""
 
-from eyrie_api.figures.themes import SOLID
+from eyrie_api.figures.themes import CATEGORIES, SOLID
 from eyrie_api.figures.vega_lite import Row, figure, number, series, tips
 from eyrie_api.v1alpha1.curves import Chart, TrainingCurves
 from eyrie_api.v1alpha1.figures import Figure
@@ -25,7 +25,7 @@ def _drawn(chart: Chart, curves: TrainingCurves) -> Figure:
         encoding["color"] = series("run", [{"run": label} for label in labels.values()]) | _LEGEND
     else:
         encoding["color"] = series("series", rows) | _LEGEND
-        names = {name: place // len(curves.colours["light"]) for name, place in names.items()}
+        names = {name: place // len(CATEGORIES["light"]) for name, place in names.items()}
     if any(names.values()):
         patterns = [list(curves.dashes[place % len(curves.dashes)].pattern or SOLID) for place in names.values()]
         encoding["strokeDash"] = series("series", rows) | _LEGEND | {

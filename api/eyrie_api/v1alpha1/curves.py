@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import JsonValue
+
 from eyrie_api.v1alpha1.figures import FigureName
 from eyrie_api.v1alpha1.model import Frozen
 
@@ -84,8 +86,8 @@ class TrainingCurves(Frozen):
     charts: tuple[Chart, ...]
     runs: tuple[CurveRun, ...]
     rungs: tuple[RungDecision, ...]
-    colours: dict[Literal["light", "dark"], tuple[str, ...]]
-    """On a light and a dark background, used in turn."""
+    themes: dict[Literal["light", "dark"], dict[str, JsonValue]]
+    """Vega-Lite `config` for a light and a dark background. `range.category` has the colours, used in turn."""
 
     dashes: tuple[Dash, ...]
     """Used in turn."""

@@ -128,7 +128,6 @@ def test_the_script_and_the_page_have_no_words_and_no_metrics_of_their_own() -> 
     words = {text for one in CHARTS for text in (one.title, one.caption, one.y_label)}
     words |= {text for pair in LATEST for text in pair} | {defined.charts[0].x_label}
     words |= {one.name.partition("/")[0] for of in defined.charts for one in of.curves}
-    words |= {colour for of in defined.colours.values() for colour in of}
     for path in (HERE / "static/curves.js", HERE / "templates/curves_panel.html"):
         text = path.read_text(encoding="utf-8")
         assert [word for word in words if word in text] == [], path.name

@@ -1,9 +1,9 @@
 """Pages of the console: home, a job, an endpoint, and the document of a new job. Others are modules beside this one.
 
 They call the functions that the REST routes call and show nothing else. A page is whole without script; with it the
-live part follows a stream (`console.live`), curves are drawn (uPlot), and so are figures (Vega-Lite with the expression
-interpreter, loaded by a page that has figures). The libraries are the unchanged files of
-their npm packages (`static/LICENSES.md`). Each action is a button that calls the public REST
+live part follows a stream, and figures and curves are drawn by Vega-Lite with the expression interpreter, loaded by a page
+that has some. The libraries are the unchanged files of their npm packages (`static/LICENSES.md`). Each action is a button
+that calls the public REST
 route, next to the `eyrie` and the `curl` line that does the same.
 
 Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), or sends the
@@ -59,7 +59,7 @@ HERE = Path(__file__).parent
 STATIC_PATH, SIGN_IN, SIGN_OUT = "/console/static/", "/console/sign-in", "/console/sign-out"
 SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
 STATIC = {"console.css": "text/css", "console.js": "text/javascript",
-          "uplot.min.js": "text/javascript", "uplot.min.css": "text/css", "vega.min.js": "text/javascript",
+          "vega.min.js": "text/javascript",
           "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
           "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
            "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css",

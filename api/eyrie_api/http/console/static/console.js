@@ -93,15 +93,18 @@ function fitted(figure, width) {
 
 async function drawFigure(figure, outer) {
   const drawing = outer.querySelector(".drawing");
-  const compiled = vegaLite.compile(fitted(figure, drawing.clientWidth)).spec;
-  // The interpreter evaluates expressions without eval, which the page's policy forbids.
+  await viewOf(fitted(figure, drawing.clientWidth), drawing, "svg").runAsync();
+}
+
+// The view of a Vega-Lite specification in a drawing (also of curves.js), not run yet.
+function viewOf(spec, drawing, renderer) {
   // The drawing as a whole has a name; the marks in it have none, so they are hidden from assistive technology.
   const marks = document.createElement("div");
   marks.setAttribute("aria-hidden", "true");
   drawing.replaceChildren(marks);
-  const view = new vega.View(vega.parse(compiled, null, { ast: true }), {
-    expr: vega.expressionInterpreter, renderer: "svg", container: marks, hover: false, logLevel: vega.Error });
-  await view.runAsync();
+  // The interpreter evaluates expressions without eval, which the page's policy forbids.
+  return new vega.View(vega.parse(vegaLite.compile(spec).spec, null, { ast: true }), {
+    expr: vega.expressionInterpreter, renderer, container: marks, hover: false, logLevel: vega.Error });
 }
 
 let figures = [];

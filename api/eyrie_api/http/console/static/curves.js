@@ -1,35 +1,31 @@
 // Curves of the training: of one drafter, of the runs of a sweep, or of several jobs. `GET .../curves` says which charts
-// there are, with their words and values; uPlot draws them.
+// there are, with their words and values. Each is a Vega view, which gets new rows when values arrive or others are chosen.
 "use strict";
 
-const MAX_COLUMNS = 10000, MAX_LEGEND = 12, MAX_ROWS = 50, REFRESH_MS = 5000;
+// Of one chart: drawing takes a few microseconds a point, and a chart has fewer columns of pixels than points.
+const MAX_POINTS = 12000, MAX_LEGEND = 12, MAX_ROWS = 50, REFRESH_MS = 5000, CHART_HEIGHT = 220, NEAR_PX = 24;
 
 // Pure functions.
 
-// One column per step that a series has, null where another has none: uPlot's form. Of several steps in a column, if
-// there are more of them than columns, a series keeps the value furthest from the one before, so that spikes stay.
-function aligned(series, most = MAX_COLUMNS) {
-  const steps = [...new Set(series.flatMap((one) => one.steps))].sort((a, b) => a - b);
-  const stride = Math.max(1, Math.ceil(steps.length / most)), column = new Map();
-  steps.forEach((step, place) => column.set(step, Math.floor(place / stride)));
-  return [steps.filter((_, place) => place % stride === 0), ...series.map((one) => {
-    const values = new Array(Math.ceil(steps.length / stride)).fill(null);
-    let before = null, latest = -1;
-    one.values.forEach((value, place) => {
-      const at = column.get(one.steps[place]);
-      if (at !== latest && latest >= 0) before = values[latest];
-      if (at !== latest || Math.abs(value - before) > Math.abs(values[at] - before)) values[at] = value;
-      latest = at;
-    });
-    return values;
-  })];
+// At most so many points: of each of equal parts the value furthest from the one before, so that spikes stay.
+function thinned(steps, values, most) {
+  if (steps.length <= most) return [steps, values];
+  const kept = [0];
+  for (let part = 1; part < most; part++) {
+    const [first, end] = [0, 1].map((more) => Math.floor((part + more) * steps.length / most));
+    let best = first;
+    for (let place = first; place < end; place++) {
+      if (Math.abs(values[place] - values[kept.at(-1)]) > Math.abs(values[best] - values[kept.at(-1)])) best = place;
+    }
+    kept.push(best);
+  }
+  return [kept.map((place) => steps[place]), kept.map((place) => values[place])];
 }
 
-// Exponential moving average, corrected for its start: the first value is the first average. Nulls stay null.
+// Exponential moving average, corrected for its start: the first value is the first average.
 function smoothed(values, weight) {
   let sum = 0, share = 0;
   return values.map((value) => {
-    if (value === null) return null;
     sum = weight * sum + (1 - weight) * value;
     share = weight * share + (1 - weight);
     return sum / share;
@@ -49,12 +45,11 @@ function someSteps(series, first, last, most = MAX_ROWS) {
   return [Array.from({ length: parts }, (_, number) => chosen(part(number))), all.length];
 }
 
-function nearest(values, place) {
-  for (let away = 0; away < values.length; away++) {
-    if (values[place - away] != null) return place - away;
-    if (values[place + away] != null) return place + away;
-  }
-  return null;
+// The place of the step that is nearest, in ascending steps of which there are some.
+function nearest(steps, wanted) {
+  const after = steps.findIndex((step) => step >= wanted);
+  if (after <= 0) return after === 0 ? 0 : steps.length - 1;
+  return steps[after] - wanted < wanted - steps[after - 1] ? after : after - 1;
 }
 
 function short(value) {
@@ -90,8 +85,12 @@ let whole = [0, 0], shown = [null, null];
 
 // Colours are those of the charts that are files.
 function colourOf(number) {
-  const colours = definition.colours[inScheme.matches ? "dark" : "light"];
+  const colours = theme().range.category;
   return colours[number % colours.length];
+}
+
+function theme() {
+  return definition.themes[inScheme.matches ? "dark" : "light"];
 }
 
 function dashOf(number) {
@@ -136,40 +135,6 @@ function listRungs() {
   said.hidden = items.length === 0;
   const list = said.querySelector("ul");
   if (list.textContent !== items.map((one) => one.textContent).join("")) list.replaceChildren(...items);
-}
-
-// Lines at the rungs of the chosen runs, and a cross where one ended a run.
-function drawRungs(plot) {
-  const { ctx, bbox } = plot, ink = getComputedStyle(document.body).color, half = 4 * devicePixelRatio;
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
-  ctx.clip();
-  ctx.strokeStyle = ink;
-  ctx.lineWidth = devicePixelRatio;
-  ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
-  for (const step of rungSteps) {
-    const x = Math.round(plot.valToPos(step, "x", true)) + 0.5;  // on one column of pixels
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-  }
-  ctx.setLineDash([]);
-  ctx.lineWidth = 2 * devicePixelRatio;
-  plot.series.forEach((one, number) => {
-    if (number === 0 || !one.ended || one.class === "raw") return;
-    const values = plot.data[number], last = values.findLastIndex((value) => value != null);
-    if (last < 0) return;
-    const x = plot.valToPos(plot.data[0][last], "x", true), y = plot.valToPos(values[last], "y", true);
-    ctx.beginPath();
-    for (const side of [-half, half]) {
-      ctx.moveTo(x - half, y - side);
-      ctx.lineTo(x + half, y + side);
-    }
-    ctx.stroke();
-  });
-  ctx.restore();
 }
 
 function tableOf(heads) {
@@ -231,56 +196,82 @@ function valuesOf(series) {
   return details;
 }
 
-// What uPlot gets for series: their options and data. With smoothing each has two lines, the raw one faint below; of many
-// the raw ones are left out, since they would hide the smoothed ones.
-function drawing(series, isLog, weight) {
-  const [steps, ...raw] = aligned(series);
-  const values = isLog ? raw.map((one) => one.map((value) => value > 0 ? value : null)) : raw;
-  const width = series.length > MAX_LEGEND ? 1 : 1.5;  // 100 lines without a GPU: 0.05 s instead of 1.2 s
-  const style = (one) => ({ label: one.label, stroke: one.colour, dash: one.dash.pattern, ended: one.ended, width, spanGaps: true,
-    points: { show: steps.length < 30, size: 5, fill: one.colour }, value: (_, value) => short(value) });
-  if (weight === 0) return { options: series.map(style), data: [steps, ...values] };
-  const averaged = values.map((one) => smoothed(one, weight));
-  if (series.length > MAX_LEGEND) return { options: series.map(style), data: [steps, ...averaged] };
-  const faint = series.map((one) => ({ ...style(one), stroke: `${one.colour}50`, width: 1, class: "raw", points: { show: false } }));
-  return { options: [...faint, ...series.map(style)], data: [steps, ...values, ...averaged] };
+// The rows of the lines from the first to the last step, with their neighbours outside. With smoothing each series has two
+// lines, the raw one faint; of many the raw ones are left out, since they would hide the smoothed ones.
+function rowsOf(series, isLog, weight, first, last) {
+  const withRaw = weight > 0 && series.length <= MAX_LEGEND, rows = [];
+  const most = Math.max(50, Math.floor(MAX_POINTS / series.length / (withRaw ? 2 : 1)));
+  const add = (label, kind, steps, all) => {
+    const begin = steps.findIndex((step) => step >= first), after = steps.findIndex((step) => step > last);
+    if (begin < 0 || after === 0) return;
+    const from = Math.max(0, begin - 1), until = after < 0 ? steps.length : after + 1;
+    const shownSteps = [], values = [];
+    for (let place = from; place < until; place++) {
+      if (isLog && all[place] <= 0) continue;  // nothing positive has no place on a logarithmic axis
+      shownSteps.push(steps[place]);
+      values.push(all[place]);
+    }
+    const [thinSteps, thinValues] = thinned(shownSteps, values, most);
+    thinSteps.forEach((step, place) => rows.push({ series: label, kind, step, value: thinValues[place] }));
+  };
+  for (const { label, steps, values } of series) {
+    if (withRaw) add(label, "raw", steps, values);
+    add(label, "drawn", steps, weight > 0 ? smoothed(values, weight) : values);
+  }
+  return rows;
+}
+
+// A chart as a Vega-Lite specification. Its rows come later, each kind by the name of its data.
+function specOf(chart, series, isLog, width) {
+  const labels = series.map(({ label }) => label);
+  const x = { field: "step", type: "quantitative", title: chart.x_label,
+    scale: { zero: false, nice: false, domainMin: { expr: "first" }, domainMax: { expr: "last" } } };
+  const y = { field: "value", type: "quantitative", title: chart.y_label, scale: { zero: false, type: isLog ? "log" : "linear" } };
+  const legend = runs.length === 1 && series.length > 1 && series.length <= MAX_LEGEND 
+    ? { symbolType: "stroke", symbolSize: 400, columns: width < 360 ? 1 : 2 } : null;
+  const styled = (range) => ({ field: "series", type: "nominal", title: null, sort: null, legend, scale: { domain: labels, range } });
+  const color = styled(series.map(({ colour }) => colour));
+  const strokeDash = styled(series.map(({ dash }) => dash.pattern.length ? dash.pattern : [1, 0]));
+  const opacity = { field: "kind", type: "nominal", legend: null, scale: { domain: ["raw", "drawn"], range: [0.3, 1] } };
+  const strokeWidth = series.length > MAX_LEGEND ? 1 : 1.5;
+  return { width, height: CHART_HEIGHT, padding: 0, autosize: { type: "fit-x", contains: "padding" },
+    config: { ...theme(), mark: { invalid: null } }, params: [{ name: "first", value: 0 }, { name: "last", value: 1 }],
+    layer: [
+      { data: { name: "points" }, mark: { type: "line", strokeWidth, clip: true }, encoding: { x, y, color, strokeDash, opacity } },
+      { data: { name: "pointed" }, mark: { type: "line", strokeWidth: 3.5, clip: true }, encoding: { x, y, color, strokeDash } },
+      { data: { name: "nearest" }, mark: { type: "point", filled: true, size: 60, opacity: 1, clip: true }, encoding: { x, y, color } },
+      { data: { name: "rungs" }, mark: { type: "rule", strokeDash: [4, 4], strokeWidth: 1.5, style: "ink" }, encoding: { x } },
+      { data: { name: "ends" }, mark: { type: "point", shape: "M-1,-1L1,1M-1,1L1,-1", size: 60, strokeWidth: 2, opacity: 1, style: "ink" },
+        encoding: { x, y } },
+    ] };
 }
 
 // All charts show the same steps, chosen by number or by dragging across one of them.
-function showSteps(chosen, by = null) {
+function showSteps(chosen) {
   shown = chosen;
   ends.forEach((input, number) => { input.value = shown[number] === null ? "" : Math.round(shown[number]); });
   sayNoSteps("");
-  for (const { plot, values } of plots.values()) {
-    if (plot !== by) renew(plot, plot.data);
-    values.fill();
-  }
-}
-
-function isWhole() {
-  return shown.every((step) => step === null);
+  for (const plot of plots.values()) fill(plot);
 }
 
 function stepsShown() {
   return shown.map((step, number) => step ?? whole[number]);
 }
 
-function renew(plot, data) {
-  plot.setData(data, isWhole());
-  zoom(plot);
-}
-
-function zoom(plot) {
-  const [min, max] = stepsShown();
-  if (!isWhole()) plot.setScale("x", { min, max });
-}
-
-function followZoom(plot, scale) {
-  if (scale !== "x") return;
-  const { min, max } = plot.scales.x, steps = plot.data[0], [first, last] = stepsShown();
-  const isAll = min <= steps[0] && max >= steps.at(-1);
-  if (isAll && isWhole() || min === first && max === last) return;
-  showSteps(isAll ? [null, null] : [min, max], plot);
+// New rows for a view, and for the open tables below it.
+function fill(plot) {
+  const { view, series, isLog, weight, values } = plot;
+  const own = [Math.min(...series.map(({ steps }) => steps[0])), Math.max(...series.map(({ steps }) => steps.at(-1)))];
+  const [first, last] = shown.map((step, number) => step ?? own[number]);
+  plot.rows = rowsOf(series, isLog, weight, first, last);
+  plot.lines = new Map(series.map(({ label }) => [label, []]));
+  for (const row of plot.rows) if (row.kind === "drawn") plot.lines.get(row.series).push(row);
+  view.signal("first", first).signal("last", last > first ? last : first + 1).data("points", plot.rows)
+    .data("rungs", [...rungSteps].filter((step) => first <= step && step <= last).map((step) => ({ step })))
+    .data("ends", series.filter(({ label, ended }) => ended && plot.lines.get(label).length)
+      .map(({ label }) => bare(plot.lines.get(label).at(-1))).filter(({ step }) => step <= last));
+  point(plot, null);
+  values.fill();
 }
 
 function showTyped() {
@@ -295,40 +286,71 @@ function sayNoSteps(text) {
   for (const input of ends) input.setAttribute("aria-invalid", text !== "");
 }
 
-function newPlot(chart, figure, series, made, isLog, said) {
-  const style = getComputedStyle(document.body), ink = style.color, rule = style.getPropertyValue("--rule").trim();
-  const line = { stroke: rule, width: 1 }, axis = { stroke: ink, grid: line, ticks: line, labelFont: `12px ${style.fontFamily}` };
-  const texts = (_, splits) => splits.map(short);
-  let pointed = null;  // the number of the series that the pointer is near
-  const say = (plot) => {
-    const place = pointed ? plot.cursor.idxs[pointed] : null;
-    said.textContent = place == null ? said.dataset.key :
-      `${plot.series[pointed].label}: ${short(plot.data[pointed][place])} at step ${plot.data[0][place]}`;
-  };
-  return new uPlot({
-    width: Math.max(240, figure.clientWidth - 26), height: 220,
-    scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
-    axes: [{ ...axis, label: chart.x_label }, { ...axis, label: chart.y_label, labelSize: 20, values: texts, size: 58 }],
-    legend: { show: runs.length === 1 && series.length <= MAX_LEGEND },
-    focus: { alpha: 0.25 },
-    cursor: { focus: { prox: 24 }, dataIdx: (plot, number, place) =>
-      number === 0 ? place : made.options[number - 1].class === "raw" ? null : nearest(plot.data[number], place) },
-    hooks: { draw: [drawRungs], setScale: [followZoom], setCursor: [say], setSeries: [(plot, number, options) => {
-      if (options.focus) pointed = number;
-      say(plot);
-    }] },
-    series: [{ label: "step" }, ...made.options],
-  }, made.data, figure);
+// A row for other data of a view: Vega marks those that it has got.
+function bare({ series, step, value }) {
+  return { series, step, value };
+}
+
+// The line that the pointer is near, with its value in words.
+function point(plot, row) {
+  const { view, said, lines } = plot;
+  said.textContent = row === null ? said.dataset.key : `${row.series}: ${short(row.value)} at step ${row.step}`;
+  if (plot.pointed !== row?.series) view.data("pointed", row === null ? [] : lines.get(row.series).map(bare));
+  plot.pointed = row?.series;
+  view.data("nearest", row === null ? [] : [bare(row)]).run();
+}
+
+// Where an event is: pixels from the upper left corner of the axes.
+function placeOf(plot, event) {
+  const box = plot.view.container().querySelector("canvas").getBoundingClientRect(), [left, top] = plot.view.origin();
+  const within = (value, most) => Math.max(0, Math.min(most, value));
+  return [within(event.clientX - box.left - left, plot.view.width()), within(event.clientY - box.top - top, plot.view.height())];
+}
+
+function followPointer(plot, drawing) {
+  const band = Object.assign(document.createElement("div"), { className: "band", hidden: true });
+  let began = null;
+  drawing.append(band);
+  const stepAt = (across) => plot.view.scale("x").invert(across);
+  drawing.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0 || event.pointerType === "touch") return;
+    [began] = placeOf(plot, event);
+    drawing.setPointerCapture(event.pointerId);
+  });
+  drawing.addEventListener("pointermove", (event) => {
+    const [across, down] = placeOf(plot, event), scale = plot.view.scale("y");
+    if (began !== null) {
+      const [left] = plot.view.origin();
+      band.hidden = Math.abs(across - began) < 4;
+      Object.assign(band.style, { left: `${left + Math.min(began, across)}px`, width: `${Math.abs(across - began)}px` });
+      return;
+    }
+    let best = null, least = NEAR_PX;
+    for (const rows of plot.lines.values()) {
+      if (!rows.length) continue;
+      const row = rows[nearest(rows.map(({ step }) => step), stepAt(across))], away = Math.abs(scale(row.value) - down);
+      if (away < least) [best, least] = [row, away];
+    }
+    if (best !== null || plot.pointed !== undefined) point(plot, best);
+  });
+  drawing.addEventListener("pointerup", (event) => {
+    if (began === null) return;
+    const [across] = placeOf(plot, event), steps = [began, across].map(stepAt).sort((a, b) => a - b);
+    if (!band.hidden) showSteps(steps);
+    began = null;
+    band.hidden = true;
+  });
+  drawing.addEventListener("pointerleave", () => { if (plot.pointed !== undefined) point(plot, null); });
+  drawing.addEventListener("dblclick", () => showSteps([null, null]));
 }
 
 function place(chart, series, isLog, weight) {
-  const shape = JSON.stringify([series.map((one) => [one.label, one.colour, one.ended]), isLog, weight > 0, inScheme.matches, innerWidth]);
-  const made = drawing(series, isLog, weight), before = plots.get(chart.name);
+  const shape = JSON.stringify([series.map((one) => [one.label, one.colour]), isLog, inScheme.matches, innerWidth]);
+  const before = plots.get(chart.name);
   if (before?.shape === shape) {
-    const { plot, values } = before;
-    renew(plot, made.data);
-    values.series = series;
-    values.fill();
+    Object.assign(before, { series, weight });
+    before.values.series = series;
+    fill(before);
     return;
   }
   const figure = before?.figure ?? document.createElement("figure");
@@ -337,18 +359,22 @@ function place(chart, series, isLog, weight) {
     document.getElementById("curves-charts").insertBefore(figure, after ?? null);
   }
   const open = before?.values.open ?? false;
-  before?.plot.destroy();
-  figure.replaceChildren(Object.assign(document.createElement("figcaption"), { textContent: chart.title }));
+  before?.view.finalize();
+  const drawing = Object.assign(document.createElement("div"), { className: "drawing" });
   const said = Object.assign(document.createElement("p"), { className: "quiet nearest" }), values = valuesOf(series);
+  drawing.setAttribute("role", "img");
+  drawing.setAttribute("aria-label", `${chart.title}. ${chart.caption}`);
+  figure.replaceChildren(Object.assign(document.createElement("figcaption"), { textContent: chart.title }), drawing, said,
+    Object.assign(document.createElement("p"), { className: "quiet", textContent: chart.caption }), values);
   const dashes = new Map(series.map((one) => [one.name, one.dash]));
   said.dataset.key = [...dashes.values()].some(({ pattern }) => pattern.length > 0)
     ? `Lines: ${[...dashes].map(([name, dash]) => `${name} ${dash.name}`).join(", ")}` : "";
-  said.textContent = said.dataset.key;
-  const plot = newPlot(chart, figure, series, made, isLog, said);
-  zoom(plot);
-  figure.append(said, Object.assign(document.createElement("p"), { className: "quiet", textContent: chart.caption }), values);
   values.open = open;
-  plots.set(chart.name, { figure, plot, values, shape });
+  const spec = specOf(chart, series, isLog, Math.max(240, drawing.clientWidth));
+  const plot = { figure, view: viewOf(spec, drawing, "canvas"), said, values, shape, series, isLog, weight, spec };
+  plots.set(chart.name, plot);
+  followPointer(plot, drawing);
+  fill(plot);
 }
 
 function draw() {
@@ -366,15 +392,14 @@ function draw() {
     // The rule for `number` is in the API's description of a curve.
     const styled = (run, number) => runs.length > 1
       ? { colour: colourOf(rows.get(run.id).number), dash: dashOf(number) }
-      : { colour: colourOf(number), dash: dashOf(Math.floor(number / definition.colours.light.length)) };
+      : { colour: colourOf(number), dash: dashOf(Math.floor(number / theme().range.category.length)) };
     const series = chosen.flatMap((run) => run.curves[index].map((one) => ({ ...one, ended: run.ended,
       label: runs.length > 1 ? `${run.label} ${one.name}` : one.name, ...styled(run, one.number) })));
     if (series.length === 0) {
-      plots.get(chart.name)?.plot.destroy();
+      plots.get(chart.name)?.view.finalize();
       plots.get(chart.name)?.figure.remove();
       plots.delete(chart.name);
     } else {
-      // Nothing positive has no place on a logarithmic axis.
       const isLog = log.checked && series.some((one) => one.values.some((value) => value > 0));
       place(chart, series, isLog, weight);
     }
@@ -409,6 +434,7 @@ async function refresh() {
       refused.push(`${job.name}: ${body.detail}; hint: ${body.hint}`);
       return answers[number];
     }));
+    await loaded();
   } catch {
     unanswered ??= new Date();
     const isTriedAgain = curves.dataset.follow !== undefined || document.querySelector("[data-stream]") !== null;
