@@ -49,9 +49,8 @@ from eyrie_api.v1alpha1.access import (
     WhoAmI,
 )
 from eyrie_api.v1alpha1.attention import AttentionList
-from eyrie_api.v1alpha1.curves import TrainingCurves
 from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.figures import Figure, FigureList
+from eyrie_api.v1alpha1.figures import Figure, FigureList, TrainingCurves
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, PlannedAndActual, PlannedStages

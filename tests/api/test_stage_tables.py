@@ -10,7 +10,7 @@ import pytest
 
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.http.console.stage_tables import StageTable, stage_tables
+from eyrie_api.http.console.job_pages import StageTable, stage_tables
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, Lengths, RegenerateReport

@@ -1,18 +1,20 @@
-"""The figures of an endpoint: live acceptance over time, and by position; its canaries (`canary_figure`). Pure.
+"""The figures of an endpoint: live acceptance over time, and by position; its canaries. Pure.
 
 All are drawn from its history: windows of acceptance, with the acceptance lengths at which the watch acted then, and
 the changes of what served. A window is marked at its end. Figures as `figures.job_figures` has them.
+
+A canary is the steps of one revision, in order, and its end: activated, rejected, or given up for another candidate.
+What a step counted is in the entry that ends it (`HistoryEntry.figures`). Acceptance is over all rounds of a canary so
+far, since a step alone may have few.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 
 from eyrie_api.errors import NotFound
-from eyrie_api.figures import canary_figure
-from eyrie_api.figures.themes import DASHES, INK, SOLID
-from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
+from eyrie_api.figures.vega_lite import DASHES, INK, OWN_LEGENDS, SOLID, Row, figure, number, rounded, series, tips
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary
 from eyrie_api.v1alpha1.history import HistoryEntry, HistoryKind
@@ -21,7 +23,12 @@ from eyrie_api.v1alpha1.status import Endpoint, Revision
 MARKED: tuple[HistoryKind, ...] = ("activated", "rolled-back", "drift")
 """Entries that are marked in the figure over time."""
 
-CHANGES = tuple(dict.fromkeys((*MARKED, *canary_figure.KINDS)))
+CANARY_KINDS: tuple[HistoryKind, ...] = ("canary", "activated", "rejected")
+"""Entries that the figure of canaries is drawn from."""
+
+_MOST_CANARIES = 6  # more rows than a screen has
+
+CHANGES = tuple(dict.fromkeys((*MARKED, *CANARY_KINDS)))
 """Entries that the figures are drawn from, besides the windows."""
 
 _LIMITS = {"proven_tau": "proven", "drift_below": "drift is reported below", "rollback_below": "rolled back below"}
@@ -50,8 +57,8 @@ def figures_of(seen: Watched) -> tuple[Figure, ...]:
     counted = [one for one in seen.windows if _accepted(one)]
     if counted:
         found.append(acceptance_by_position(counted))
-    canaries = canary_figure.canaries_of(one for one in seen.changes if one.kind in canary_figure.KINDS)
-    return (*found, canary_figure.canary(seen.endpoint, canaries)) if canaries else tuple(found)
+    canaries = canaries_of(one for one in seen.changes if one.kind in CANARY_KINDS)
+    return (*found, canary(seen.endpoint, canaries)) if canaries else tuple(found)
 
 
 def list_figures(seen: Watched) -> FigureList:
@@ -219,3 +226,110 @@ def _positions(name: str, windows: Sequence[HistoryEntry]) -> list[Row]:
     return [{"series": name, "position": position, "tokens": rounded(reached), "accepted": rounded(count),
              "acceptance": rounded(count / reached)}
             for position, (reached, count) in enumerate(zip(before, accepted, strict=False), start=1) if reached]
+
+
+@dataclass
+class Canary:
+    """One canary of a revision."""
+
+    revision: int
+    steps: list[HistoryEntry] = field(default_factory=list)
+    end: HistoryEntry | None = None
+
+
+def canaries_of(entries: Iterable[HistoryEntry]) -> list[Canary]:
+    """The canaries in entries of CANARY_KINDS, in the order in which they began."""
+    found: list[Canary] = []
+    running: dict[int | None, Canary] = {}
+    for entry in sorted(entries, key=lambda one: one.id):
+        last = running.get(entry.revision)
+        if entry.kind != "canary":
+            if last is not None:
+                last.end = entry
+                del running[entry.revision]
+        elif last is None or _share(entry) < _share(last.steps[-1]):
+            assert entry.revision is not None
+            running[entry.revision] = Canary(entry.revision, [entry])
+            found.append(running[entry.revision])
+        elif _share(entry) > _share(last.steps[-1]):  # equal: recorded again after a crash
+            last.steps.append(entry)
+    return found
+
+
+def canary(endpoint: Endpoint, found: Sequence[Canary]) -> Figure:
+    """The latest canaries, of which there are some."""
+    shown = found[-_MOST_CANARIES:]
+    rows = [row for one in shown for row in _canary_rows(endpoint, one, found)]
+    y = {"field": "step", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}}
+    share: Row = {"width": 130, "height": {"step": 30},
+                  "mark": {"type": "bar", "tooltip": True},
+                  "encoding": {"y": y, "x": {"field": "share", "type": "quantitative", "title": "share of the requests",
+                                             "scale": {"domain": [0, 1]}, "axis": {"format": "%", "tickCount": 3}},
+                               "color": series("verdict", rows) | {"legend": None}, "tooltip": tips(rows)}}
+    body = share | {"width": 520}
+    if any(row["tau"] is not None for row in rows):
+        body = {"columns": 2, "concat": [share, _canary_acceptance(rows, y)]}
+    return figure("canary", _canary_title(endpoint, shown[-1]),
+                  "Each share of the requests that a new revision was given before all of them; a point is the "
+                  "acceptance length of its rounds until then with the interval by which the watch judges (three "
+                  "standard errors), a tick the proven one.", rows, body, (shown[-1].end or shown[-1].steps[-1]).time)
+
+
+def _canary_acceptance(rows: list[Row], y: Row) -> Row:
+    known = {"filter": "datum.tau !== null"}
+
+    def across(name: str) -> Row:
+        # All layers name the axis, and none reaches its frame.
+        return {"field": name, "type": "quantitative", "title": "acceptance length tau",
+                "scale": {"zero": False, "padding": 8}, "axis": {"tickCount": 4}}
+
+    return {"width": 130, "height": {"step": 30}, "layer": [
+        {"mark": {"type": "tick", "thickness": 3, "size": 20, "style": INK},
+         "encoding": {"y": y, "x": across("proven_tau")}},
+        {"transform": [known], "mark": {"type": "rule", "strokeWidth": 2},
+         "encoding": {"y": y, "x": across("tau_low"), "x2": {"field": "tau_high"}}},
+        {"transform": [known], "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
+         "encoding": {"y": y, "x": across("tau"), "color": series("verdict", rows) | {"legend": None},
+                      "tooltip": tips(rows)}}]}
+
+
+def _canary_rows(endpoint: Endpoint, one: Canary, all_of_them: Sequence[Canary]) -> list[Row]:
+    same = [other for other in all_of_them if other.revision == one.revision]
+    again = f", time {same.index(one) + 1}" if len(same) > 1 else ""
+    proven = next((rev.tau for rev in endpoint.revisions if rev.number == one.revision), None)
+    ends = [*one.steps[1:], one.end]
+    rows = []
+    for step, end in zip(one.steps, ends, strict=True):
+        verdict = _verdict(endpoint, one, end)
+        counted = {} if end is None else end.figures
+        rows.append({
+            "step": f"revision {one.revision}{again}, {_share(step):.0%}: {verdict}", "time": step.time.isoformat(),
+            "revision": one.revision, "share": _share(step), "verdict": verdict,
+            "seconds": None if end is None else rounded((end.time - step.time).total_seconds()),
+            **{name: rounded(counted.get(name)) for name in ("answered", "errors", "tau", "tau_low", "tau_high")},
+            "proven_tau": rounded(proven),
+            "finding": f"{end.reason}: {end.message}" if end is not None and end.kind == "rejected" else ""})
+    return rows
+
+
+def _verdict(endpoint: Endpoint, one: Canary, end: HistoryEntry | None) -> str:
+    if end is not None:
+        return "rejected" if end.kind == "rejected" else "passed"
+    return "now" if _is_running(endpoint, one) else "given up"
+
+
+def _is_running(endpoint: Endpoint, one: Canary) -> bool:
+    return one.end is None and endpoint.desired == "on" and endpoint.candidate_revision == one.revision
+
+
+def _canary_title(endpoint: Endpoint, last: Canary) -> str:
+    name, share = f"Revision {last.revision}", f"{_share(last.steps[-1]):.0%} of the requests"
+    if last.end is None:
+        return f"{name} {'gets' if _is_running(endpoint, last) else 'was given up at'} {share}"
+    if last.end.kind == "rejected":
+        return f"{name} was rejected at {share}: {last.end.reason}"
+    return f"{name} passed its canary in {len(last.steps)} step{'s' if len(last.steps) > 1 else ''}"
+
+
+def _share(entry: HistoryEntry) -> float:
+    return entry.figures["share"]

@@ -2,7 +2,7 @@
 
 `CHARTS` is the one definition. `curves_of` computes what `GET /v1alpha1/jobs/ID/curves` answers. The console's page
 draws that answer, of chosen runs and steps, and again whenever values arrive (`static/curves.js`); `eyrie plots` draws
-it as files (`training_figures`). Both have titles, labels, names and values from here and compute none of them.
+it as files. Both have titles, labels, names and values from here and compute none of them.
 
 Series that the server reduced to fewer points are derived from at the steps that are left.
 """
@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count, takewhile
 from typing import NamedTuple
 
-from eyrie_api.figures.themes import DASHES, THEMES
-from eyrie_api.figures.vega_lite import rounded
-from eyrie_api.v1alpha1 import curves as contract
-from eyrie_api.v1alpha1.figures import FigureName
+from eyrie_api.figures.vega_lite import CATEGORIES, DASHES, SOLID, THEMES, Row, figure, number, rounded, series, tips
+from eyrie_api.v1alpha1 import figures as contract
 from eyrie_api.v1alpha1.status import MetricSeries
 
 Values = Mapping[int, float]
@@ -36,7 +34,7 @@ class Line(NamedTuple):
 class Chart(NamedTuple):
     """The definition of one chart."""
 
-    name: FigureName
+    name: contract.FigureName
     title: str
     caption: str
     y_label: str
@@ -120,9 +118,9 @@ def _by_number(key: str) -> list[str | int]:
 def _filled(chart: Chart, runs: Mapping[str, Metrics]) -> contract.Chart:
     curves = []
     for key, run in runs.items():
-        for number, name, values in chart.lines(run):
+        for place, name, values in chart.lines(run):
             steps = tuple(sorted(values))
-            curves.append(contract.Curve(key=key, name=name, number=number, steps=steps,
+            curves.append(contract.Curve(key=key, name=name, number=place, steps=steps,
                                          values=tuple(rounded(values[step]) for step in steps)))
     return contract.Chart(name=chart.name, title=chart.title, caption=chart.caption, x_label=X_LABEL,
                           y_label=chart.y_label, curves=tuple(curves))
@@ -147,3 +145,31 @@ def _rungs(runs: Mapping[str, Metrics]) -> tuple[contract.RungDecision, ...]:
     return tuple(contract.RungDecision(step=step, went_on=tuple(key for key, value in of.items() if value > 0),
                                        ended=tuple(key for key, value in of.items() if value <= 0))
                  for step, of in sorted(decided.items()))
+
+
+_LEGEND: Row = {"legend": {"symbolSize": 900}}  # lines of 30 pixels: the longest pattern has 21
+
+
+def training_figures(curves: contract.TrainingCurves) -> tuple[contract.Figure, ...]:
+    """The curves as files: a figure for every chart that has values."""
+    return tuple(_drawn(chart, curves) for chart in curves.charts if chart.curves)
+
+
+def _drawn(chart: contract.Chart, curves: contract.TrainingCurves) -> contract.Figure:
+    labels = {run.key: run.label for run in curves.runs}
+    rows: list[Row] = [{"run": labels[one.key], "series": one.name, "step": step, "value": value}
+                       for one in chart.curves for step, value in zip(one.steps, one.values, strict=True)]
+    encoding = {"x": number("step", chart.x_label), "y": number("value", chart.y_label), "tooltip": tips(rows)}
+    # As `contract.Curve.number` says; `static/curves.js` follows the same rule.
+    names = {one.name: one.number for one in chart.curves}
+    if len(labels) > 1:
+        encoding["color"] = series("run", [{"run": label} for label in labels.values()]) | _LEGEND
+    else:
+        encoding["color"] = series("series", rows) | _LEGEND
+        names = {name: place // len(CATEGORIES["light"]) for name, place in names.items()}
+    if any(names.values()):
+        patterns = [list(curves.dashes[place % len(curves.dashes)].pattern or SOLID) for place in names.values()]
+        encoding["strokeDash"] = series("series", rows) | _LEGEND | {
+            "scale": {"domain": list(names), "range": patterns}}
+    return figure(chart.name, chart.title, chart.caption, rows, {
+        "width": 520, "height": 280, "mark": {"type": "line", "strokeWidth": 1.5}, "encoding": encoding})

@@ -1,15 +1,62 @@
-"""Parts of Vega-Lite specifications that figures share.
+"""What figures share: parts of Vega-Lite specifications, and colours and sizes for a light and a dark background.
 
 A figure's `data.values` holds everything that is drawn, as flat rows with the same fields, so that a table of them says
 the same.
+
+Categories are the colours of Okabe and Ito (2008), which stay apart for readers who are colour-blind; yellow and black
+are left out for want of contrast. No figure distinguishes by colour alone: each series also has its own shape, or is
+named in the row or in the cell.
 """
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any, overload
+from typing import Any, Literal, overload
 
-from eyrie_api.figures.themes import SCHEMA, THEMES
+from pydantic import JsonValue
+
 from eyrie_api.v1alpha1.figures import Figure, FigureName
+
+Theme = Literal["light", "dark"]
+
+SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
+INK = "ink"
+"""The style of marks in the colour of text."""
+
+FONT = "system-ui, 'Segoe UI', sans-serif"
+SHAPES: tuple[str, ...] = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
+CATEGORIES: dict[Theme, tuple[str, ...]] = {
+    "light": ("#0072b2", "#b85000", "#007a5a", "#a8467e", "#2f7fae", "#5f6770"),
+    "dark": ("#56b4e9", "#e69f00", "#2fc79a", "#e58fbe", "#9fc3ff", "#b5bcc5")}
+DASHES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("solid", ()), ("dashed", (8, 4)), ("dotted", (2, 3)), ("dash-dot", (12, 3, 2, 3)), ("short dashes", (5, 2)),
+    ("sparse dots", (1, 5)), ("longest dashes", (14, 5)), ("dash-dot-dot", (8, 3, 2, 3, 2, 3)))
+"""Patterns of lines, by their names for readers. Of a figure: `pattern or SOLID`."""
+
+SOLID = (1, 0)  # Vega-Lite's pattern of a line without gaps
+
+PAGE: dict[Theme, dict[str, str]] = {
+    "light": {"ink": "#1b1f24", "quiet": "#57606a", "rule": "#d0d7de", "paper": "#ffffff"},
+    "dark": {"ink": "#e6edf3", "quiet": "#9da7b3", "rule": "#30363d", "paper": "#0d1117"}}
+"""Text, lines of axes, grids and background. The console's style sheet has the same, which a test compares."""
+
+
+def _theme(theme: Theme) -> dict[str, JsonValue]:
+    ink, quiet, rule = (PAGE[theme][name] for name in ("ink", "quiet", "rule"))
+    text: dict[str, JsonValue] = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
+    return {
+        "background": "transparent", "font": FONT,
+        # The page names the drawing as a whole and has a table of its values: no ARIA role for each mark.
+        "aria": False,
+        "view": {"stroke": rule},
+        "axis": text | {"titleFontWeight": "normal", "gridColor": rule, "domainColor": quiet, "tickColor": quiet,
+                        "labelLimit": 240, "labelSeparation": 4},
+        "legend": text | {"orient": "bottom", "symbolSize": 90, "labelLimit": 300, "columns": 2},
+        "header": text, "text": {"color": ink}, "rule": {"color": quiet}, "style": {INK: {"color": ink}},
+        "range": {"category": list(CATEGORIES[theme]), "symbol": list(SHAPES)},
+    }
+
+
+THEMES: dict[Theme, dict[str, JsonValue]] = {"light": _theme("light"), "dark": _theme("dark")}
 
 Row = dict[str, Any]
 

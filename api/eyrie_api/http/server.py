@@ -17,7 +17,7 @@ from starlette.routing import Route
 from eyrie_api.database.engine import Database
 from eyrie_api.http import api_page, problems
 from eyrie_api.http.authentication import Authenticator
-from eyrie_api.http.console import admin, compare, curves, job_pages, live, pages
+from eyrie_api.http.console import admin, job_form, job_pages, pages
 from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
 from eyrie_api.http.live_pages import LivePages
@@ -85,7 +85,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.live_pages = LivePages(database, settings.sse_heartbeat_s)
     app.state.telemetry = operations.Telemetry(control)
     parts = (jobs, streams, outcomes, storage, attention, endpoints, access, audit, webhooks,
-             operations, pages, job_pages, live, compare, curves, admin)
+             operations, pages, job_pages, job_form, admin)
     routers = [part.router for part in parts]
     for router in routers:
         app.include_router(router)

@@ -8,7 +8,7 @@ import pytest
 
 from eyrie_api.cli.plots import Format, NoPlotLibrary, write_figures
 from eyrie_api.figures.job_figures import figures_of
-from eyrie_api.figures.themes import PAGE
+from eyrie_api.figures.vega_lite import PAGE
 from eyrie_api.http.console import pages
 from tests.api.figures.job_values import NAMES, job_report
 

@@ -1,4 +1,4 @@
-"""The fields of the form for a new job, made from the JSON schema of the job document. Pure.
+"""The page of a new job: a form of its document, whose fields are made from the document's JSON schema.
 
 One field for each value of the contract: a section of the document is flattened to its values, a list of objects has
 the fields of one item, which script repeats, and what has no fixed fields (a mapping, a list of anything) is one field
@@ -6,16 +6,23 @@ of JSON. A pointer (RFC 6901) names a field, here as in the errors of the API; `
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from markupsafe import Markup, escape
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, Response
 
+from eyrie_api.http.console import pages
+from eyrie_api.http.control import Control, Here
 from eyrie_api.v1alpha1.job import JobSpec
 
+router = APIRouter(tags=["console"], include_in_schema=False)
+
+_FIRST_JOB = {"name": "first", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
+              "serve": {"endpoint": "default"}}
+"""The shipped target and data: it needs nothing else."""
 USUAL = ("/name", "/target/model", "/data/sources", "/engine/kind", "/drafter/family", "/serve/enabled",
          "/serve/endpoint")
 """What most jobs set. The form begins with these; all others are in sections that are closed at first."""
@@ -97,11 +104,25 @@ def job_form() -> JobForm:
         if (rest := tuple(one for one in fields if one.pointer not in USUAL))))
 
 
-def with_code(text: str) -> Markup:
-    """A docstring as HTML: what is between backticks is code."""
-    parts = re.split(r"`([^`]+)`", text)
-    return Markup("").join(Markup("<code>{}</code>").format(part) if place % 2 else escape(part)
-                           for place, part in enumerate(parts))
+@router.get("/console/new", response_class=HTMLResponse)
+def new_job(control: Here, request: Request) -> Response:
+    """A document to begin with, as a form and as JSON, and what the server says of it while it is written."""
+    return _job_form(control, request, None, _FIRST_JOB)
+
+
+@router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
+def again(job_id: str, control: Here, request: Request) -> Response:
+    """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
+    spec = control.jobs.get(job_id).spec
+    return _job_form(control, request, spec.name or job_id, spec.model_dump(mode="json", exclude_defaults=True))
+
+
+def _job_form(control: Control, request: Request, source: str | None, document: Mapping[str, Any]) -> Response:
+    principal = control.scope.principal
+    # In which project is known with the request that starts the job: here, whether there is one.
+    may_start = principal is None or principal.model_copy(update={"scopes": None}).readable("jobs:write") != frozenset()
+    return pages.render_page("new_job.html", control, request, source=source, form=job_form(), may_start=may_start,
+                       server=pages.server_of(request), document=json.dumps(document, indent=2))
 
 
 def _fields(pointer: str, given: Schema, definitions: Schema, required: bool, in_item: bool = False

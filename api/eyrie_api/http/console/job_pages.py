@@ -1,25 +1,102 @@
-"""Pages beside that of a job: its plan against what it took, and its document against that of another job.
+"""Pages of one job: the job itself with its stream, its plan against what it took, its document against another job's.
 
-The plan is the one that the job was accepted with; the page has what `GET /v1alpha1/jobs/ID/plan/actual` answers.
+Below the routes is what the pages derive from the API's answers: the stages in order, differences of two documents, and
+the reports of the stages before the benchmark as tables of text, in which what a report does not know (a field of a
+later version, a rate that was not measured) is an empty cell.
 """
 
-from typing import Annotated
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import JsonValue
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from eyrie_api.errors import NotFound
+from eyrie_api.database.jobs import JobFilter
+from eyrie_api.database.results import ResultFilter
+from eyrie_api.decisions.hardware_choice import sentence
+from eyrie_api.decisions.job_report import report_of
+from eyrie_api.errors import EyrieError, NotFound
 from eyrie_api.http.console import pages
-from eyrie_api.http.console.job_details import differences
 from eyrie_api.http.control import Control, Here
-from eyrie_api.http.routes.outcomes import compare_plan
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.status import Job
+from eyrie_api.http.live_pages import Rendered
+from eyrie_api.http.routes.outcomes import LeaderboardQuery, compare_plan, files_of, times_left
+from eyrie_api.quantities import duration, size
+from eyrie_api.v1alpha1.reports import CaptureReport, RegenerateReport, TrainReport
+from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES, StageName
+from eyrie_api.v1alpha1.status import Job, JobReport, StageFile, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
-_LISTED = 50
+_EVENTS, _LISTED = 100, 50
+ENDED = ("Succeeded", "Failed", "Cancelled")
+_ANSWERED = ("answered", "truncated")
+"""Outcomes of rows that are used."""
+
+
+@router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
+def job(job_id: str, control: Here, request: Request, selected: Annotated[LeaderboardQuery, Query()]) -> Response:
+    """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document.
+
+    A name, which is what the command line takes, leads to the newest job that has it.
+    """
+    try:
+        values = job_values(control, job_id, pages.server_of(request), selected)
+    except NotFound:
+        named = control.jobs.list(JobFilter(name=job_id), limit=1).items
+        if not named:
+            raise
+        return RedirectResponse(f"/console/jobs/{named[0].id}")
+    return pages.may_submit(pages.render_page(
+        "job.html", control, request, submitted=control.jobs.submitted(job_id), **values,
+        **_artifacts(values["job"], control)))
+
+
+def _artifacts(job: Job, control: Control) -> dict[str, Any]:
+    """Files and reports by stage, or why they cannot be read: the rest of the page does not need them."""
+    try:
+        found = control.files.manifests(job.id)
+    except EyrieError as error:
+        return {"files": (), "tables": (), "unlisted": error}
+    return {"files": by_stage(files_of(job.id, found).items), "tables": stage_tables(report_of(job, found, ())),
+            "unlisted": None}
+
+
+def job_values(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> dict[str, Any]:
+    """What its templates show. Raises NotFound."""
+    found = control.jobs.get(job_id)
+    entries = control.results.leaderboard(ResultFilter(job_id=job_id))
+    # The reports are files: they are read once there is one to show.
+    is_tuned = any((one.stage, one.state) == ("tune", "Succeeded") for one in found.status.stages)
+    measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
+    project = control.jobs.project_of(job_id)
+    return {"job": found, "pipeline": pipeline(found), "board": selected.board(control, job_id), "selected": selected,
+            "leaderboard": entries, "measured": measured, "left": times_left(control, (found,)).get(job_id),
+            "choices": [] if measured is None or measured.hardware is None else [
+                sentence(choice, measured.hardware) for choice in measured.hardware.choices],
+            "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,
+            "may_work": pages.may(control, "jobs:write", project),
+            "may_serve": pages.may(control, "endpoints:write", project), "server": server}
+
+
+@router.get("/console/jobs/{job_id}/live")
+def job_stream(job_id: str, control: Here, request: Request,
+        selected: Annotated[LeaderboardQuery, Query()]) -> Response:
+    """A job's page, as it changes; it ends with the job."""
+    control.jobs.get(job_id)
+    render = partial(_job, control, job_id, pages.server_of(request), selected)
+    return pages.stream(control, request, render, selected.address(request.url.path), job_id)
+
+
+def _job(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> Rendered:
+    values = job_values(control, job_id, server, selected)
+    html = "".join(pages.rendered(part, values) for part in ("job_live.html", "job_actions.html"))
+    return Rendered(html, ended=values["job"].status.phase in ENDED)
 
 
 @router.get("/console/jobs/{job_id}/plan", response_class=HTMLResponse)
@@ -38,8 +115,13 @@ def diff(job_id: str, control: Here, request: Request,
          other_id: Annotated[str, Query(alias="with", max_length=63)] = "") -> Response:
     """Where the documents of two jobs differ, defaults included. Both must be readable by the caller."""
     job = control.jobs.get(job_id)
-    other, missing = _other(control, other_id.strip())
-    found = () if other is None else differences(_document(job.spec), _document(other.spec))
+    other, missing = None, None
+    if other_id.strip():
+        try:
+            other = control.jobs.get(other_id.strip())
+        except NotFound as error:
+            missing = error
+    found = () if other is None else differences(job.spec.model_dump(mode="json"), other.spec.model_dump(mode="json"))
     recent = [one for one in control.jobs.list(limit=_LISTED).items if one.id != job_id]
     answer = pages.render_page("job_diff.html", control, request, job=job, other=other, other_id=other_id,
                                missing=missing, found=found, recent=recent)
@@ -48,13 +130,220 @@ def diff(job_id: str, control: Here, request: Request,
     return pages.may_submit(answer)
 
 
-def _other(control: Control, job_id: str) -> tuple[Job | None, NotFound | None]:
-    """The job to compare with, if one is given; or that the caller sees none of that id."""
-    try:
-        return (control.jobs.get(job_id) if job_id else None), None
-    except NotFound as error:
-        return None, error
+def pipeline(job: Job) -> list[dict[str, Any]]:
+    """The stages in order, each with its boxes (one per candidate or checkpoint) and the state of all of them. Pure."""
+    found = []
+    for stage in STAGES if job.spec.prove.hardware is not None else JOB_STAGES:
+        boxes = [one for one in job.status.stages if one.stage == stage]
+        found.append({"stage": stage, "boxes": boxes, "state": _state(boxes)})
+    return found
 
 
-def _document(spec: JobSpec) -> dict[str, JsonValue]:
-    return spec.model_dump(mode="json")
+def _state(boxes: list[StageStatus]) -> str:
+    states = {box.state for box in boxes}
+    for state in ("Failed", "Running", "Cancelled"):
+        if state in states:
+            return state
+    return "Succeeded" if states and states <= {"Succeeded", "Skipped"} else "Pending"
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """The files of one stage, of all its keys."""
+
+    stage: str
+    files: tuple[StageFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(one.size_bytes for one in self.files)
+
+
+def by_stage(files: Iterable[StageFile]) -> tuple[StageFiles, ...]:
+    """In order of stage; stages without files are left out."""
+    listed = tuple(files)
+    found = (StageFiles(stage, tuple(one for one in listed if one.stage == stage)) for stage in STAGES)
+    return tuple(one for one in found if one.files)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field that two documents do not have with the same value."""
+
+    pointer: str
+    """JSON pointer (RFC 6901)."""
+
+    mine: str | None
+    """JSON text; None where the document has no such field."""
+
+    other: str | None
+
+
+def differences(mine: JsonValue, other: JsonValue, pointer: str = "") -> tuple[Difference, ...]:
+    """Fields in which two JSON documents differ, in order of the first one. Lists are compared by index.
+
+    Objects and lists are descended into where both documents have one, else shown whole. Equal fields are left out.
+    """
+    if isinstance(mine, dict) and isinstance(other, dict):
+        names = (*mine, *(name for name in other if name not in mine))
+        pairs = [(name.replace("~", "~0").replace("/", "~1"), name in mine, mine.get(name), name in other,
+                  other.get(name)) for name in names]
+    elif isinstance(mine, list) and isinstance(other, list):
+        pairs = [(str(at), at < len(mine), mine[at] if at < len(mine) else None, at < len(other),
+                  other[at] if at < len(other) else None) for at in range(max(len(mine), len(other)))]
+    else:
+        texts = json.dumps(mine, ensure_ascii=False), json.dumps(other, ensure_ascii=False)
+        return () if texts[0] == texts[1] else (Difference(pointer, *texts),)
+    found: list[Difference] = []
+    for name, in_mine, my_value, in_other, other_value in pairs:
+        below = f"{pointer}/{name}"
+        if in_mine and in_other:
+            found += differences(my_value, other_value, below)
+        else:
+            found.append(Difference(below, json.dumps(my_value, ensure_ascii=False) if in_mine else None,
+                                    json.dumps(other_value, ensure_ascii=False) if in_other else None))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """One table; the first cell of a row names it."""
+
+    stage: StageName
+    caption: str
+    heads: tuple[str, ...]
+    """Those of numbers begin with #. None where each row is a name and its value."""
+
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def stage_tables(report: JobReport) -> tuple[StageTable, ...]:
+    """Those of names and values first, which fit side by side. Stages without a report are left out."""
+    found, answers = [], report.regenerate
+    if answers is not None:
+        found.append(StageTable("regenerate", "Regenerate: conversations and answers", (), tuple(_of_answers(answers))))
+    if report.capture is not None:
+        found.append(StageTable("capture", "Capture: hidden states of the target", (),
+                                tuple(_of_states(report.capture))))
+    if answers is not None and len(answers.outcomes) > 1:
+        found.append(_by_source(answers))
+    if report.train:
+        found += [_of_candidates(report.train), _of_checkpoints(report.train)]
+    return tuple(found)
+
+
+def _of_answers(report: RegenerateReport) -> Iterator[tuple[str, str]]:
+    if report.engine:
+        yield "answers by", {"none": "the data"}.get(report.engine, report.engine)
+    yield "conversations read", f"{report.rows_read:,}"
+    before = [(f"{report.rows_reused:,} from earlier jobs", report.rows_reused),
+              (f"{report.rows_resumed:,} from an earlier run of the stage", report.rows_resumed)]
+    yield "rows answered", _with(f"{report.rows_answered:,}", [text for text, number in before if number])
+    yield "rows held out for the benchmark", f"{report.rows_held_out:,}"
+    yield "rows not used", _with(f"{report.rows_quarantined:,}", _counts(_unused(report.outcomes)))
+    if report.duplicates or report.near_duplicates:
+        yield "duplicates left out", f"{report.duplicates:,} equal, {report.near_duplicates:,} nearly equal"
+    if report.overlaps:
+        yield "rows that share text with a suite", ", ".join(_counts(report.overlaps))
+    yield "tokens", f"{report.prompt_tokens:,} of prompts, {report.answer_tokens:,} of answers"
+    for name, lengths in (("length of a prompt", report.prompt_lengths),
+                          ("length of an answer", report.answer_lengths)):
+        if lengths is not None:
+            yield name, f"half up to {lengths.p50:,} tokens, 90 % up to {lengths.p90:,}, longest {lengths.most:,}"
+    if report.finish_reasons:
+        yield "answers ended by", ", ".join(_counts(report.finish_reasons))
+    if report.rows_retokenised:
+        yield "answers known as text alone", _with(f"{report.rows_retokenised:,}", [
+            f"{report.rows_ids_differ:,} certainly with other token ids"])
+    yield "time", _time(report.seconds, report.tokens_per_s)
+
+
+def _of_states(report: CaptureReport) -> Iterator[tuple[str, str]]:
+    yield "states computed by", report.source
+    reused = [f"{report.rows_reused:,} from earlier jobs, {size(report.bytes_reused)}"] if report.rows_reused else []
+    yield "rows", _with(f"{report.rows:,}", reused)
+    if report.rows_cut or report.rows_dropped:
+        yield "rows too long", f"{report.rows_cut:,} cut, {report.rows_dropped:,} left out"
+    yield "tokens", f"{report.tokens:,}, of them {report.supervised_tokens:,} trained on"
+    yield "size", f"{size(report.bytes)} in {report.shards:,} files, {size(report.bytes_per_token)} a token"
+    yield "stored as", _with(report.codec, ["top logits in place of the final state"] * (report.final_state == "topk"))
+    yield "layers", f"{', '.join(map(str, report.layers.aux_layers))} ({report.layers.reason})"
+    if report.states_error:
+        yield "error of storing, by layer", ", ".join(f"{layer}: {_percent(error)}"
+                                                      for layer, error in report.states_error.items())
+    if report.checked:
+        yield "distance to transformers, by layer", ", ".join(f"{layer}: {distance:.2g}"
+                                                              for layer, distance in report.checked.items())
+    if report.repaired_shards or report.restarts:
+        yield "made again", f"{len(report.repaired_shards):,} damaged files; {report.restarts:,} servers replaced"
+    yield "time", _time(report.seconds, report.tokens_per_s)
+
+
+def _by_source(report: RegenerateReport) -> StageTable:
+    rows = tuple((source, *(f"{kinds.get(name, 0):,}" for name in _ANSWERED), ", ".join(_counts(_unused({"": kinds}))))
+                 for source, kinds in report.outcomes.items())
+    return StageTable("regenerate", "Regenerate, by source of the data",
+                      ("source", "#rows answered", "#of them truncated", "not used"), rows)
+
+
+def _of_candidates(reports: Sequence[TrainReport]) -> StageTable:
+    rows = tuple((
+        one.candidate, one.family, f"{one.parameters:,}" if one.parameters else "", f"{one.steps:,}",
+        f"{one.rows:,}" if one.rows else "",
+        f"{one.supervised_tokens:,}", duration(one.seconds), f"{one.tokens_per_s:,.0f}",
+        _percent(one.mfu) if one.mfu else "", _percent(one.padding_share), _percent(one.data_wait_share),
+        f"{one.vocabulary.draft_vocab_size:,} ({_percent(one.vocabulary.coverage)})", "; ".join(_notes(one)))
+        for one in reports)
+    return StageTable("train", "Train: candidates", (
+        "candidate", "family", "#parameters", "#steps", "#rows", "#supervised tokens", "#time", "#tokens/s", "#MFU",
+        "#padding", "#data wait", "#draft vocabulary", "note"), rows,
+        "MFU: arithmetic of the loss and its gradient, of the fastest matrix product measured there. Draft vocabulary: "
+        "its tokens, and the share of the supervised tokens that it covers.")
+
+
+def _notes(report: TrainReport) -> Iterator[str]:
+    if report.init_from is not None:
+        yield f"began with {report.init_from}"
+    if report.resumed_from_step:
+        yield f"resumed from step {report.resumed_from_step:,}"
+    if report.stopped_early:
+        yield "stopped early"
+    if report.processes > 1:
+        yield f"{report.processes} processes"
+
+
+def _of_checkpoints(reports: Sequence[TrainReport]) -> StageTable:
+    rows = tuple((one.name, f"{one.epoch:.2f}", f"{one.loss:.3f}", f"{one.theoretical_speedup:.2f}x",
+                  *(", ".join(f"{100 * share:.1f}" for share in shares)
+                    for shares in (one.accuracy, one.conditional_acceptance)))
+                 for report in reports for one in report.checkpoints)
+    return StageTable("train", "Train: checkpoints, on held-out rows", (
+        "checkpoint", "#epoch", "#loss", "#theoretical speed-up", "accuracy by step, %", "acceptance by position, %"),
+        rows)
+
+
+def _unused(outcomes: Mapping[str, Mapping[str, int]]) -> Counter[str]:
+    """Rows that were not used, by kind, of all sources."""
+    found = Counter[str]()
+    for kinds in outcomes.values():
+        found.update({kind: number for kind, number in kinds.items() if kind not in _ANSWERED})
+    return found
+
+
+def _counts(counted: Mapping[str, int]) -> list[str]:
+    """The largest first; what did not occur is left out."""
+    return [f"{name} {number:,}" for name, number in sorted(counted.items(), key=lambda one: -one[1]) if number]
+
+
+def _with(text: str, details: Sequence[str]) -> str:
+    return f"{text} ({', '.join(details)})" if details else text
+
+
+def _time(seconds: float, tokens_per_s: float) -> str:
+    return f"{duration(seconds)}, {tokens_per_s:,.0f} tokens/s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

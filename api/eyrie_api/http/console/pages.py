@@ -1,10 +1,10 @@
-"""Pages of the console: home, a job, an endpoint, and the document of a new job. Others are modules beside this one.
+"""Pages of the console: home, an endpoint, compared answers, curves of several jobs, signing in. Pages of one job, the
+form of a new one and administration are modules beside this one.
 
 They call the functions that the REST routes call and show nothing else. A page is whole without script; with it the
-live part follows a stream, and figures and curves are drawn by Vega-Lite with the expression interpreter, loaded by a page
-that has some. The libraries are the unchanged files of their npm packages (`static/LICENSES.md`). Each action is a button
-that calls the public REST
-route, next to the `eyrie` and the `curl` line that does the same.
+live part follows a stream, and figures and curves are drawn by Vega-Lite with the expression interpreter, loaded by a
+page that has some. The libraries are the unchanged files of their npm packages (`static/LICENSES.md`). Each action is a
+button that calls the public REST route, next to the `eyrie` and the `curl` line that does the same.
 
 Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), or sends the
 browser to the OIDC issuer and gives a cookie to whoever comes back (`access.browser_sign_in`). It reads; for a change,
@@ -13,45 +13,41 @@ script sends the token in the page's text with it, and with both it may do what 
 Strict Content-Security-Policy: script, style and data from this server alone, nothing inline.
 """
 
-import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, Query, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+from markupsafe import Markup, escape
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 
 from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
 from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.clock import utc_now
-from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.rendering import decode_cursor
-from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.attention import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
-from eyrie_api.decisions.hardware_choice import sentence
-from eyrie_api.decisions.job_report import report_of
 from eyrie_api.decisions.sweep import axes_words
-from eyrie_api.errors import EyrieError, NotFound, Unauthorized
+from eyrie_api.errors import NotFound, Unauthorized
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.http.console.job_details import by_stage
-from eyrie_api.http.console.job_form import job_form, with_code
-from eyrie_api.http.console.stage_tables import stage_tables
 from eyrie_api.http.control import Control, Here
+from eyrie_api.http.live_pages import LivePages, PageKey, Rendered
 from eyrie_api.http.routes.attention import NEWEST_JOBS, attention_now
-from eyrie_api.http.routes.endpoints import list_figures
-from eyrie_api.http.routes.outcomes import LeaderboardQuery, files_of, times_left
+from eyrie_api.http.routes.endpoints import list_figures, recorded_prompts
+from eyrie_api.http.routes.outcomes import times_left
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
+from eyrie_api.v1alpha1.comparison import CompareRequest
 from eyrie_api.v1alpha1.history import History
-from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
-from eyrie_api.v1alpha1.status import Job, Problem, StageStatus
+from eyrie_api.v1alpha1.status import Problem
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -69,15 +65,20 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin", "Cache-Control": "no-store"}
-_EVENTS, _HISTORY = 100, 60
-_FIRST_JOB = {"name": "first", "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
-              "serve": {"endpoint": "default"}}
-"""The shipped target and data: it needs nothing else."""
-ENDED = ("Succeeded", "Failed", "Cancelled")
+_HISTORY = 60
+_MAX_CURVE_JOBS = 10  # each job's metrics are a request every few seconds
+_LISTED = 50
 
 
 def _figure(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def with_code(text: str) -> Markup:
+    """A docstring as HTML: what is between backticks is code."""
+    parts = re.split(r"`([^`]+)`", text)
+    return Markup("").join(Markup("<code>{}</code>").format(part) if place % 2 else escape(part)
+                           for place, part in enumerate(parts))
 
 
 _ENVIRONMENT = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
@@ -108,74 +109,22 @@ def home_values(control: Control, before: str | None) -> dict[str, Any]:
             "left": times_left(control, listed.items), "now": datetime.now(UTC)}
 
 
+@router.get("/console/live")
+def home_stream(control: Here, request: Request, before: Before = None) -> Response:
+    """Home with one page of jobs, as it changes. Its readers share it, those of the newest jobs as those of older
+    ones."""
+    if before is not None:
+        decode_cursor(before)
+    return stream(control, request, partial(_home, control, before), home_address(request.url.path, before))
+
+
+def _home(control: Control, before: str | None) -> Rendered:
+    return Rendered(rendered("home_live.html", home_values(control, before)))
+
+
 def home_address(path: str, before: str | None) -> str:
     """Of home or its stream, for one page of jobs."""
     return path if before is None else f"{path}?{urlencode({'before': before})}"
-
-
-@router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
-def job(job_id: str, control: Here, request: Request, selected: Annotated[LeaderboardQuery, Query()]) -> Response:
-    """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document.
-
-    A name, which is what the command line takes, leads to the newest job that has it.
-    """
-    try:
-        values = job_values(control, job_id, server_of(request), selected)
-    except NotFound:
-        named = control.jobs.list(JobFilter(name=job_id), limit=1).items
-        if not named:
-            raise
-        return RedirectResponse(f"/console/jobs/{named[0].id}")
-    return may_submit(render_page("job.html", control, request, submitted=control.jobs.submitted(job_id), **values,
-                                  **_artifacts(values["job"], control)))
-
-
-def _artifacts(job: Job, control: Control) -> dict[str, Any]:
-    """Files and reports by stage, or why they cannot be read: the rest of the page does not need them."""
-    try:
-        found = control.files.manifests(job.id)
-    except EyrieError as error:
-        return {"files": (), "tables": (), "unlisted": error}
-    return {"files": by_stage(files_of(job.id, found).items), "tables": stage_tables(report_of(job, found, ())),
-            "unlisted": None}
-
-
-def job_values(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> dict[str, Any]:
-    """What its templates show. Raises NotFound."""
-    found = control.jobs.get(job_id)
-    entries = control.results.leaderboard(ResultFilter(job_id=job_id))
-    # The reports are files: they are read once there is one to show.
-    is_tuned = any((one.stage, one.state) == ("tune", "Succeeded") for one in found.status.stages)
-    measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
-    project = control.jobs.project_of(job_id)
-    return {"job": found, "pipeline": pipeline(found), "board": selected.board(control, job_id), "selected": selected,
-            "leaderboard": entries, "measured": measured, "left": times_left(control, (found,)).get(job_id),
-            "choices": [] if measured is None or measured.hardware is None else [
-                sentence(choice, measured.hardware) for choice in measured.hardware.choices],
-            "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,
-            "may_work": may(control, "jobs:write", project), "may_serve": may(control, "endpoints:write", project),
-            "server": server}
-
-
-@router.get("/console/new", response_class=HTMLResponse)
-def new_job(control: Here, request: Request) -> Response:
-    """A document to begin with, as a form and as JSON, and what the server says of it while it is written."""
-    return _job_form(control, request, None, _FIRST_JOB)
-
-
-@router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
-def again(job_id: str, control: Here, request: Request) -> Response:
-    """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
-    spec = control.jobs.get(job_id).spec
-    return _job_form(control, request, spec.name or job_id, spec.model_dump(mode="json", exclude_defaults=True))
-
-
-def _job_form(control: Control, request: Request, source: str | None, document: Mapping[str, Any]) -> Response:
-    principal = control.scope.principal
-    # In which project is known with the request that starts the job: here, whether there is one.
-    may_start = principal is None or principal.model_copy(update={"scopes": None}).readable("jobs:write") != frozenset()
-    return render_page("new_job.html", control, request, source=source, form=job_form(), may_start=may_start,
-                       server=server_of(request), document=json.dumps(document, indent=2))
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
@@ -191,6 +140,74 @@ def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     return {"endpoint": found, "traffic": traffic_of((found,), latest)[0], "server": server, "drift_hint": drift_hint,
             "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
             "figures": list_figures(name, control), "history": _recent(control.histories.read(name, limit=_HISTORY))}
+
+
+@router.get("/console/endpoints/{name}/live")
+def endpoint_stream(name: str, control: Here, request: Request) -> Response:
+    """An endpoint's page, as it changes."""
+    control.endpoints.get(name)
+    return stream(control, request, partial(_endpoint, control, name, server_of(request)), request.url.path)
+
+
+def _endpoint(control: Control, name: str, server: str) -> Rendered:
+    values = endpoint_values(control, name, server)
+    parts = ("endpoint_live.html", "endpoint_unmeasured.html", "endpoint_history.html", "endpoint_actions.html")
+    return Rendered("".join(rendered(part, values) for part in parts))
+
+
+@router.get("/console/endpoints/{name}/compare", response_class=HTMLResponse)
+def compare(name: str, control: Here, request: Request) -> Response:
+    """The form, or why there is none."""
+    endpoint = control.endpoints.get(name)
+    active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
+    return render_page("compare.html", control, request, endpoint=endpoint, active=active,
+                             server=server_of(request), engine=control.endpoints.serving(name).serve.engine.kind,
+                             recorded=recorded_prompts(name, control),
+                             default_tokens=CompareRequest.model_fields["max_tokens"].default,
+                             may_compare=may(control, "endpoints:write", control.endpoints.project_of(name)))
+
+
+@router.get("/console/curves", response_class=HTMLResponse)
+def curves(control: Here, request: Request,
+           job: Annotated[list[str], Query(min_length=1, max_length=_MAX_CURVE_JOBS)]) -> Response:
+    """Curves of the jobs, with links to add and remove one."""
+    ids = tuple(dict.fromkeys(job))
+    found = [control.jobs.get(one) for one in ids]
+    others = control.jobs.list(limit=_LISTED).items if len(ids) < _MAX_CURVE_JOBS else ()
+    return render_page(
+        "curves.html", control, request, jobs=found,
+        curve_jobs=[{"id": one.id, "name": label, "ended": one.status.finished_at is not None}
+                    for one, label in zip(found, labels([(one.id, one.spec.name) for one in found]), strict=True)],
+        without={one: _address([other for other in ids if other != one]) for one in ids},
+        others=[(one, _address([*ids, one.id])) for one in others if one.id not in ids])
+
+
+def labels(jobs: Sequence[tuple[str, str | None]]) -> list[str]:
+    """A job's name, with its id where another of them has the same name."""
+    names = [name or job_id for job_id, name in jobs]
+    return [f"{name} ({job_id})" if names.count(name) > 1 else name
+            for name, (job_id, _) in zip(names, jobs, strict=True)]
+
+
+def _address(ids: Sequence[str]) -> str:
+    return f"/console/curves?{urlencode([('job', one) for one in ids])}"
+
+
+def stream(control: Control, request: Request, render: Callable[[], Rendered], path: str,
+           job_id: str | None = None) -> Response:
+    """Server-sent events with the live part of a page whenever it has changed, rendered once for all readers with equal
+    rights (`http.live_pages`).
+
+    Each has the same HTML that the page was loaded with; `static/console.js` puts it in place of the elements with the
+    same ids.
+    """
+    principal = control.scope.principal
+    rights = "" if principal is None else repr((sorted(principal.roles.items()), principal.scopes
+                                                and sorted(principal.scopes), control.scope.project))
+    live: LivePages = request.app.state.live_pages
+    key = PageKey(path, rights, server_of(request), job_id)
+    return StreamingResponse(live.stream(key, render), media_type="text/event-stream",
+                             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
 
 def server_of(request: Request) -> str:
@@ -347,20 +364,3 @@ def may(control: Control, action: Action, project: str | None) -> bool:
 def _recent(history: History) -> History:
     """Newest first."""
     return history.model_copy(update={"items": history.items[::-1]})
-
-
-def pipeline(job: Job) -> list[dict[str, Any]]:
-    """The stages in order, each with its boxes (one per candidate or checkpoint) and the state of all of them. Pure."""
-    found = []
-    for stage in STAGES if job.spec.prove.hardware is not None else JOB_STAGES:
-        boxes = [one for one in job.status.stages if one.stage == stage]
-        found.append({"stage": stage, "boxes": boxes, "state": _state(boxes)})
-    return found
-
-
-def _state(boxes: list[StageStatus]) -> str:
-    states = {box.state for box in boxes}
-    for state in ("Failed", "Running", "Cancelled"):
-        if state in states:
-            return state
-    return "Succeeded" if states and states <= {"Succeeded", "Skipped"} else "Pending"

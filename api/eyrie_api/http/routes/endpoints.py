@@ -16,9 +16,8 @@ from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.errors import Conflict
 from eyrie_api.figures import endpoint_figures
-from eyrie_api.http.compared_answers import ServedEndpoint, compare, live_revision
+from eyrie_api.http.compared_answers import ServedEndpoint, compare, live_revision, read_recording
 from eyrie_api.http.control import Control, Here
-from eyrie_api.http.recorded_answers import read_recording
 from eyrie_api.v1alpha1.comparison import CompareRequest, RecordedPrompts
 from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.history import History, HistoryKind

@@ -20,7 +20,7 @@ from eyrie_api.figures.training_curves import curves_of
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.event_fanout import EventFanout, message_of
 from eyrie_api.http.routes.jobs import JOBS
-from eyrie_api.v1alpha1.curves import TrainingCurves
+from eyrie_api.v1alpha1.figures import TrainingCurves
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import Event, EventList, Job, MetricList
