@@ -19,7 +19,7 @@ from eyrie_api.client import Client
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.jobs import Jobs, Metric
+from eyrie_api.database.jobs import JobFilter, Jobs, Metric
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
@@ -172,6 +172,18 @@ def test_a_comparison_is_a_job_with_every_family_that_its_engine_serves_and_the_
     spec = eyrie.plane.jobs.get(chosen["id"]).spec
     assert (spec.name, spec.sweep.families, spec.train.num_checkpoints) == ("two", ("eagle1", "hydra"), 2)
     assert [rival.method for rival in spec.rivals] == ["off", "ngram"]
+    def run() -> None:
+        while not (jobs := eyrie.plane.jobs.list(JobFilter(name="watched")).items):
+            time.sleep(0.05)
+        report = benchmark_report("hydra-step-1", {"chat": (2.0, 1.5)})
+        Results(eyrie.plane.database).record(Measured(jobs[0].id, "hydra", "tiny", False, report), "drafters")
+        eyrie.plane.jobs.save_status(jobs[0].id, ended("Succeeded"))
+
+    thread = later(run)
+    watched = eyrie(*given[:-1], "--name", "watched")
+    thread.join()
+    assert watched.exit_code == 0, watched.stderr
+    assert "hydra-step-1" in watched.stdout, "the leaderboard of the job"
     refused = eyrie(*given, "--rival", "./not-here")
     assert refused.exit_code == 65
     assert "rivals[0].path" in refused.stderr
