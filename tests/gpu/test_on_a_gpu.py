@@ -27,7 +27,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters import eagle1
-from eyrie_workers.drafters.registry import family_named, open_drafter
+from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program

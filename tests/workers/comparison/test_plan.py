@@ -22,8 +22,8 @@ from eyrie_workers.comparison.plan import (
     variants_of,
 )
 from eyrie_workers.comparison.settings import build_parser, read
-from eyrie_workers.drafters.registry import UNTRAINED
-from eyrie_workers.training.packing import Schedule
+from eyrie_workers.drafters.family import UNTRAINED
+from eyrie_workers.training.batches import Schedule
 
 TREE = DraftTreeShape(num_steps=5, top_k=2, num_draft_tokens=10)
 EVERY = tuple(FAMILIES)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.errors import NoUsableData
+from eyrie_workers.training.batches import Schedule, checkpoint_steps, cut_evenly, split_held_out
 from eyrie_workers.training.distributed import shard_batch
-from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 

@@ -21,7 +21,7 @@ from eyrie_api.v1alpha1.tuning import OFF as OFF_SETTING
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.plan import Block, CompareSpec, blocks_of, suites_stage
-from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
+from eyrie_workers.drafters.family import UNTRAINED, open_drafter
 from eyrie_workers.engines.embedded import EmbeddedEngine, decode
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_run, block_size

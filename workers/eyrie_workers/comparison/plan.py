@@ -1,7 +1,7 @@
 """The plan of a comparison: from one spec to stage specs, variants and blocks. Pure.
 
 Equal budgets. All families train from one store. With a budget in *tokens* they have the same schedule: the same
-documents in the same batches in the same order (`training.packing.Schedule` depends on rows, batch size, seed and
+documents in the same batches in the same order (`training.batches.Schedule` depends on rows, batch size, seed and
 epochs alone, which are shared). With a budget in *seconds* each family first trains briefly, to measure its speed on
 this machine, and then trains for the epochs that fit its seconds. Either way a training run is a function of its spec
 and can be resumed, which a run that is ended by the clock cannot.

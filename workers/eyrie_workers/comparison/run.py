@@ -28,9 +28,9 @@ from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.comparison.render import markdown
 from eyrie_workers.comparison.report import CompareReport, MeasuredBlocks, Trained, choose, pair_comparisons, rank
 from eyrie_workers.comparison.training import TrainedDrafter, Training
-from eyrie_workers.drafters.checkpoint.card import weights_digest
+from eyrie_workers.drafters.card import weights_digest
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.published import adopt, fetch
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.variant import Variant

@@ -1,7 +1,7 @@
 """Validate a drafter directory before it is served: the program of `eyrie check-drafter`.
 
-The architecture in `config.json` identifies the family, whose validator (`drafters.validation.validator`) returns the
-findings: for EAGLE-3 all defects that SGLang and vLLM load without an error (`drafters.eagle3.validation`); for the
+The architecture in `config.json` identifies the family, whose validator (`drafters.validation`) returns the
+findings: for EAGLE-3 all defects that SGLang and vLLM load without an error (`drafters.eagle3.directory`); for the
 other families whether Eyrie loads it, with exactly the tensors its config implies, and whether it fits the target.
 
     python -m eyrie_workers.drafters.check DIR [--target DIR] [--context N] [--fast]     findings as JSON; exit 0 or 65
@@ -20,15 +20,19 @@ from torch import Tensor
 from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.drafters.checkpoint.card import Card, read_card
-from eyrie_workers.drafters.checkpoint.file_format import CONFIG, WEIGHTS
-from eyrie_workers.drafters.eagle3.config_rules import architecture_rules, author_format_rules
-from eyrie_workers.drafters.eagle3.directory_format import ENGINES
-from eyrie_workers.drafters.registry import family_of
-from eyrie_workers.drafters.validation.finding import Finding, error, errors_first, warning
-from eyrie_workers.drafters.validation.mtp_layers import check_mtp_layers
-from eyrie_workers.drafters.validation.target import read_target
-from eyrie_workers.drafters.validation.validator import DrafterFiles, ValidationRequest
+from eyrie_workers.drafters.card import CONFIG, WEIGHTS, Card, read_card
+from eyrie_workers.drafters.eagle3.directory import ENGINES, architecture_rules, author_format_rules
+from eyrie_workers.drafters.family import family_of
+from eyrie_workers.drafters.validation import (
+    DrafterFiles,
+    Finding,
+    ValidationRequest,
+    check_mtp_layers,
+    error,
+    errors_first,
+    read_target,
+    warning,
+)
 from eyrie_workers.targets.loading import resolve
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR

@@ -49,8 +49,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
@@ -58,18 +58,18 @@ from eyrie_workers.drafters.checkpoint.files import (
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.family import FamilyImplementation, Layers
-from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layers.decoder import (
+from eyrie_workers.drafters.decoder import (
     DecoderLayer,
+    Norm,
     decoder_config,
     decoder_json,
     layer_flops,
     refuse_variants,
 )
-from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
-from eyrie_workers.drafters.layers.modules import Norm
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
+from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
@@ -81,9 +81,8 @@ from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend_block
-from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext, draw_positions
+from eyrie_workers.training.numerics import linear, rms_norm
+from eyrie_workers.training.objective import Objective, Prediction, StepContext, draw_positions
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["dflash"].architecture
@@ -142,22 +141,16 @@ class DFlashDrafter(nn.Module):
         return x_XH.unflatten(0, (-1, size))
 
 
-class BlockDiffusion(DistillationObjective):
+class BlockDiffusion(Objective[DFlashDrafter]):
     """Trains a DFlashDrafter on blocks after random anchors."""
 
     def __init__(self, drafter: DFlashDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         decoder, size = drafter.config.decoder, drafter.config.block_size
-        whole = DraftVocabulary(torch.arange(decoder.vocab_size), decoder.vocab_size)
-        super().__init__(whole, embeddings.output_head, spec, steps=size - 1, dtype=dtype)
-        self._drafter, self._recompute, self._fraction = drafter, spec.grad_checkpoint, spec.unrolled_fraction
+        super().__init__(drafter, decoder.vocab_size, embeddings.output_head, spec, steps=size - 1, dtype=dtype)
+        self._fraction = spec.unrolled_fraction
         self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
         self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)
-
-    @property
-    def drafter(self) -> DFlashDrafter:
-        """The module being trained."""
-        return self._drafter
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training a random fraction of the roots, each with its whole block; in evaluation all roots."""
@@ -168,18 +161,18 @@ class BlockDiffusion(DistillationObjective):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
-        block_RCH = self._drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
+        block_RCH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
                                                self._recompute)
         predicted = torch.cat([block_RCH[:alive, step + 1] for step, alive in enumerate(plan.alive)])
-        states_NH = rms_norm(predicted, self._drafter.norm.weight, self._drafter.config.decoder.rms_eps)
+        states_NH = rms_norm(predicted, self.drafter.norm.weight, self.drafter.config.decoder.rms_eps)
         return Prediction(states_NH.split([alive for alive in plan.alive if alive]), self._head_VH)
 
     def flops(self, plan: UnrollPlan) -> int:
         """The features of every token, the layers at every block position, the output matrix at the predictions."""
-        decoder, size, num_roots = self._drafter.config.decoder, self._drafter.config.block_size, plan.roots.numel()
+        decoder, size, num_roots = self.drafter.config.decoder, self.drafter.config.block_size, plan.roots.numel()
         num_tokens, kv = plan.positions.numel(), decoder.num_kv_heads * decoder.head_dim
         num_visible = size * (int(plan.positions[plan.roots].sum()) + num_roots * (1 + size))
-        context = 4 * num_tokens * self._drafter.fc.weight.numel() + decoder.num_layers * (
+        context = 4 * num_tokens * self.drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
         heads = 4 * plan.num_predictions + 2 * plan.target_positions.numel()
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)

@@ -52,8 +52,8 @@ from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
@@ -62,17 +62,16 @@ from eyrie_workers.drafters.checkpoint.files import (
     refuse_other_sizes,
     write_checkpoint,
 )
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, refuse_variants
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layers.decoder import DecoderLayer, decoder_config, decoder_json, refuse_variants
-from eyrie_workers.drafters.layers.modules import PostAttention
-from eyrie_workers.drafters.layers.proposer import (
+from eyrie_workers.drafters.layer_proposer import (
     InferencePostAttention,
     LayerProposer,
     TokenProjection,
     adjacent_rotary_pairs,
 )
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
@@ -81,10 +80,9 @@ from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
-from eyrie_workers.training.fused import apply_rotary
-from eyrie_workers.training.matmul import linear, round_up_rows
+from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, round_up_rows
 from eyrie_workers.training.objective import (
-    DistillationObjective,
+    Objective,
     Outcome,
     Prediction,
     StepContext,
@@ -94,7 +92,7 @@ from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["eagle1"].architecture
 
-# The paper weights classification with 0.1 and regression with 1. `DistillationObjective` weights classification with
+# The paper weights classification with 0.1 and regression with 1. `Objective` weights classification with
 # 1, so that losses of all families are comparable; the ratio is the paper's.
 REGRESSION_WEIGHT = 10.0
 NOISE = 0.1
@@ -188,30 +186,28 @@ def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: 
         yield features_RH
 
 
-class FeatureRegression(DistillationObjective):
+class FeatureRegression(Objective[Eagle1Drafter]):
     """Trains an Eagle1Drafter on the target's next feature and on the target's distribution."""
 
     def __init__(self, drafter: Eagle1Drafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
-        vocab_size = drafter.config.vocab_size
-        whole = DraftVocabulary(torch.arange(vocab_size), vocab_size)
-        super().__init__(whole, embeddings.output_head, spec, dtype=dtype)
-        self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
-        self._head_VH = embeddings.lm_head_as(dtype)
+        super().__init__(drafter, drafter.config.vocab_size, embeddings.output_head, spec, dtype=dtype)
+        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
         self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions + self.steps)
-
-    @property
-    def drafter(self) -> Eagle1Drafter:
-        """The module being trained."""
-        return self._drafter
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training one step from every root; in evaluation all steps, as in decoding."""
         return plan_unroll(documents.loss_mask, documents.lengths, self.steps if context is None else 1)
 
     def flops(self, plan: UnrollPlan) -> int:
-        """See `step_flops`."""
-        return step_flops(self._drafter.config, plan)
+        """The inputs of fc at step 0 and the output matrix have no gradient."""
+        config, tokens, hidden = self.drafter.config, plan.positions.numel(), self.drafter.config.hidden_size
+        q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+        once = tokens * hidden * (2 * 2 * hidden + 3 * kv)
+        per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
+        later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
+        unrolled = plan.num_predictions * per_root + 3 * 2 * plan.num_visible * q
+        return 2 * (once + later_steps + unrolled + plan.target_positions.numel() * hidden * config.vocab_size)
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
                  targets: TargetDistribution | None = None) -> Outcome:
@@ -225,7 +221,7 @@ class FeatureRegression(DistillationObjective):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Features of every root and step, and in training their regression loss."""
-        states = tuple(unroll(self._drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, plan,
+        states = tuple(unroll(self.drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, plan,
                               self._recompute))
         extra = None
         if not evaluating:
@@ -256,21 +252,6 @@ def _uniform(shape: tuple[int, int], key: tuple[int, ...], device: torch.device)
         return torch.from_numpy(np.random.default_rng(key).random(shape, dtype=np.float32)).mul_(2.0).sub_(1.0)
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
     return torch.empty(shape, device=device).uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(seed))
-
-
-def step_flops(config: TargetConfig, plan: UnrollPlan) -> int:
-    """Floating-point operations of one batch, forward and backward. The inputs of fc at step 0 and the output matrix
-    have no gradient."""
-    tokens, hidden = plan.positions.numel(), config.hidden_size
-    q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
-    once = tokens * hidden * (2 * 2 * hidden + 3 * kv)
-    per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
-    later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
-    num_visible = sum(int(plan.positions[plan.roots[:alive]].sum()) + alive * (1 + step)
-                      for step, alive in enumerate(plan.alive))
-    num_teacher = plan.target_positions.numel()
-    unrolled = plan.num_predictions * per_root + 3 * 2 * num_visible * q
-    return 2 * (once + later_steps + unrolled + num_teacher * hidden * config.vocab_size)
 
 
 class _InferenceLayer:

@@ -34,19 +34,18 @@ from eyrie_api.decisions.capture_support import sglang_layer_ids
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput
 from eyrie_api.program_exit import report_error
 from eyrie_workers.drafters import eagle1
+from eyrie_workers.drafters.card import CONFIG, WEIGHTS, read_card
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint.card import read_card
-from eyrie_workers.drafters.checkpoint.file_format import CONFIG, WEIGHTS
-from eyrie_workers.drafters.eagle3.directory_format import (
+from eyrie_workers.drafters.eagle3.directory import (
     ARCHITECTURE,
     LAYER_IDS,
     MAPS,
     canonical_name,
     nested,
     num_aux,
+    validate_files,
 )
-from eyrie_workers.drafters.eagle3.validation import validate_files
-from eyrie_workers.drafters.validation.validator import DrafterFiles
+from eyrie_workers.drafters.validation import DrafterFiles
 from eyrie_workers.targets.config import read_json
 
 SPECULATORS_VERSION = "0.9.0"

@@ -43,13 +43,20 @@ from torch.utils.checkpoint import checkpoint
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsFormat, load_heads, save_heads
+from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.heads import (
+    UNLIMITED_LENGTH,
+    HeadsConfig,
+    HeadsFormat,
+    last_states,
+    load_heads,
+    residual_silu,
+    save_heads,
+)
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layers.last_state_heads import UNLIMITED_LENGTH, last_states, residual_silu
-from eyrie_workers.drafters.layers.proposer import TokenProjection, target_ids
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.layer_proposer import TokenProjection, target_ids
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
@@ -59,8 +66,8 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
+from eyrie_workers.training.numerics import linear
+from eyrie_workers.training.objective import Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 _INITIAL_STD = 0.02
@@ -102,22 +109,18 @@ def head_state(projected: Tensor) -> Tensor:
     return residual_silu(skip, inner)
 
 
-class HydraObjective(DistillationObjective):
+class HydraObjective(Objective[HydraDrafter]):
     """All heads at every root, after the true tokens."""
 
-    def __init__(self, drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec,
+    def __init__(self, drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(drafter.vocabulary, embeddings.output_head, spec, steps=drafter.config.num_heads, dtype=dtype)
-        self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
-
-    @property
-    def drafter(self) -> HydraDrafter:
-        """The module being trained."""
-        return self._drafter
+        super().__init__(drafter, drafter.vocabulary, embeddings.output_head, spec, steps=drafter.config.num_heads,
+                         dtype=dtype)
+        self._embed_VH = embeddings.embed
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The states of each head at its roots, after the true tokens; the same in training and evaluation."""
-        drafter, config, dtype = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
+        drafter, config, dtype = self.drafter, self.drafter.config, self.drafter.lm_head.weight.dtype
         tokens_RS = _following(documents.token_ids, plan)
         embed_RSH = scaled_embeddings(self._embed_VH[tokens_RS].to(dtype))
         inputs_RC = torch.cat([documents.aux[:, 0].index_select(0, plan.roots).to(dtype), embed_RSH.flatten(1)], 1)
@@ -134,7 +137,7 @@ class HydraObjective(DistillationObjective):
 
     def flops(self, plan: UnrollPlan) -> int:
         """The inputs of the heads have no gradient; the teacher is one product forward."""
-        config = self._drafter.config
+        config = self.drafter.config
         per_prediction = [2 * 2 * (2 + head) * config.hidden_size + 3 * config.draft_vocab_size
                           for head in range(len(plan.alive))]
         heads = sum(alive * each for alive, each in zip(plan.alive, per_prediction, strict=True))
@@ -256,11 +259,6 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def _objective(drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
-               dtype: torch.dtype) -> Objective:
-    return HydraObjective(drafter, embeddings, spec, dtype)
-
-
 def save(directory: Path, drafter: HydraDrafter, dtype: str = "float32", card: Card | None = None) -> None:
     """Write a drafter to `directory`, replacing an existing one, atomically."""
     save_heads(directory, _FORMAT, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
@@ -278,5 +276,5 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     return HydraProposer(load(directory, target.config), target.embed_weight, target.config.num_layers)
 
 
-FAMILY = FamilyImplementation("hydra", create, _objective, save, _load_proposer, validator_by_loading("hydra", load),
-                              learning_rate=2e-3)
+FAMILY = FamilyImplementation("hydra", create, HydraObjective, save, _load_proposer,
+                              validator_by_loading("hydra", load), learning_rate=2e-3)

@@ -41,13 +41,20 @@ from torch import Tensor, nn
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsFormat, load_heads, save_heads
+from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.heads import (
+    UNLIMITED_LENGTH,
+    HeadsConfig,
+    HeadsFormat,
+    last_states,
+    load_heads,
+    residual_silu,
+    save_heads,
+)
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layers.last_state_heads import UNLIMITED_LENGTH, last_states, residual_silu
-from eyrie_workers.drafters.layers.proposer import target_ids
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.layer_proposer import target_ids
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
@@ -57,9 +64,8 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
+from eyrie_workers.training.numerics import linear
+from eyrie_workers.training.objective import Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 
@@ -90,22 +96,17 @@ class MedusaDrafter(nn.Module):
         return self.get_parameter(f"lm_heads.{head}.weight")
 
 
-class MedusaObjective(DistillationObjective):
+class MedusaObjective(Objective[MedusaDrafter]):
     """All heads at every root, from the target's state there."""
 
-    def __init__(self, drafter: MedusaDrafter, output: OutputHead, spec: TrainSpec,
+    def __init__(self, drafter: MedusaDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(drafter.vocabulary, output, spec, steps=drafter.config.num_heads, dtype=dtype)
-        self._drafter = drafter
-
-    @property
-    def drafter(self) -> MedusaDrafter:
-        """The module being trained."""
-        return self._drafter
+        super().__init__(drafter, drafter.vocabulary, embeddings.output_head, spec, steps=drafter.config.num_heads,
+                         dtype=dtype)
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The states of each head at its roots; the same in training and evaluation, since no head reads a token."""
-        drafter = self._drafter
+        drafter = self.drafter
         h_RH = documents.aux[:, 0].index_select(0, plan.roots).to(drafter.block(0).dtype)
         heads = [head for head, alive in enumerate(plan.alive) if alive]
         states = [residual_silu(h_RH[: plan.alive[head]], linear(h_RH[: plan.alive[head]],
@@ -116,7 +117,7 @@ class MedusaObjective(DistillationObjective):
     def flops(self, plan: UnrollPlan) -> int:
         """W1: one product forward and one backward, since h has no gradient. W2: three. The teacher: one forward
         product."""
-        config = self._drafter.config
+        config = self.drafter.config
         return 2 * config.hidden_size * (
             plan.num_predictions * (2 * config.hidden_size + 3 * config.draft_vocab_size)
             + plan.target_positions.numel() * config.vocab_size)
@@ -195,11 +196,6 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def _objective(drafter: MedusaDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
-               dtype: torch.dtype) -> Objective:
-    return MedusaObjective(drafter, embeddings.output_head, spec, dtype)
-
-
 def save(directory: Path, drafter: MedusaDrafter, dtype: str = "float32", card: Card | None = None) -> None:
     """Write a drafter to `directory`, replacing an existing one, atomically."""
     save_heads(directory, _FORMAT, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
@@ -217,5 +213,5 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     return MedusaProposer(load(directory, target.config), target.config.num_layers, target.dtype)
 
 
-FAMILY = FamilyImplementation("medusa", create, _objective, save, _load_proposer,
+FAMILY = FamilyImplementation("medusa", create, MedusaObjective, save, _load_proposer,
                               validator_by_loading("medusa", load), learning_rate=5e-3)

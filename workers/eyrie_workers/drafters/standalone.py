@@ -41,8 +41,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
@@ -50,16 +50,17 @@ from eyrie_workers.drafters.checkpoint.files import (
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.family import FamilyImplementation, Layers
-from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layers.decoder import (
+from eyrie_workers.drafters.decoder import (
     DecoderLayer,
+    Norm,
     decoder_config,
     decoder_json,
     layer_flops,
     refuse_variants,
 )
-from eyrie_workers.drafters.layers.kv_cache import (
+from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
+from eyrie_workers.drafters.kv_cache import (
     DrafterKVCache,
     NewTokens,
     PromptTokens,
@@ -68,8 +69,7 @@ from eyrie_workers.drafters.layers.kv_cache import (
     causal_mask,
     scratch_mask,
 )
-from eyrie_workers.drafters.layers.modules import Norm
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
@@ -81,8 +81,8 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import Attend, TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import gather_rows
-from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext
+from eyrie_workers.training.numerics import rms_norm
+from eyrie_workers.training.objective import Objective, Prediction, StepContext
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["standalone"].architecture
@@ -122,22 +122,14 @@ class StandaloneDrafter(nn.Module):
         return rms_norm(x_TH, self.model.norm.weight, config.rms_eps)
 
 
-class Distillation(DistillationObjective):
+class Distillation(Objective[StandaloneDrafter]):
     """Trains a StandaloneDrafter on the target's answers and distribution."""
 
     def __init__(self, drafter: StandaloneDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
-        vocab_size = drafter.config.vocab_size
-        whole = DraftVocabulary(torch.arange(vocab_size), vocab_size)
-        super().__init__(whole, embeddings.output_head, spec, dtype=dtype)
-        self._drafter, self._recompute = drafter, spec.grad_checkpoint
+        super().__init__(drafter, drafter.config.vocab_size, embeddings.output_head, spec, dtype=dtype)
         self._target_hidden = embeddings.lm_head.shape[1]
         self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions)
-
-    @property
-    def drafter(self) -> StandaloneDrafter:
-        """The module being trained."""
-        return self._drafter
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training step 0 of every root, which is every position once; in evaluation all steps, as in decoding."""
@@ -146,17 +138,17 @@ class Distillation(DistillationObjective):
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Step s of root i is the state after the true token i + 1 + s."""
         positions_N = plan.target_positions
-        states_NH = self._drafter.states(documents, self._rotary.at(plan.positions), positions_N, self.dtype,
+        states_NH = self.drafter.states(documents, self._rotary.at(plan.positions), positions_N, self.dtype,
                                          self._recompute)
         row_T = torch.full_like(documents.token_ids, -1)
         row_T[positions_N] = torch.arange(positions_N.numel(), device=positions_N.device)
         states = tuple(states_NH.index_select(0, row_T[plan.roots[:alive] + 1 + step])
                        for step, alive in enumerate(plan.alive) if alive)
-        return Prediction(states, self._drafter.lm_head.weight.to(self.dtype))
+        return Prediction(states, self.drafter.lm_head.weight.to(self.dtype))
 
     def flops(self, plan: UnrollPlan) -> int:
         """The layers at every token, both output matrices at the predicted ones."""
-        config, num_tokens, num_predicted = self._drafter.config, plan.positions.numel(), plan.target_positions.numel()
+        config, num_tokens, num_predicted = self.drafter.config, plan.positions.numel(), plan.target_positions.numel()
         num_visible = int(plan.positions.sum()) + num_tokens
         heads = 6 * num_predicted * config.hidden_size * config.vocab_size
         return (config.num_layers * layer_flops(config, num_tokens, num_visible) + heads

@@ -36,6 +36,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,12 +57,11 @@ from eyrie_workers.stage_program import (
 from eyrie_workers.stages.rank_program import end_with_launcher, refuse
 from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
 from eyrie_workers.targets.loading import resolve, target_digest
-from eyrie_workers.training.batch_loader import Features, open_features
+from eyrie_workers.training.batches import Features, checkpoint_steps, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, HitCounts
 from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
-from eyrie_workers.training.packing import checkpoint_steps
 
 
 def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
@@ -190,7 +190,7 @@ class CandidateGroup:
             raise Interrupted
 
 
-def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
+def shared_targets(objectives: Mapping[str, Objective[Any]], documents: PackedBatch,
                    contexts: Mapping[str, StepContext]) -> dict[str, TargetDistribution]:
     """Each objective's target distribution for a batch, computed once for all with the same draft vocabulary.
 

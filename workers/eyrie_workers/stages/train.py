@@ -42,12 +42,11 @@ from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
 from eyrie_api.v1alpha1.reports import CheckpointReport, SourceRows, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
-from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, TargetIdentity, identify
-from eyrie_workers.drafters.checkpoint.files import files_of
-from eyrie_workers.drafters.continuation import Head, load_head
-from eyrie_workers.drafters.family import FamilyImplementation
+from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
+from eyrie_workers.drafters.checkpoint import files_of
+from eyrie_workers.drafters.family import FamilyImplementation, family_named
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
+from eyrie_workers.drafters.published import Head, load_head
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.row_sources import read_row_sources
 from eyrie_workers.features.storage_backend import open_backend
@@ -62,14 +61,22 @@ from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
-from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
-from eyrie_workers.training.batch_parts import CutFeatures
+from eyrie_workers.training.batches import (
+    BatchLoader,
+    CutFeatures,
+    Features,
+    Schedule,
+    checkpoint_steps,
+    choose_rows,
+    cut_evenly,
+    open_features,
+    require_one_batch,
+    rows_by_source,
+)
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
-from eyrie_workers.training.drawn_rows import choose_rows, require_one_batch, rows_by_source
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
-from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly
-from eyrie_workers.training.peak_rate import peak_rate
+from eyrie_workers.training.numerics import peak_flops
 from eyrie_workers.training.state import Moments, StateWriter, load_state, take_snapshot, trainable_parameters
 from eyrie_workers.training.tracker_process import TrackerProcess, start_trackers
 from eyrie_workers.training.trackers import require_trackers
@@ -350,7 +357,7 @@ class TrainingRun:
         self._state_writer = StateWriter(self._state_file)
         self._saved_at = self.clock()
         self._dist = self.trainer.dist
-        self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
+        self._peak, _ = peak_flops(self.dtype, next(self.drafter.parameters()).device)
         self._trackers: list[TrackerProcess] = []
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class HitCounts:
 
 
 @torch.no_grad()
-def evaluate(objective: Objective, batches: Iterable[PackedBatch], ttt_length: int,
+def evaluate(objective: Objective[Any], batches: Iterable[PackedBatch], ttt_length: int,
              total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
     """Run the objective over held-out batches; `total` as in `HitCounts.evaluation`."""
     counts = HitCounts(ttt_length)

@@ -1,6 +1,6 @@
 """The saved state of a training run: one file, from which it resumes bit for bit.
 
-The state holds the parameters, the optimiser's moments, the counters, and the reports of checkpoints already exported.
+The state holds the parameters, the optimizer's moments, the counters, and the reports of checkpoints already exported.
 It holds no random state and no data iterator: the documents of a step and the initial weights are functions of
 (seed, step). A run resumed from step n therefore computes step n + 1 as the uninterrupted run would have, to the last
 bit on the same machine and thread count.
@@ -39,7 +39,7 @@ class Counters:
     """Progress of a run."""
 
     step: int = 0
-    """Optimiser steps done."""
+    """Optimizer steps done."""
 
     tokens: int = 0
     """Packed tokens seen."""
@@ -51,7 +51,7 @@ class Counters:
     """The same, including those that pad to a round number of rows."""
 
     flops: float = 0.0
-    """Arithmetic the steps needed (`drafters.eagle3.flops`)."""
+    """Arithmetic the steps needed (`drafters.eagle3.drafter`)."""
 
     seconds: float = 0.0
     data_wait_s: float = 0.0
@@ -60,7 +60,7 @@ class Counters:
 
 
 Moments = Sequence[Mapping[str, Tensor]]
-"""The optimiser's state of each trainable parameter (`training.optimiser`), in the order of `trainable_parameters`."""
+"""The optimizer's state of each trainable parameter (`training.distributed`), in their order."""
 
 
 def trainable_parameters(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -136,6 +136,12 @@ class UnrollPlan:
         """Token predictions over all steps: the work of the unroll."""
         return sum(self.alive)
 
+    @property
+    def num_visible(self) -> int:
+        """Keys that attention reads, summed over all roots and steps. Of a plan on the CPU."""
+        return sum(int(self.positions[self.roots[:alive]].sum()) + alive * (1 + step)
+                   for step, alive in enumerate(self.alive))
+
 
 def count_steps(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
     """Steps that each position of ONE document is unrolled: 0 where it is no root.

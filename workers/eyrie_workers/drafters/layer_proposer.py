@@ -1,7 +1,8 @@
-"""Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
+"""### eyrie_workers.drafters.layer_proposer
+Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
 
 `LayerProposer` runs the layer with a KV cache; an `InferenceLayer` holds the layer's weights: EAGLE-3's is in
-`drafters.eagle3.proposer`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
+`drafters.eagle3.family`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
 Of the pairs of one `extend`, only the last runs attention, MLP and output, because drafting continues from there only.
 A draft step appends scratch keys after the settled ones; the next `extend` overwrites them.
 Caches and the table of rotations grow with the longest text. With a window only its keys are gathered and masked.
@@ -24,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.layers.kv_cache import RowLengths, attend_rows
-from eyrie_workers.drafters.layers.modules import PostAttention
+from eyrie_workers.drafters.kv_cache import RowLengths, attend_rows
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
@@ -34,6 +34,7 @@ from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import pairs_together
+from eyrie_workers.training.numerics import PostAttention
 
 # Largest table [V, Q] of a `TokenProjection`, on every device. For larger vocabularies the product is computed for each
 # token instead: the table of a 128k vocabulary would take more memory than the drafter.

@@ -11,7 +11,7 @@ contains them. `weights_digest` covers config and weights only and is equal for 
 while the digest of the whole directory identifies the artifact. When a drafter is promoted, its final benchmark and its
 proof are written next to its directory, and this command adds them to a copy for distribution:
 
-    python -m eyrie_workers.drafters.checkpoint.card DIR OUT --results DIR-results.json
+    python -m eyrie_workers.drafters.card DIR OUT --results DIR-results.json
 """
 
 import argparse
@@ -32,9 +32,12 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.drafters.checkpoint.file_format import CARD, CONFIG, README, WEIGHTS
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest
+
+CONFIG, WEIGHTS, CARD, README = "config.json", "model.safetensors", "eyrie-card.json", "README.md"
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 TOKENIZER = "tokenizer.json"
 
@@ -227,7 +230,7 @@ def _summary(value: Any) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line in the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.checkpoint.card",
+    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.card",
                                      description="Add measured results.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)

@@ -1,4 +1,5 @@
-"""The KV cache of drafters with several decoder layers, and attention of new tokens over it.
+"""### eyrie_workers.drafters.kv_cache
+The KV cache of drafters with several decoder layers, and attention of new tokens over it.
 
 One buffer for all layers: [layer, row, index, key and value heads, head]. Settled keys start at index 0, ordered by
 position; scratch keys of a drafting round follow them and are overwritten by the next settled ones. `NewTokens` is the

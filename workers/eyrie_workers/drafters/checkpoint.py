@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyrie_api.errors import ArtifactMissing, Permanent
-from eyrie_workers.drafters.checkpoint.card import Card, write_card
-from eyrie_workers.drafters.checkpoint.file_format import CARD, CONFIG, README, WEIGHTS
+from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
 from eyrie_workers.targets.config import RopeConfig, TargetConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,4 +1,4 @@
-"""The checkpoint format that Medusa and Hydra share: heads on the target's last state.
+"""What Medusa and Hydra share: heads on the target's state after the final norm, and their checkpoint format.
 
 The config keys are those of vLLM's `MedusaConfig` (`transformers_utils/configs/medusa.py`):
 
@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_workers.drafters.checkpoint.card import Card, read_card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card, read_card
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
@@ -34,8 +35,23 @@ from eyrie_workers.drafters.checkpoint.files import (
     refuse_other_sizes,
     write_checkpoint,
 )
+from eyrie_workers.speculation.protocol import CommittedIndices, CommittedTokens
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+
+UNLIMITED_LENGTH = 2**31 - 1
+"""`max_length` of proposers without positions."""
+
+
+def residual_silu(x: Tensor, inner: Tensor) -> Tensor:
+    """x + SiLU(inner), in x's dtype."""
+    return x + F.silu(inner.to(x.dtype))
+
+
+def last_states(pairs: CommittedTokens, indices: CommittedIndices) -> Tensor:
+    """[B, H] the first aux state of each row's last pair."""
+    return pairs.aux[:, :, 0].flatten(0, 1).index_select(0, indices.last)
+
 
 TOKEN_MAP = "token_map"
 
