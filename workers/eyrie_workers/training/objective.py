@@ -273,6 +273,7 @@ class Objective(ABC, Generic[DrafterT]):
         self.drafter, self.vocabulary, self.dtype = drafter, vocabulary, dtype
         self.steps = spec.ttt_length if steps is None else steps
         self.device = output.weight_VH.device
+        self._scope = device_scope(self.device)
         self.loss_kind: Loss = spec.loss
         self._recompute, self._step_decay = spec.grad_checkpoint, spec.step_decay
         self._normalization: Normalization = spec.normalisation
@@ -345,7 +346,7 @@ class Objective(ABC, Generic[DrafterT]):
             return x
 
         plan = self.plan(documents, context)
-        with device_scope(self.device):
+        with self._scope:
             supervision = self.supervise(documents, [plan], replace(context, total=recorded), targets)
         return supervision.targets, counts[0]
 
@@ -359,7 +360,7 @@ class Objective(ABC, Generic[DrafterT]):
         CPU, the rest on the device of the target's output matrix.
         """
         plan = self.plan(documents, context)
-        with device_scope(self.device):
+        with self._scope:
             return self.compute(documents, plan, context, targets)
 
     def compute(self, documents: PackedBatch, plan: UnrollPlan, context: StepContext | None,
