@@ -31,8 +31,7 @@ nothing in so short a training. The paper's Hydra++, whose heads read a decoder 
     B rows, N nodes, R roots, S heads, H hidden, D draft vocabulary, V vocabulary
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,12 +42,12 @@ from torch.utils.checkpoint import checkpoint
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.heads import (
-    UNLIMITED_LENGTH,
     HeadsConfig,
-    HeadsFormat,
+    HeadsDrafter,
+    HeadsProposer,
+    HeadsState,
     last_states,
     load_heads,
     residual_silu,
@@ -81,14 +80,13 @@ class _Head(nn.Module):
         self.inner = nn.Linear(width, hidden_size, bias=False)
 
 
-class HydraDrafter(nn.Module):
+class HydraDrafter(HeadsDrafter):
     """The parameters. The embedding is the target's: shared, frozen, not saved."""
 
+    family, shared_output = "hydra", True
+
     def __init__(self, config: HeadsConfig, vocabulary: DraftVocabulary) -> None:
-        """Parameters at torch's default initialisation; `create` initialises from the target."""
-        super().__init__()
-        assert (config.vocab_size, config.draft_vocab_size) == (vocabulary.vocab_size, vocabulary.size)
-        self.config, self.vocabulary = config, vocabulary
+        super().__init__(config, vocabulary)
         self.heads = nn.ModuleList(_Head((2 + head) * config.hidden_size, config.hidden_size)
                                    for head in range(config.num_heads))
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -154,41 +152,24 @@ def _following(token_ids: Tensor, plan: UnrollPlan) -> Tensor:
     return token_ids[(plan.roots[:, None] + steps).clamp(max=token_ids.numel() - 1)]
 
 
-@dataclass
-class HydraState:
-    """The input of the first head for each row."""
-
-    read: Tensor
-    """[rows, 2 H] z_0: the target's state at the last settled pair, and the pair's token as embedding."""
-
-
-class HydraProposer:
-    """`speculation.protocol.Drafter`: one head per depth, trees grown by confidence."""
-
-    max_length = UNLIMITED_LENGTH
+class HydraProposer(HeadsProposer):
+    """`speculation.protocol.Drafter`: one head per depth, trees grown by confidence. A row's state is z_0 [2 H]: the
+    target's state at the last settled pair, and the pair's token as embedding."""
 
     def __init__(self, drafter: HydraDrafter, embed_VH: Tensor, num_layers: int) -> None:
         """embed_VH: the target's embedding; drafting computes in its dtype. num_layers: of the target."""
         config, dtype = drafter.config, embed_VH.dtype
-        self.aux_layers = (num_layers,)
-        self._num_heads, self._hidden_size, self._dtype = config.num_heads, config.hidden_size, dtype
+        super().__init__(drafter, num_layers, 2 * config.hidden_size, dtype, embed_VH.device)
         with torch.inference_mode():
             self._embedding = TokenProjection(embed_VH, scaled_embeddings, config.hidden_size)
             self._heads = [Linear(drafter.head(number).to(dtype)) for number in range(config.num_heads)]
             self._lm_head = Linear(drafter.lm_head.weight.to(dtype))
             self._draft_ids_D = target_ids(drafter.vocabulary, embed_VH.device)
 
-    def new_state(self, num_rows: int) -> HydraState:
-        """Space for one input of the first head per row."""
-        return HydraState(torch.zeros(num_rows, 2 * self._hidden_size, dtype=self._dtype))
-
-    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Does nothing: the first pairs overwrite the row's state."""
-
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Store each row's last pair."""
-        assert isinstance(state, HydraState)
+        assert isinstance(state, HeadsState)
         indices = pairs.indices()
         chosen_B = indices.tokens.flatten().index_select(0, indices.last)
         read_BC = torch.cat([last_states(pairs, indices).to(self._dtype), self._embedding(chosen_B)], 1)
@@ -198,7 +179,7 @@ class HydraProposer:
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
-        assert isinstance(state, HydraState)
+        assert isinstance(state, HeadsState)
         first = self._predict(0, state.read.index_select(0, upload(rows))[:, None])
         tree = build_draft_tree(first, self._step, _limit_depth(shape, self._num_heads), self._draft_ids_D, noise)
         return _pad(tree, shape.num_draft_tokens)
@@ -233,16 +214,6 @@ def _pad(tree: DraftTree, num_nodes: int) -> DraftTree:
                      torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1), num_filled=size)
 
 
-def _shapes(config: HeadsConfig) -> Mapping[str, tuple[int, ...]]:
-    hidden = config.hidden_size
-    return {"lm_head.weight": (config.draft_vocab_size, hidden)} | {
-        f"heads.{number}.{part}.weight": (hidden, (2 + number) * hidden)
-        for number in range(config.num_heads) for part in ("skip", "inner")}
-
-
-_FORMAT = HeadsFormat("hydra", shared_output=True, shapes=_shapes)
-
-
 @torch.no_grad()
 def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, _layers: Layers,
            vocabulary: DraftVocabulary, seed: int) -> HydraDrafter:
@@ -259,22 +230,14 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def save(directory: Path, drafter: HydraDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing an existing one, atomically."""
-    save_heads(directory, _FORMAT, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
-
-
 def load(directory: Path, target: TargetConfig | None) -> HydraDrafter:
     """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
-    stored = load_heads(directory, _FORMAT, target)
-    drafter = HydraDrafter(stored.config, stored.vocabulary)
-    drafter.load_state_dict(stored.tensors, assign=True)
-    return drafter
+    return load_heads(HydraDrafter, directory, target)
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     return HydraProposer(load(directory, target.config), target.embed_weight, target.config.num_layers)
 
 
-FAMILY = FamilyImplementation("hydra", create, HydraObjective, save, _load_proposer,
+FAMILY = FamilyImplementation("hydra", create, HydraObjective, save_heads, _load_proposer,
                               validator_by_loading("hydra", load), learning_rate=2e-3)
