@@ -200,7 +200,7 @@ def test_bytes_of_two_and_three_ranks_are_predicted(tmp_path: Path) -> None:
 
 def _measure_as_rank(rank: int, directory: Path) -> None:
     """Write, for each number of ranks that this one takes part in: the number, bytes measured, bytes predicted."""
-    shape = Shape(hidden=512, heads=8, lengths=(90, 61))  # optimiser states are the largest part
+    shape = Shape(hidden=512, heads=8, lengths=(90, 61))  # optimizer states are the largest part
     for num_ranks in range(max(2, rank + 1), 4):
         dist.init_process_group("gloo", init_method=f"file://{directory}/{num_ranks}", rank=rank, world_size=num_ranks)
         measured, predicted, _ = measured_and_predicted(shape, num_ranks)

@@ -43,8 +43,6 @@ TOKENIZER = "tokenizer.json"
 
 
 class TargetIdentity(Frozen):
-    """The target of a drafter."""
-
     name: str
     """Hub id, or the last part of a local path; for display."""
 
@@ -203,7 +201,6 @@ def readme(card: Card) -> str:
 
 
 def variant(spec: DrafterSpec) -> str:
-    """Description of the variant of a drafter."""
     flags = [name for name in ("fc_norm", "norm_before_fc", "norm_output") if getattr(spec, name)]
     if spec.sliding_window is not None:
         flags.append(f"sliding_window {spec.sliding_window}")
@@ -229,7 +226,6 @@ def _summary(value: Any) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.card",
                                      description="Add measured results.")
     parser.add_argument("directory", type=Path)

@@ -10,7 +10,7 @@ other families whether Eyrie loads it, with exactly the tensors its config impli
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from eyrie_workers.drafters.card import CONFIG, WEIGHTS, Card, read_card
 from eyrie_workers.drafters.eagle3.directory import ENGINES, architecture_rules, author_format_rules
 from eyrie_workers.drafters.family import family_of
 from eyrie_workers.drafters.validation import (
-    DrafterFiles,
     Finding,
     ValidationRequest,
     check_mtp_layers,
@@ -67,8 +66,8 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         card = read_card(directory)
     except EyrieError as fault:
         general.insert(0, error("card-unreadable", fault.message, fault.hint))
-    findings: Sequence[Finding] = tuple(author_format_rules(config, tensors)) or family.validate(
-        ValidationRequest(directory, DrafterFiles(config, tensors, card), target, context, compare_weights))
+    findings = [*author_format_rules(config, tensors)] or family.validate(
+        ValidationRequest(config, tensors, card, directory, target, context, compare_weights))
     return errors_first([*findings, *general])
 
 

@@ -8,7 +8,7 @@ unknown tensors and leave missing ones random.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyrie_api.errors import ArtifactMissing, Permanent
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Permanent, UnsupportedTarget
 from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
-from eyrie_workers.targets.config import RopeConfig, TargetConfig
+from eyrie_workers.targets.config import RopeConfig, TargetConfig, parse_drafter_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,16 +32,21 @@ class CheckpointInvalid(Permanent):
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
-                     card: Card | None) -> None:
-    """Write a checkpoint to `directory`, replacing an existing one, atomically. Without `card`, no card is written."""
+                     card: Card | None = None, copies: Sequence[Path] = ()) -> None:
+    """Write a checkpoint to `directory`, replacing an existing one, atomically, with the `card` if there is one, and
+    with copies of those files of `copies` that exist."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.with_name(f".{directory.name}.temporary")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
     (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if card is not None:
         write_card(temporary, card)
+    for file in copies:
+        if file.is_file():
+            shutil.copy2(file, temporary)
     for path in (*temporary.iterdir(), temporary):
         _flush(path)
     if directory.exists():  # the same step exported again after an interruption: the bytes are equal
@@ -76,6 +81,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     return found
 
 
+def parse_decoder(drafter: str, config: Mapping[str, Any]) -> TargetConfig:
+    """The decoder layers that a drafter's `config.json` describes. Raises CheckpointInvalid for those that Eyrie does
+    not compute."""
+    try:
+        return parse_drafter_config(config)
+    except UnsupportedTarget as error:
+        raise CheckpointInvalid(f"drafter {drafter}: {error.message}", error.hint) from error
+
+
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by their names in the file, on the default device (`targets.device.device_scope`).
 
@@ -91,6 +105,25 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise CheckpointInvalid(f"{path} is not a readable safetensors file: {error}",
                                 "copy or export the drafter again") from error
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
+    tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {error}", "download or copy it again"
+                                  ) from error
+    pickled = directory / "pytorch_model.bin"
+    if not found and pickled.is_file():
+        found = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
+    if not found:
+        raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
+    return found
 
 
 def check_tensors(drafter: str, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -13,9 +13,9 @@ The features enter each layer as keys and values only; settled positions run nei
 output matrix are the target's, frozen. The layers are Qwen3's, with norms on the heads of q and k, as SGLang's DFLASH
 loads them (0.5.23, `srt/models/dflash.py`).
 
-Each optimiser step trains on blocks after random anchors i of the answer (`unrolled_fraction` of the positions:
+Each optimizer step trains on blocks after random anchors i of the answer (`unrolled_fraction` of the positions:
 neighbouring blocks make nearly the same predictions, and random anchors gain 14 % of tau over fixed ones in the paper's
-ablation), with the target's distribution as teacher. Position s has weight step_decay^s: a wrong token invalidates the
+ablation), against the target's distribution. Position s has weight step_decay^s: a wrong token invalidates the
 tokens after it, so early positions count more (the paper's exp(-s / gamma); 0.8 is its gamma of 4.5, between its 4 for
 blocks of 8 and 5 for blocks of 10).
 
@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.decisions.target_config import FULL
-from eyrie_api.errors import InvalidInput, UnsupportedTarget
+from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -54,6 +54,7 @@ from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
+    parse_decoder,
     read_config,
     read_tensors,
     write_checkpoint,
@@ -75,7 +76,7 @@ from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.upload import upload
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
@@ -92,8 +93,6 @@ _TARGET_LAYERS_PER_LAYER = 6  # for a shallow target five layers would cost as m
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Sizes of a drafter."""
-
     decoder: TargetConfig
     """Config of the layers. Width and vocabulary are the target's."""
 
@@ -232,15 +231,12 @@ class DFlashProposer:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """`hidden_states` indices the drafter was trained on."""
         return self._config.aux_layers
 
     def new_state(self, num_rows: int) -> DFlashState:
-        """A cache of `num_rows` rows."""
         return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
         assert isinstance(state, DFlashState)
         state.cache.settled[row] = 0
 
@@ -318,10 +314,7 @@ def read_dflash_config(name: str, found: Mapping[str, Any]) -> DFlashConfig:
     def refuse(fault: str, hint: str = "export the drafter again") -> CheckpointInvalid:
         return CheckpointInvalid(f"drafter {name}: {fault}", hint)
 
-    try:
-        decoder = parse_drafter_config(found)
-    except UnsupportedTarget as error:
-        raise refuse(error.message, error.hint) from error
+    decoder = parse_decoder(name, found)
     own = found.get("dflash_config")
     if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
         raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")

@@ -48,7 +48,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -57,6 +56,7 @@ from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
+    parse_decoder,
     read_config,
     read_tensors,
     refuse_other_sizes,
@@ -74,7 +74,7 @@ from eyrie_workers.drafters.layer_proposer import (
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
@@ -271,7 +271,6 @@ class _InferenceLayer:
         self._target = target
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
-        """The feature itself: [T, H]."""
         return aux_TAH[:, 0].to(self._dtype)
 
     def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +279,6 @@ class _InferenceLayer:
         return x_TH.contiguous(), qkv_TQ
 
     def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        """The predicted feature [T, H]."""
         return self._post_attention(residual_TH, attended_TQ)
 
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,10 +320,7 @@ def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: 
 def load(directory: Path) -> Eagle1Drafter:
     """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
     found = read_config(directory)
-    try:
-        config = parse_drafter_config(found)
-    except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
+    config = parse_decoder(directory.name, found)
     expected = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
                 "attention_bias": False, "mlp_bias": False}
     faults = [f"{name} is {found[name]!r}, not {value!r}" for name, value in expected.items()
@@ -359,10 +354,7 @@ def import_original(directory: Path, config: Mapping[str, Any], tensors: Mapping
                                 "drafter", "an EAGLE-3 drafter only needs another architecture name; see "
                                 "`eyrie check-drafter`")
     found.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
-    try:
-        parsed = replace(parse_drafter_config(config), tie_word_embeddings=False)
-    except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"EAGLE-1/2 drafter: {error.message}", error.hint) from error
+    parsed = replace(parse_decoder(directory.name, config), tie_word_embeddings=False)
     with torch.device("meta"):
         expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
     check_tensors(directory.name, found, expected)

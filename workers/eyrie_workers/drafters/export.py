@@ -17,25 +17,17 @@ is in the nested config, where vLLM reads it when there are not three.
 """
 
 import argparse
-import json
-import os
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
 from eyrie_api.decisions.capture_support import sglang_layer_ids
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput
+from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.program_exit import report_error
 from eyrie_workers.drafters import eagle1
-from eyrie_workers.drafters.card import CONFIG, WEIGHTS, read_card
+from eyrie_workers.drafters.card import CONFIG, read_card
 from eyrie_workers.drafters.check import check_directory
+from eyrie_workers.drafters.checkpoint import read_weights, write_checkpoint
 from eyrie_workers.drafters.eagle3.directory import (
     ARCHITECTURE,
     LAYER_IDS,
@@ -43,9 +35,9 @@ from eyrie_workers.drafters.eagle3.directory import (
     canonical_name,
     nested,
     num_aux,
-    validate_files,
+    validate,
 )
-from eyrie_workers.drafters.validation import DrafterFiles
+from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.targets.config import read_json
 
 SPECULATORS_VERSION = "0.9.0"
@@ -85,7 +77,7 @@ def to_speculators(directory: Path, out: Path, *, target: str | None = None, num
     }
     tensors = {canonical_name(name).replace("midlayer.", "layers.0."): tensor
                for name, tensor in read_weights(directory).items()}
-    write_directory(out, written, tensors)
+    write_checkpoint(out, written, tensors)
 
 
 def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausalLM",
@@ -130,50 +122,13 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
                if not name.startswith("verifier_") and not (whole and name in MAPS)}
     if config["target_hidden_size"] == config.get("hidden_size"):
         tensors.pop("embed_tokens.weight", None)
-    faults = [finding for finding in validate_files(DrafterFiles(config, tensors)) if finding.severity == "error"]
+    faults = [finding for finding in validate(ValidationRequest(config, tensors)) if finding.severity == "error"]
     if faults:
         raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)
-    write_directory(out, config, tensors)
-
-
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
-    tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
-        except SafetensorError as error:
-            raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {error}", "download or copy it again"
-                                  ) from error
-    pickled = directory / "pytorch_model.bin"
-    if not found and pickled.is_file():
-        found = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
-    if not found:
-        raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
-    return found
-
-
-def write_directory(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
-                    others: Sequence[Path] = ()) -> None:
-    """Write config and weights, and copies of those of the `others` that exist, replacing an existing directory."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.temporary")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / WEIGHTS,
-              metadata={"format": "pt"})
-    (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    for file in others:
-        if file.is_file():
-            shutil.copy2(file, temporary)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(temporary, out)
+    write_checkpoint(out, config, tensors)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command lines in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.export")
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)

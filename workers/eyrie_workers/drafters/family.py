@@ -76,7 +76,6 @@ class FamilyImplementation:
 
     @property
     def row(self) -> DrafterFamily:
-        """The family's row in the table of families."""
         return FAMILIES[self.name]
 
     def layers(self, fused: Layers, num_layers: int) -> Layers:

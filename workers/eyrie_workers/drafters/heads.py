@@ -109,7 +109,6 @@ class HeadsProposer:
         self._dtype, self._device = dtype, device
 
     def new_state(self, num_rows: int) -> HeadsState:
-        """Space for one input of the first head per row."""
         return HeadsState(torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device))
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:

@@ -134,7 +134,7 @@ class HydraObjective(Objective[HydraDrafter]):
         return Prediction(tuple(states), drafter.lm_head.weight.to(self.dtype))
 
     def flops(self, plan: UnrollPlan) -> int:
-        """The inputs of the heads have no gradient; the teacher is one product forward."""
+        """The inputs of the heads have no gradient; the target is one product forward."""
         config = self.drafter.config
         per_prediction = [2 * 2 * (2 + head) * config.hidden_size + 3 * config.draft_vocab_size
                           for head in range(len(plan.alive))]
@@ -168,7 +168,6 @@ class HydraProposer(HeadsProposer):
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Store each row's last pair."""
         assert isinstance(state, HeadsState)
         indices = pairs.indices()
         chosen_B = indices.tokens.flatten().index_select(0, indices.last)

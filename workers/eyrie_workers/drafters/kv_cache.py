@@ -69,8 +69,6 @@ def attend_rows(q_BKXE: Tensor, keys_RLKE: Tensor, values_RLKE: Tensor, mask: Te
 
 
 class DrafterKVCache:
-    """Keys and values of all rows and layers."""
-
     def __init__(self, config: TargetConfig, num_rows: int, dtype: torch.dtype) -> None:
         self.config = config
         self.settled = [0] * num_rows

@@ -42,8 +42,6 @@ MAX_TABLE_BYTES = 64 * 2**20
 
 
 class _LayerConfig(Protocol):
-    """What `LayerProposer` reads of a drafter's config."""
-
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -80,7 +78,6 @@ class LayerState:
     """Depth of each scratch key of the current round."""
 
     def reserve(self, length: int) -> None:
-        """Grow the caches to at least `length` keys per row."""
         self.keys, self.values = grown(self.keys, 1, length), grown(self.values, 1, length)
 
 
@@ -170,12 +167,10 @@ class LayerProposer:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """`hidden_states` indices the drafter was trained on."""
         return self._aux_layers
 
     @property
     def max_length(self) -> int:
-        """Longest text it can draft for."""
         return self._config.max_position_embeddings
 
     def _rotations_up_to(self, length: int) -> Tensor:
@@ -184,7 +179,6 @@ class LayerProposer:
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
     def new_state(self, num_rows: int) -> LayerState:
-        """Caches of `num_rows` rows."""
         config = self._config
         num_outputs = config.vocab_size if self._draft_ids_D is None else self._draft_ids_D.numel()
         shape = (num_rows, INITIAL_POSITIONS, config.num_kv_heads, config.head_dim)
@@ -199,7 +193,6 @@ class LayerProposer:
             self._rotations = self._rotations_up_to(state.keys.shape[1])
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
         assert isinstance(state, LayerState)
         state.settled[row] = 0
 
@@ -240,7 +233,6 @@ class LayerProposer:
 
     def _step(self, state: LayerState, chosen: RowLengths, tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
               depth: int) -> DraftStep:
-        """`protocol.StepFunction` of these rows."""
         num_nodes, num_scratch = tokens_BN.shape[1], mask_BNM.shape[2]
         state.scratch[num_scratch - num_nodes:] = [depth] * num_nodes
         if len(chosen.rows) == 1 and num_scratch == depth and self._dtype == torch.float32:  # one node at every depth

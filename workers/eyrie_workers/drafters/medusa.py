@@ -113,7 +113,7 @@ class MedusaObjective(Objective[MedusaDrafter]):
         return Prediction(tuple(states), tuple(drafter.output(head).to(self.dtype) for head in heads))
 
     def flops(self, plan: UnrollPlan) -> int:
-        """W1: one product forward and one backward, since h has no gradient. W2: three. The teacher: one forward
+        """W1: one product forward and one backward, since h has no gradient. W2: three. The target: one forward
         product."""
         config = self.drafter.config
         return 2 * config.hidden_size * (
@@ -136,7 +136,6 @@ class MedusaProposer(HeadsProposer):
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Store each row's last state."""
         assert isinstance(state, HeadsState)
         indices = pairs.indices()
         state.read.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))

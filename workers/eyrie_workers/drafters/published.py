@@ -36,9 +36,9 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.families import VARIANT_FIELDS
 from eyrie_workers.drafters.card import CARD, README, weights_digest
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
-from eyrie_workers.drafters.eagle3.directory import ARCHITECTURE, LAYER_IDS, canonical_name, nested
-from eyrie_workers.drafters.export import read_weights, to_sglang, write_directory
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config, read_weights, write_checkpoint
+from eyrie_workers.drafters.eagle3.directory import ARCHITECTURE, LAYER_IDS, MAPS, canonical_name, nested
+from eyrie_workers.drafters.export import to_sglang
 from eyrie_workers.drafters.family import FamilyImplementation, Layers, family_of
 from eyrie_workers.drafters.validation import Target, read_target
 from eyrie_workers.targets.config import read_json
@@ -67,11 +67,10 @@ def copy_mtp_layers(target: Path, out: Path) -> None:
     for name in mtp_tensors(owners, config):
         with safe_open(owners[name], framework="pt") as handle:
             tensors[name] = handle.get_tensor(name)
-    write_directory(out, dict(config) | {"eyrie": {"drafter": MARK}}, tensors)
+    write_checkpoint(out, dict(config) | {"eyrie": {"drafter": MARK}}, tensors)
 
 
 _OTHER_NAMES = (["LlamaForCausalLM"], ["Eagle3LlamaForCausalLM"])
-_EMBEDDING = "embed_tokens.weight"
 _UNSERVED = frozenset({"target-not-captured"})
 """Findings about SGLang alone; `decisions.engine_support` refuses such jobs where SGLang is the engine."""
 
@@ -109,53 +108,46 @@ def adopt(source: Path, out: Path, target: Path) -> FamilyImplementation:
 
 def _convert(source: Path, out: Path, target: Target) -> None:
     config = read_config(source)
+    architectures = config.get("architectures")
     if "speculators_model_type" in config:
         to_sglang(source, out, architecture=target.architecture or "LlamaForCausalLM", num_layers=target.num_layers)
         return
-    family = family_of(config.get("architectures"))
-    if config.get("architectures") not in _OTHER_NAMES and family is None:
-        raise CheckpointInvalid(f"drafter {source.name} is of architecture {config.get('architectures')!r}, which no "
-                                "family of Eyrie reads", "name a drafter of a family that `eyrie check-drafter` knows")
+    family = family_of(architectures)
+    if architectures not in _OTHER_NAMES and family is None:
+        raise CheckpointInvalid(f"drafter {source.name} is of architecture {architectures!r}, which no family of Eyrie "
+                                "reads", "name a drafter of a family that `eyrie check-drafter` knows")
     tensors = {canonical_name(name) if "fc.weight" in name or family is None else name: tensor
                for name, tensor in read_weights(source).items()}
     fc = tensors.get("fc.weight")
-    if config.get("architectures") == ["LlamaForCausalLM"] and fc is None:
-        _write_draft_model(out, source, config, tensors)
-    elif config.get("architectures") == ["LlamaForCausalLM"] and fc is not None and fc.shape[1] == 2 * fc.shape[0]:
-        to_sglang(source, out)
-    elif fc is not None and config.get("architectures") in (*_OTHER_NAMES, [ARCHITECTURE]):
-        _write_eagle3(out, source, config, tensors, target)
-    else:
-        _write(out, source, config, tensors)
+    if architectures == ["LlamaForCausalLM"] and fc is None:
+        # A draft model. Where its output matrix is its embedding, it is written out.
+        embedding = tensors.get("model.embed_tokens.weight")
+        if config.get("tie_word_embeddings") and embedding is not None:
+            tensors["lm_head.weight"] = embedding.clone()
+        config = config | {"tie_word_embeddings": False}
+    elif architectures == ["LlamaForCausalLM"] and fc is not None and fc.shape[1] == 2 * fc.shape[0]:
+        to_sglang(source, out)  # EAGLE-1/2 in its authors' format
+        return
+    elif fc is not None and architectures in (*_OTHER_NAMES, [ARCHITECTURE]):
+        config, tensors = _as_eagle3(config, tensors, target)
+    # The card, where there is one, is part of the checkpoint: it names the target's digest.
+    write_checkpoint(out, config, tensors, copies=[source / name for name in (CARD, README)])
 
 
-def _write_draft_model(out: Path, source: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    embedding = tensors.get("model.embed_tokens.weight")
-    if config.get("tie_word_embeddings") and embedding is not None:
-        tensors = tensors | {"lm_head.weight": embedding.clone()}
-    _write(out, source, dict(config) | {"tie_word_embeddings": False}, tensors)
-
-
-def _write_eagle3(out: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
-                  target: Target) -> None:
+def _as_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
+               target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     written = dict(config) | {"architectures": [ARCHITECTURE], "model_type": "llama"}
     layers, inner = target.num_layers, nested(config).get(LAYER_IDS)
     if inner is None and LAYER_IDS not in config and layers is not None:
         inner = [1, layers // 2 - 1, layers - 4]
-        written |= {LAYER_IDS: [one + 1 for one in inner],
+        written |= {LAYER_IDS: [layer + 1 for layer in inner],
                     "eagle_config": dict(nested(config)) | {LAYER_IDS: inner}}
     whole = written.get("draft_vocab_size") == written.get("vocab_size")
     kept = {canonical_name(name): tensor for name, tensor in tensors.items()}
-    if whole:
-        kept = {name: tensor for name, tensor in kept.items() if name not in ("d2t", "t2d")}
+    kept = {name: tensor for name, tensor in kept.items() if not (whole and name in MAPS)}
     if written.get("target_hidden_size", written.get("hidden_size")) == written.get("hidden_size"):
-        kept.pop(_EMBEDDING, None)
-    _write(out, source, written, kept)
-
-
-def _write(out: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    # The card, where there is one, is part of the checkpoint: it names the target's digest.
-    write_directory(out, config, tensors, [source / name for name in (CARD, README)])
+        kept.pop("embed_tokens.weight", None)
+    return written, kept
 
 
 _FIELD = "drafter.init_from"
@@ -169,8 +161,6 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Head:
-    """A drafter that training continues from."""
-
     module: nn.Module
     """float32, on the default device."""
 

@@ -36,7 +36,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -46,6 +45,7 @@ from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
+    parse_decoder,
     read_config,
     read_tensors,
     write_checkpoint,
@@ -76,7 +76,7 @@ from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, Drafter
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.causal_attention import packed_causal, starts_of
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import Attend, TargetModel
 from eyrie_workers.targets.rotary import Rotary
@@ -179,13 +179,11 @@ class StandaloneProposer:
         self.max_length = model.config.max_position_embeddings
 
     def new_state(self, num_rows: int) -> StandaloneState:
-        """A cache of `num_rows` rows."""
         config, dtype = self._model.config, self._model.dtype
         return StandaloneState(DrafterKVCache(config, num_rows, dtype),
                                torch.zeros(num_rows, config.vocab_size, dtype=dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Clear the row and keep the first token."""
         assert isinstance(state, StandaloneState)
         state.cache.settled[row], state.first[row] = 0, prompt[0]
 
@@ -269,10 +267,7 @@ def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | 
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    try:
-        config = parse_drafter_config(read_config(directory))
-    except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
+    config = parse_decoder(directory.name, read_config(directory))
     if config.family != "llama" or config.tie_word_embeddings or config.sliding_window is not None:
         raise CheckpointInvalid(f"drafter {directory.name} is a {config.family} that Eyrie did not write: a standalone "
                                 "drafter is a Llama with its own output matrix and without a window",

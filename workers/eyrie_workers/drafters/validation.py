@@ -82,19 +82,16 @@ class Target:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The config of the language model."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, Mapping) else self.config
 
     @property
     def architecture(self) -> str | None:
-        """Name of the model class in SGLang."""
         found = self.config.get("architectures")
         return str(found[0]) if isinstance(found, list) and found else None
 
     @property
     def num_layers(self) -> int | None:
-        """Decoder layers of the language model."""
         found = self.text.get("num_hidden_layers")
         return found if isinstance(found, int) else None
 
@@ -105,7 +102,6 @@ def read_target(path: Path) -> Target:
 
 
 def vocabulary_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
-    """The vocabularies have the same size."""
     if config.get("vocab_size") != target.text.get("vocab_size"):
         yield error("vocab-differs", f"vocab_size is {config.get('vocab_size')}, the target's "
                     f"{target.text.get('vocab_size')}", "serve the drafter with the target it was trained for")
@@ -148,11 +144,7 @@ def dtype_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
     if own != target_dtype and {own, target_dtype} & _HALVES:
         yield warning("dtype-differs", f"the drafter is stored as {own}, the target as {target_dtype}: with --dtype "
                       "auto SGLang loads each in its own, float32 as float16",
-                      f"name one at launch: --dtype {_half(target_dtype)}")
-
-
-def _half(dtype: str) -> str:
-    return dtype if dtype in _HALVES else "bfloat16"
+                      f"name one at launch: --dtype {target_dtype if target_dtype in _HALVES else 'bfloat16'}")
 
 
 def identity_rules(card: Card | None, target: Target, drafter_dir: Path, *, compare_weights: bool) -> Iterator[Finding]:
@@ -197,24 +189,18 @@ def _short(digest: str) -> str:
 
 
 @dataclass(frozen=True)
-class DrafterFiles:
-    """The contents of a drafter directory, read or about to be written."""
+class ValidationRequest:
+    """The contents of a drafter directory, read or about to be written, and the target and context to validate it for.
+    """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     """By the names in the file."""
 
     card: Card | None = None
-
-
-@dataclass(frozen=True)
-class ValidationRequest:
-    """A drafter directory, and the target and context to validate it for."""
-
-    directory: Path
-    files: DrafterFiles
+    directory: Path = Path()
     target: Target | None = None
-    """None: the drafter is validated without a target."""
+    """The model to serve; None: validated without one, with what the card records of it."""
 
     context: int | None = None
     """Context length in tokens it will be served with; None: the limits of the two configs."""
@@ -223,39 +209,40 @@ class ValidationRequest:
     """Compare the digest of the target's weights with the card, which reads all of them."""
 
 
-Validator = Callable[[ValidationRequest], tuple[Finding, ...]]
-Load = Callable[[Path, TargetConfig | None], object]
+Validator = Callable[[ValidationRequest], Iterator[Finding]]
+"""All findings about a drafter of a family's architecture."""
 
 
-def validator_by_loading(family: str, load: Load) -> Validator:
+def validator_by_loading(family: str, load: Callable[[Path, TargetConfig | None], object]) -> Validator:
     """The validator of a family whose loader refuses every directory that breaks its contract.
 
     load   strict loader; checks the fit with the given target. Raises EyrieError with a hint.
     """
 
-    def validate(request: ValidationRequest) -> tuple[Finding, ...]:
-        return errors_first([*_findings(family, load, request)])
+    def validate(request: ValidationRequest) -> Iterator[Finding]:
+        config, card, target = request.config, request.card, request.target
+        if card is not None and card.family != family:
+            yield error("card-disagrees", f"its card is of a {card.family} drafter, its config.json of a {family} one",
+                        "export the drafter again")
+        try:
+            load(request.directory, None if target is None else describe_config(target.config))
+        except EyrieError as fault:
+            yield error("contract", fault.message, fault.hint)
+            return
+        yield from value_rules(request.tensors)
+        if "max_position_embeddings" in config:
+            yield from context_rules(config, target, request.context, card)
+        if target is not None:
+            yield from vocabulary_rules(config, target)
+            yield from target_rules(request, target)
 
     return validate
 
 
-def _findings(family: str, load: Load, request: ValidationRequest) -> Iterator[Finding]:
-    config, card, target = request.files.config, request.files.card, request.target
-    if card is not None and card.family != family:
-        yield error("card-disagrees", f"its card is of a {card.family} drafter, its config.json of a {family} one",
-                    "export the drafter again")
-    try:
-        load(request.directory, None if target is None else describe_config(target.config))
-    except EyrieError as fault:
-        yield error("contract", fault.message, fault.hint)
-        return
-    yield from value_rules(request.files.tensors)
-    if "max_position_embeddings" in config:
-        yield from context_rules(config, target, request.context, card)
-    if target is not None:
-        yield from vocabulary_rules(config, target)
-        yield from dtype_rules(config, target)
-        yield from identity_rules(card, target, request.directory, compare_weights=request.compare_weights)
+def target_rules(request: ValidationRequest, target: Target) -> Iterator[Finding]:
+    """What every family requires of the target, besides its own sizes."""
+    yield from dtype_rules(request.config, target)
+    yield from identity_rules(request.card, target, request.directory, compare_weights=request.compare_weights)
 
 
 def check_mtp_layers(config: Mapping[str, Any], target: Target | None) -> Iterator[Finding]:

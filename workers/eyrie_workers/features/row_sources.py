@@ -30,7 +30,6 @@ class RowSources(Frozen):
 
     @property
     def of_rows(self) -> list[str]:
-        """The source of each row."""
         return [self.names[index] for index in self.rows]
 
 

@@ -148,13 +148,13 @@ class CandidateGroup:
             slower = slower_half(speedups)
             for name in speedups.keys() & self._active().keys():
                 # Before the run is saved as finished: killed in between, it comes here again.
-                self._runs[name].log_rung(step, goes_on=name not in slower)
+                self._runs[name].stage.metric("rung", step, float(name not in slower))  # 1 goes on, 0 ends
                 if name in slower:
                     self._runs[name].stop_early(
                         f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
 
     def _step(self, runs: Mapping[str, TrainingRun], step: int) -> None:
-        """One optimiser step of each run, on one batch and one set of target distributions."""
+        """One optimizer step of each run, on one batch and one set of target distributions."""
         started = time.perf_counter()
         if not runs:
             return
@@ -297,7 +297,6 @@ def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[floa
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program."""
     parser = argparse.ArgumentParser(description="Train the candidates of a sweep together.")
     parser.add_argument("--train", type=Path, action="append", required=True, metavar="DIR",
                         help="directory with the spec.json of a train stage; once per candidate")

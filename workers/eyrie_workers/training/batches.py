@@ -56,7 +56,7 @@ from eyrie_workers.training.distributed import SINGLE_PROCESS, BatchShard, DistC
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The documents of one optimiser step."""
+    """The documents of one optimizer step."""
 
     step: int
     epoch: float
@@ -153,16 +153,15 @@ class Schedule:
 
     @property
     def num_steps_of_epochs(self) -> int:
-        """Optimiser steps of all epochs, whatever `max_steps`."""
+        """Optimizer steps of all epochs, whatever `max_steps`."""
         return self._first_steps[-1]
 
     @cached_property
     def num_steps(self) -> int:
-        """Optimiser steps of the whole run."""
+        """Optimizer steps of the whole run."""
         return min(self.num_steps_of_epochs, self.max_steps or self.num_steps_of_epochs)
 
     def at(self, step: int) -> StepPlan:
-        """The documents of step `step`, 0 <= step < num_steps."""
         assert 0 <= step < self.num_steps
         number = bisect_right(self._first_steps, step) - 1
         batches = self.epoch(number)
@@ -305,7 +304,6 @@ class BatchLoader:
         self._batches: Generator[PackedBatch, None, None] | None = None
 
     def take(self, step: int) -> StepBatch:
-        """The batch of a step."""
         if self._batches is None or step != self._next_step:
             self.close()
             self._batches = self._features.batches(self._groups(step), ahead=1, reuse=True)
@@ -320,7 +318,6 @@ class BatchLoader:
         return StepBatch(plan, replace(documents, loss_mask=torch.zeros_like(documents.loss_mask)), (0,), 0)
 
     def close(self) -> None:
-        """Stop reading ahead."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -403,21 +400,17 @@ class CutFeatures:
 
     @property
     def num_rows(self) -> int:
-        """How many rows."""
         return self._whole.num_rows
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        """Ids [T] int64 and loss mask [T] bool of a row, without its states."""
         token_ids, loss_mask = self._whole.tokens(index)
         return token_ids[:self._most], loss_mask[:self._most]
 
     def read(self, rows: Sequence[int]) -> PackedBatch:
-        """Some rows end to end, in that order."""
         return first_tokens(self._whole.read(rows), self._most)
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        """`read` of each group in order, some of them ahead."""
         whole = self._whole.batches(groups, ahead=ahead, reuse=reuse)
         try:
             for batch in whole:

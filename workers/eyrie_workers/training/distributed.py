@@ -79,12 +79,10 @@ class DistContext:
         return self.rank == 0
 
     def close(self) -> None:
-        """Destroy the process group, if there is one."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def all_sum(self, x: Tensor) -> Tensor:
-        """The sum over all processes."""
         if self.size > 1:
             x = x.clone()  # all_reduce works in place, and the caller keeps its own
             dist.all_reduce(x)
@@ -158,8 +156,6 @@ def threads_of_process(processors: int, environment: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """One process's documents of a step."""
-
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     """First token of each in the step's whole batch."""
@@ -208,7 +204,6 @@ class Optimizer:
         return groups
 
     def zero_grad(self) -> None:
-        """Free the gradients."""
         self._inner.zero_grad(set_to_none=True)
 
     def reduce(self) -> None:

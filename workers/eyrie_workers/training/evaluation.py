@@ -53,30 +53,22 @@ class Evaluation:
 
 def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
     """Counts (predictions, hits, all hit before, all hit so far) of one batch for each of `ttt_length` steps."""
-    counts = []
+    counts = [(0, 0, 0, 0)] * ttt_length  # of steps that no root reached, or that the drafter does not predict
     so_far = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
-    for step in range(ttt_length):
-        if step >= len(hits):  # no root came that far, or the drafter predicts fewer
-            counts.append((0, 0, 0, 0))
-            continue
-        hit = hits[step]
-        so_far = so_far[: hit.numel()]
-        after = so_far & hit
-        counts.append((hit.numel(), int(hit.sum()), int(so_far.sum()), int(after.sum())))
-        so_far = after
+    for step, hit in enumerate(hits[:ttt_length]):
+        before = so_far[: hit.numel()]  # the roots of this step are the first of those of the step before
+        so_far = before & hit
+        counts[step] = hit.numel(), int(hit.sum()), int(before.sum()), int(so_far.sum())
     return counts
 
 
 class HitCounts:
-    """Accumulates the counts of an evaluation."""
-
     def __init__(self, ttt_length: int) -> None:
         self._ttt_length = ttt_length
         self._totals = [(0, 0, 0, 0)] * ttt_length
         self._loss_sum, self._weight = 0.0, 0
 
     def add(self, outcome: Outcome) -> None:
-        """Add one evaluated batch."""
         counts = count_hits(outcome.hits, self._ttt_length)
         self._totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
                         for total, count in zip(self._totals, counts, strict=True)]

@@ -51,14 +51,11 @@ def learning_rate_at(step: int, num_steps: int, spec: TrainSpec) -> float:
 
 
 def peak_learning_rate(spec: TrainSpec) -> float:
-    """The peak learning rate."""
     return DEFAULT_LEARNING_RATE if spec.learning_rate is None else spec.learning_rate
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did."""
-
     step: int
     """Steps done, this one included."""
 
@@ -87,7 +84,6 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether every step has been done."""
         return self.counters.step >= self.schedule.num_steps
 
     def step(self) -> StepReport:
@@ -171,5 +167,4 @@ class Trainer:
                        computed=sum(outcome.computed for outcome in outcomes))
 
     def context(self, batch: StepBatch) -> StepContext:
-        """The batch's position in this run."""
         return StepContext(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.dist.all_sum)

@@ -224,7 +224,6 @@ class TargetDistribution:
     table: TargetTable
 
     def of_tokens(self, start: int, stop: int) -> "TargetDistribution":
-        """Those of some of the batch's packed tokens."""
         return TargetDistribution(self.row_T[start:stop], self.table)
 
 

@@ -36,8 +36,6 @@ _PARAMETER, _MOMENT = "parameter.", "optimizer."
 
 @dataclass(frozen=True)
 class Counters:
-    """Progress of a run."""
-
     step: int = 0
     """Optimizer steps done."""
 
@@ -141,7 +139,6 @@ class StateWriter:
             pending.result()
 
     def close(self) -> None:
-        """`wait`, and end the thread."""
         try:
             self.wait()
         finally:
@@ -181,10 +178,11 @@ def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, d
 def _restore(drafter: nn.Module, tensors: Mapping[str, Tensor]) -> Moments:
     for name, parameter in drafter.named_parameters():
         parameter.copy_(tensors[_PARAMETER + name])
-    return [{key.removeprefix(_MOMENT).removesuffix("." + name): value for key, value in tensors.items()
-             if key.startswith(_MOMENT) and _moment_of(key) == name} for name, _ in trainable_parameters(drafter)]
-
-
-def _moment_of(key: str) -> str:
-    """Parameter name of `optimizer.<moment>.<parameter>`; moments carry no dot."""
-    return key.removeprefix(_MOMENT).split(".", 1)[1]
+    # `optimizer.<moment>.<parameter>`: the name of a moment has no dot.
+    moments: dict[str, dict[str, Tensor]] = {name: {} for name, _ in trainable_parameters(drafter)}
+    for key, value in tensors.items():
+        if key.startswith(_MOMENT):
+            moment, name = key.removeprefix(_MOMENT).split(".", 1)
+            if name in moments:
+                moments[name][moment] = value
+    return [*moments.values()]

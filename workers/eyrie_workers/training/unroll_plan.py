@@ -110,7 +110,6 @@ class UnrollPlan:
 
     @property
     def tiles(self) -> tuple[AttentionTile, ...]:
-        """The tiles of the CPU's attention."""
         return self._tiling[0]
 
     @cached_property

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,15 +38,12 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.drafters.card import DTYPES, Card
 from eyrie_workers.drafters.validation import (
-    DrafterFiles,
     Finding,
     Target,
     ValidationRequest,
     context_rules,
-    dtype_rules,
     error,
-    errors_first,
-    identity_rules,
+    target_rules,
     value_rules,
     vocabulary_rules,
     warning,
@@ -317,7 +313,11 @@ def layer_rules(config: Mapping[str, Any], architecture: str | None, num_layers:
                     "whatever the drafter was trained on", f"write eagle_config.{LAYER_IDS}: output-of-layer ids, "
                     "for SGLang's defaults [1, n/2-1, n-4]")
     for place, ids in (("eagle_config", inner), ("the top level", top)):
-        problem = None if ids is None else _ids_problem(ids)
+        if ids is None:
+            continue
+        integers = isinstance(ids, list) and ids and not any(isinstance(i, bool) or not isinstance(i, int) for i in ids)
+        problem = "not a list of integers" if not integers else (
+            None if all(a < b for a, b in pairwise(ids)) else "not ascending")
         if problem:
             yield error("layer-ids-malformed", f"{LAYER_IDS} in {place} are {ids!r}: {problem}",
                         "write ascending, distinct layer numbers")
@@ -347,12 +347,6 @@ def layer_rules(config: Mapping[str, Any], architecture: str | None, num_layers:
     if len(inner) == 1 and config.get("target_hidden_size", config.get("hidden_size")) == config.get("hidden_size"):
         yield error("single-aux-layer", "one aux layer: SGLang treats a state as wide as the embedding as "
                     "the drafter's own and skips fc", "train on two or more layers")
-
-
-def _ids_problem(ids: Any) -> str | None:
-    if not isinstance(ids, list) or not ids or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        return "not a list of integers"
-    return None if all(a < b for a, b in pairwise(ids)) else "not ascending"
 
 
 def window_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -561,17 +555,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def embedding_rules(tensors: Mapping[str, Tensor], target_rows: Tensor | None) -> Iterator[Finding]:
-    """A stored embedding must be the target's: the drafter is served with the target's."""
-    own = tensors.get("embed_tokens.weight", tensors.get("model.embed_tokens.weight"))
-    if own is None or target_rows is None or own.dim() != 2 or own.shape[1] != target_rows.shape[1]:
-        return
-    rows = min(own.shape[0], target_rows.shape[0])
-    if not torch.equal(own[:rows].bfloat16(), target_rows[:rows].bfloat16()):
-        yield error("embedding-differs", "embed_tokens.weight is not the target's: SGLang replaces it by the target's, "
-                    "which the drafter was not trained on", "train with the target's embedding, frozen")
-
-
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
 
 
@@ -610,8 +593,15 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({"rope_theta": float(theta)} if isinstance(theta, int | float) else {})
 
 
-def card_rules(config: Mapping[str, Any], card: Card) -> Iterator[Finding]:
-    """Settings that do not show in the tensors: config.json against the card, which records how it was trained."""
+def card_rules(config: Mapping[str, Any], card: Card | None) -> Iterator[Finding]:
+    """Settings that do not show in the tensors: config.json against the card, which records how it was trained. Without
+    one, a drafter trained with `norm_output` cannot be distinguished from one trained without."""
+    if card is None:
+        if config.get("norm_output"):
+            yield warning("norm-output-unproven", "norm_output is set, and without a card it is unknown whether it was "
+                          "trained so (SpecForge 0.2.0 writes the flag and trains without it)",
+                          "compare acceptance at the second draft position with and without the flag")
+        return
     declared = {
         "norm_output": bool(config.get("norm_output", False)),
         "fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
@@ -628,47 +618,29 @@ def card_rules(config: Mapping[str, Any], card: Card) -> Iterator[Finding]:
                     "write the layer ids it was trained on")
 
 
-def provenance_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Without a card, a drafter trained with `norm_output` cannot be distinguished from one trained without."""
-    if config.get("norm_output"):
-        yield warning("norm-output-unproven", "norm_output is set, and without a card it is unknown whether it was "
-                      "trained so (SpecForge 0.2.0 writes the flag and trains without it)",
-                      "compare acceptance at the second draft position with and without the flag")
-
-
-def embedding_of(target: Target) -> Tensor | None:
-    """The target's embedding matrix; None when it is not found."""
+def embedding_rules(tensors: Mapping[str, Tensor], target: Target) -> Iterator[Finding]:
+    """A stored embedding must be the target's: the drafter is served with the target's."""
+    own = tensors.get("embed_tokens.weight", tensors.get("model.embed_tokens.weight"))
+    if own is None or own.dim() != 2:
+        return
+    rows: Tensor | None = None
     try:
         for file in weight_files(target.path):
             with safe_open(file, framework="pt") as handle:
                 for name in set(_EMBEDDINGS) & set(handle.keys()):
-                    found: Tensor = handle.get_tensor(name)
-                    return found
+                    rows = handle.get_tensor(name) if rows is None else rows
     except (EyrieError, OSError, SafetensorError):
-        return None
-    return None
+        return
+    if rows is None or own.shape[1] != rows.shape[1]:
+        return
+    size = min(own.shape[0], rows.shape[0])
+    if not torch.equal(own[:size].bfloat16(), rows[:size].bfloat16()):
+        yield error("embedding-differs", "embed_tokens.weight is not the target's: SGLang replaces it by the target's, "
+                    "which the drafter was not trained on", "train with the target's embedding, frozen")
 
 
-def validate(request: ValidationRequest) -> tuple[Finding, ...]:
-    """Findings about a directory (`validation.validator.Validator`)."""
-    return validate_files(request.files, target=request.target, context=request.context,
-                          drafter_dir=request.directory, compare_weights=request.compare_weights)
-
-
-def validate_files(files: DrafterFiles, *, target: Target | None = None, context: int | None = None,
-                   drafter_dir: Path | None = None, compare_weights: bool = True) -> tuple[Finding, ...]:
-    """Findings about a drafter, errors first.
-
-    target           the model to serve; None: the drafter is validated without one, with what its card records of it
-    context          context length in tokens; None: the limits of the two configs
-    compare_weights  compare the digest of the target's weights with the card, which reads all of them
-    """
-    return errors_first([*_findings(files, target, context, drafter_dir, compare_weights=compare_weights)])
-
-
-def _findings(files: DrafterFiles, target: Target | None, context: int | None, drafter_dir: Path | None, *,
-              compare_weights: bool) -> Iterator[Finding]:
-    config, card = files.config, files.card
+def validate(request: ValidationRequest) -> Iterator[Finding]:
+    config, card, target = request.config, request.card, request.target
     unreadable = [*architecture_rules(config)] or [*kind_rules(config)]
     if unreadable:
         yield from unreadable
@@ -682,17 +654,15 @@ def _findings(files: DrafterFiles, target: Target | None, context: int | None, d
     yield from layer_rules(config, architecture, num_layers)
     yield from window_rules(config)
     yield from rope_rules(config)
-    yield from card_rules(config, card) if card else provenance_rules(config)
+    yield from card_rules(config, card)
     if any(finding.severity == "error" for finding in keys):
         return  # the tensor shapes depend on these keys
     yield from size_rules(config)
     shares_head = "draft_vocab_size" in config and config["draft_vocab_size"] is None
-    yield from tensor_rules(shape_of(config), shares_head, files.tensors)
-    yield from context_rules(config, target, context, card)
+    yield from tensor_rules(shape_of(config), shares_head, request.tensors)
+    yield from context_rules(config, target, request.context, card)
     if target is not None:
         yield from target_size_rules(config, target)
         yield from target_rope_rules(config, target)
-        yield from dtype_rules(config, target)
-        yield from identity_rules(card, target, drafter_dir or Path(), compare_weights=compare_weights)
-        if any("embed_tokens" in name for name in files.tensors):
-            yield from embedding_rules(files.tensors, embedding_of(target))
+        yield from target_rules(request, target)
+        yield from embedding_rules(request.tensors, target)

@@ -88,8 +88,6 @@ from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll, split_pl
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Sizes and variant of a drafter."""
-
     hidden_size: int
     """Equal to the target's: the embedding is shared."""
 
@@ -125,12 +123,10 @@ class Eagle3Config:
 
     @property
     def num_aux(self) -> int:
-        """A."""
         return len(self.aux_layers)
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
-        """Widths of q, k and v."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
 
@@ -172,7 +168,6 @@ class Eagle3Drafter(nn.Module):
 
     @property
     def vocabulary(self) -> DraftVocabulary:
-        """The draft vocabulary, from the buffers."""
         return DraftVocabulary.from_buffers(self.d2t, self.t2d)
 
     def weights(self, dtype: torch.dtype | None = None) -> "Eagle3Weights":
@@ -347,7 +342,7 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
 
     Step s at root i and step s - 1 at root i + 1 predict the same token from nearly the same context, so unrolling
     every root repeats every prediction `ttt_length` times. A random `unrolled_fraction` of the roots, drawn per
-    optimiser step, is unrolled beyond step 0. Step 0, on which all later steps depend, is trained at every root; for
+    optimizer step, is unrolled beyond step 0. Step 0, on which all later steps depend, is trained at every root; for
     the first `single_step_ratio` of the run it is the only step. Measured on a half-trained quickstart target for equal
     arithmetic (400 k token predictions, one run each): theoretical speed-up 3.95 with all roots unrolled from the
     start, 4.32 after 30 % of the arithmetic on the first step only, 4.73 with a third of the roots unrolled.
@@ -424,7 +419,7 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
         return roots_per_part(self._max_kept_bytes, mean_root_bytes(trained_drafter(config), plan.alive, setting))
 
     def flops(self, plan: UnrollPlan) -> int:
-        """Of one optimiser step, forward and backward, without the optimiser's own: the numerator of MFU."""
+        """Of one optimizer step, forward and backward, without the optimizer's own: the numerator of MFU."""
         return eagle3_flops(trained_drafter(self.drafter.config), step_work(plan))
 
 

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from eyrie_api.decisions.capture_support import captured_inputs, sglang_layer_ids
-from eyrie_api.errors import InvalidInput, UnsupportedTarget
+from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
+    parse_decoder,
     read_config,
     read_tensors,
     refuse_other_sizes,
@@ -40,7 +41,6 @@ from eyrie_workers.drafters.eagle3.directory import (
     nested,
     shape_of,
     validate,
-    validate_files,
 )
 from eyrie_workers.drafters.eagle3.drafter import (
     Eagle3Config,
@@ -58,9 +58,9 @@ from eyrie_workers.drafters.layer_proposer import (
     adjacent_rotary_pairs,
     target_ids,
 )
-from eyrie_workers.drafters.validation import DrafterFiles
+from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.speculation.protocol import Drafter
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel
@@ -75,7 +75,7 @@ def save_drafter(directory: Path, drafter: Eagle3Drafter, dtype: str = "float32"
     tensors = as_stored({name: tensor for name, tensor in drafter.state_dict().items()
                          if not (whole and name in MAPS)}, dtype)
     config = config_json(drafter.config, dtype, card.target if card else None)
-    _refuse_errors(directory, DrafterFiles(config, tensors, card))
+    _refuse_errors(directory, ValidationRequest(config, tensors, card))
     write_checkpoint(directory, config, tensors, card)
 
 
@@ -83,7 +83,7 @@ def load_drafter(directory: Path) -> Eagle3Drafter:
     """Read and validate a drafter. Raises ArtifactMissing when a file is missing, CheckpointInvalid when it breaks the
     contract or is a variant Eyrie's engine does not compute."""
     config, stored = read_config(directory), read_tensors(directory)
-    _refuse_errors(directory, DrafterFiles(config, stored, read_card(directory)))
+    _refuse_errors(directory, ValidationRequest(config, stored, read_card(directory)))
     tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
     parsed = parse_config(config)
     ids = tensors["d2t"] + torch.arange(parsed.draft_vocab_size) if "d2t" in tensors else torch.arange(
@@ -96,8 +96,8 @@ def load_drafter(directory: Path) -> Eagle3Drafter:
     return drafter
 
 
-def _refuse_errors(directory: Path, files: DrafterFiles) -> None:
-    faults = [finding for finding in validate_files(files) if finding.severity == "error"]
+def _refuse_errors(directory: Path, request: ValidationRequest) -> None:
+    faults = [finding for finding in validate(request) if finding.severity == "error"]
     if faults:
         raise CheckpointInvalid(f"drafter {directory.name}: " + "; ".join(fault.what for fault in faults),
                                 faults[0].hint)
@@ -147,10 +147,7 @@ def parse_config(found: Mapping[str, Any]) -> Eagle3Config:
         raise CheckpointInvalid(
             "Eyrie's engine computes drafters of one layer, of their target's hidden size, without bias and with an "
             "output matrix of their own", "serve and measure this one in SGLang")
-    try:
-        decoder = parse_drafter_config(found)
-    except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter checkpoint: {error.message}", error.hint) from error
+    decoder = parse_decoder("checkpoint", found)
     top, inner = found.get(LAYER_IDS), nested(found)[LAYER_IDS]
     return Eagle3Config(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,
@@ -185,7 +182,6 @@ class _InferenceLayer:
         return self._embed_qkv(rms_normalise(embed_TH, self._eps))
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
-        """[T, A, H] -> [T, H]"""
         aux_TAH = aux_TAH.to(self._eps.dtype)
         if self._fc_norm is not None:
             aux_TAH = rms_normalise(aux_TAH, self._eps) * self._fc_norm
@@ -197,11 +193,9 @@ class _InferenceLayer:
         return hidden_TH, self._hidden_qkv.add(rms_normalise(hidden_TH, self._eps), self._token_qkv(tokens_T))
 
     def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        """[T, H]"""
         return self._post_attention(residual_TH, attended_TQ)
 
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] and the state to feed back, [T, H]"""
         normed = rms_normalise(hidden_TH, self._eps)
         return self._lm_head(normed), hidden_TH if self._norm is None else normed * self._norm
 
