@@ -121,15 +121,18 @@ class DFlashDrafter(nn.Module):
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
         """[R, C, H]: the residual stream of every root's block after the last layer, before `norm`."""
         decoder, size = self.config.decoder, self.config.block_size
-        aux_TC = documents.aux.flatten(-2)
+        # 1. Features of every settled position: fused and normalised once, read by all layers.
+        aux_TC = documents.aux.flatten(-2)  # C = A * H
         features_TH = rms_norm(linear(aux_TC, self.fc.weight.to(dtype)).to(self.norm.weight.dtype),
                                self.hidden_norm.weight, decoder.rms_eps)
         at_T = rotary.at(plan.positions)
         positions_RC = plan.positions[plan.roots][:, None] + 1 + torch.arange(size)
         at_X = rotary.at(positions_RC.flatten())  # X = R * C
+        # 2. The blocks: the known token after each root, then masks.
         tokens_RC = torch.full_like(positions_RC, self.config.mask_token_id)
         tokens_RC[:, 0] = documents.token_ids[plan.roots + 1]
         x_XH = F.embedding(tokens_RC.flatten(), embed_VH).to(self.norm.weight.dtype)
+        # 3. The layers. Settled positions enter as keys and values alone; the residual stream is the block's.
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             weights = layer.weights(dtype)
@@ -162,6 +165,7 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
         block_RCH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
                                                self._recompute)
+        # Mask s + 1 stands at the position of the token that step s proposes.
         predicted = torch.cat([block_RCH[:alive, step + 1] for step, alive in enumerate(plan.alive)])
         states_NH = rms_norm(predicted, self.drafter.norm.weight, self.drafter.config.decoder.rms_eps)
         return Prediction(states_NH.split([alive for alive in plan.alive if alive]), self._head_VH)
@@ -214,7 +218,7 @@ class _Features:
         angles = positions_T.to(torch.float64)[:, None] * self._frequencies
         rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
         torch.view_as_complex(keys.unflatten(-1, (-1, 2))).mul_(rotations[:, None, None])
-        kv[:, :, : decoder.num_kv_heads] = keys.to(kv.dtype)
+        kv[:, :, : decoder.num_kv_heads] = keys.to(kv.dtype)  # normed and rotated in float32, stored as the cache is
         return kv
 
 

@@ -171,14 +171,14 @@ def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: 
     # Position i pairs with token i+1. The last position of a document has no such token; no root attends to its key.
     x_TH = weights.states(features_TH) + torch.cat([token_TH[1:], token_TH[-1:]])
     shared = SharedKeys(plan, *weights.keys(x_TH, rotary.at(plan.positions)))
-    own: list[tuple[Tensor, Tensor]] = []
+    own: list[tuple[Tensor, Tensor]] = []  # rotated keys and values of the roots at steps 1 .. s
     x_RH = features_RH = gather_rows(x_TH, plan.roots)
     for step, alive in enumerate(plan.alive):
         if alive == 0:
             return
         roots = plan.roots[:alive]
         angles = rotary.at(plan.positions[roots] + step)
-        if step > 0:
+        if step > 0:  # the drafter's own feature replaces the target's; the token is the true one
             x_RH = weights.states(leading_rows(features_RH, alive)) + gather_rows(token_TH, roots + 1 + step)
             own.append(weights.keys(x_RH, angles))
         attended = attend(weights.queries(x_RH, angles), shared, own)
@@ -225,6 +225,7 @@ class FeatureRegression(Objective[Eagle1Drafter]):
                               self._recompute))
         extra = None
         if not evaluating:
+            # The target's next feature, without noise: layer 0 of aux is the true one.
             expected = documents.aux[:, 0].index_select(0, plan.roots + 1).to(states[0].dtype)
             extra = REGRESSION_WEIGHT * F.smooth_l1_loss(states[0], expected, reduction="none").mean(-1)
         return Prediction(states, self._head_VH, extra,
@@ -241,6 +242,7 @@ def noisy(features_TH: Tensor, lengths: tuple[int, ...], context: StepContext) -
     uniform_TH = torch.cat([_uniform((length, hidden), (context.seed, context.step, start, 0xEA61), features_TH.device)
                             for start, length in zip(starts, lengths, strict=True)])
     features_TH = features_TH.float()
+    # Relative to the position's own size: feature magnitudes differ between targets.
     size_T1 = features_TH.square().mean(-1, keepdim=True).sqrt_()
     return torch.addcmul(features_TH, uniform_TH, size_T1, value=NOISE)
 
@@ -264,6 +266,7 @@ class _InferenceLayer:
                                        config.num_heads + config.num_kv_heads, config.head_dim)
         to_outputs = torch.cat([torch.eye(config.hidden_size), qkv_QH])  # from x to x and its q, k, v
         self._dtype, self._widths = dtype, [config.hidden_size, qkv_QH.shape[0]]
+        # Products of the matrices in float32, once, when the drafter is loaded; then rounded to the compute dtype.
         self._state = Linear((to_outputs @ weights.state).to(dtype))
         token = Linear((to_outputs @ weights.token).to(dtype), (to_outputs @ weights.bias.float()).to(dtype))
         self._token = TokenProjection(target.embed_weight, token, sum(self._widths))

@@ -202,14 +202,17 @@ class LayerProposer:
         assert isinstance(state, LayerState)
         indices, num_pairs = pairs.indices(), pairs.aux.shape[1]
         self._reserve(state, max(pairs.starts) + num_pairs)
+        # 1. q, k and v of all pairs. The rest of the layer runs for each row's last pair alone.
         fused_TH = self._layer.fuse(pairs.aux.flatten(0, 1))
         residual_TH, qkv_TQ = self._layer.enter(fused_TH, indices.tokens.flatten())
         before = RowLengths(pairs.rows, pairs.starts, indices.rows, indices.starts[:, None])
         q, k, v = self._heads(qkv_TQ, before.lengths_B1 + torch.arange(num_pairs))
-        # Padding is written after a row's end, where every index is overwritten by an extend before it is read.
+        # 2. Keys and values. Padding is written after a row's end, where every index is overwritten by an extend before
+        #    it is read.
         _write(state, before, k, v, 0)
         for row, length in zip(pairs.rows, pairs.ends, strict=True):
             state.settled[row] = length
+        # 3. The prediction from which drafting continues.
         after = RowLengths(pairs.rows, pairs.ends, indices.rows, indices.ends[:, None])
         q_last = q.flatten(0, 1).index_select(0, indices.last).unsqueeze(1)
         step = self._attend(state, after, residual_TH.index_select(0, indices.last), q_last, None, 0)
@@ -222,6 +225,7 @@ class LayerProposer:
         """Grow one tree per row from the predictions `extend` left."""
         assert isinstance(state, LayerState)
         own, chosen = state, RowLengths.of(rows, [state.settled[row] for row in rows])
+        # Scratch keys of the whole round: at most top_k nodes at each step.
         self._reserve(state, max(chosen.lengths) + shape.num_steps * shape.top_k)
         first = DraftStep(state.logits.index_select(0, chosen.rows_B)[:, None],
                           state.hidden.index_select(0, chosen.rows_B)[:, None])

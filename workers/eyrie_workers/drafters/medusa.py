@@ -105,6 +105,7 @@ class MedusaObjective(Objective[MedusaDrafter]):
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The states of each head at its roots; the same in training and evaluation, since no head reads a token."""
         drafter = self.drafter
+        # Heads look further ahead where fewer roots are alive: head s reads the first alive[s] states.
         h_RH = documents.aux[:, 0].index_select(0, plan.roots).to(drafter.block(0).dtype)
         heads = [head for head, alive in enumerate(plan.alive) if alive]
         states = [residual_silu(h_RH[: plan.alive[head]], linear(h_RH[: plan.alive[head]],

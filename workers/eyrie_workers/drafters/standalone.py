@@ -140,6 +140,7 @@ class Distillation(Objective[StandaloneDrafter]):
         positions_N = plan.target_positions
         states_NH = self.drafter.states(documents, self._rotary.at(plan.positions), positions_N, self.dtype,
                                          self._recompute)
+        # Each position is computed once; in evaluation several (root, step) pairs read the same state.
         row_T = torch.full_like(documents.token_ids, -1)
         row_T[positions_N] = torch.arange(positions_N.numel(), device=positions_N.device)
         states = tuple(states_NH.index_select(0, row_T[plan.roots[:alive] + 1 + step])
@@ -254,6 +255,7 @@ def _create(
 def _project(own_Vh: Tensor, rows_VH: Tensor) -> None:
     """Set the drafter's rows to the target's, projected on their principal directions."""
     rows_VH = rows_VH.to(torch.promote_types(rows_VH.dtype, torch.float32))
+    # The directions in which the rows vary: eigenvectors of their second moments, decomposed in float64.
     _, directions_HH = torch.linalg.eigh((rows_VH.T @ rows_VH).double())  # ascending
     width = min(own_Vh.shape[1], rows_VH.shape[1])
     own_Vh[:, :width] = rows_VH @ directions_HH.flip(1)[:, :width].to(rows_VH.dtype)

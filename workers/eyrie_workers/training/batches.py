@@ -45,133 +45,15 @@ from eyrie_api.v1alpha1.reports import SourceRows
 from eyrie_api.v1alpha1.stages import RowDraw
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
+from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
 from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.device import target_device
 from eyrie_workers.targets.state_source import open_source
-from eyrie_workers.training.distributed import SINGLE_PROCESS, BatchShard, DistContext, shard_batch
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The documents of one optimizer step."""
-
-    step: int
-    epoch: float
-    """Epochs finished before this step, plus the finished fraction of the current one."""
-
-    rows: tuple[int, ...]
-
-
-def split_held_out(num_rows: int, fraction: float, seed: int, max_held_out: int) -> tuple[list[int], list[int]]:
-    """Row numbers to train on and to evaluate on: disjoint, ascending, together all rows.
-
-    At least one row is held out as soon as there are two; a single row is trained on and evaluated on nothing.
-    """
-    wanted = min(max_held_out, max(1, round(num_rows * fraction))) if num_rows > 1 else 0
-    order = np.random.default_rng((seed, 0x5EED)).permutation(num_rows)
-    return sorted(order[wanted:].tolist()), sorted(order[:wanted].tolist())
-
-
-def cut_evenly(lengths: Sequence[int], max_tokens: int) -> list[range]:
-    """Cut a sequence of documents into the fewest consecutive batches of at most `max_tokens`, as even as possible.
-
-    lengths   tokens of each document, in order, each > 0.
-    returns   ranges of positions that cover the sequence in order. A batch exceeds `max_tokens` only when it is one
-              document that does.
-
-    Among all cuts with the fewest batches this takes the one whose largest batch is smallest: a bisection over the
-    capacity, each trial one greedy pass over the running sum.
-    """
-    if not lengths:
-        return []
-    ends = np.cumsum(lengths).tolist()
-    fewest = len(_greedy_cut(ends, max_tokens))
-    # Invariant: `high` is enough capacity for the fewest batches, `low` is not.
-    low, high = 0, max_tokens
-    while high - low > 1:
-        middle = (low + high) // 2
-        if len(_greedy_cut(ends, middle)) <= fewest:
-            high = middle
-        else:
-            low = middle
-    return _greedy_cut(ends, high)
-
-
-def _greedy_cut(ends: list[int], capacity: int) -> list[range]:
-    batches, start, used = [], 0, 0
-    while start < len(ends):
-        stop = max(start + 1, bisect_right(ends, used + capacity))
-        batches.append(range(start, stop))
-        start, used = stop, ends[stop - 1]
-    return batches
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Every step of a run, addressable by number."""
-
-    rows: Sequence[int]
-    """The training rows (see `split_held_out`)."""
-
-    lengths: Sequence[int]
-    """Tokens of every row of the store, indexed by row number."""
-
-    max_tokens: int
-    epochs: float
-    seed: int
-    max_steps: int | None = None
-    _epochs: dict[int, list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.rows:
-            raise NoUsableData("no captured row is left to train on",
-                               "give more conversations, or check why their answers were quarantined")
-
-    def epoch(self, number: int) -> list[tuple[int, ...]]:
-        """The batches of one epoch, each the row numbers of its documents."""
-        if number not in self._epochs:
-            order = np.random.default_rng((self.seed, number)).permutation(np.asarray(self.rows)).tolist()
-            cuts = cut_evenly([self.lengths[row] for row in order], self.max_tokens)
-            if len(self._epochs) > 2:  # steps are read in order: keep the current epoch and its neighbours
-                self._epochs.pop(min(self._epochs))
-            self._epochs[number] = [tuple(order[cut.start:cut.stop]) for cut in cuts]
-        return self._epochs[number]
-
-    @cached_property
-    def _first_steps(self) -> list[int]:
-        """First step of each epoch, and after the last the number of steps."""
-        firsts = [0]
-        whole, part = int(self.epochs), self.epochs - int(self.epochs)
-        for number in range(whole):
-            firsts.append(firsts[-1] + len(self.epoch(number)))
-        if part > 1e-9:
-            firsts.append(firsts[-1] + max(1, round(part * len(self.epoch(whole)))))
-        return firsts
-
-    @property
-    def num_steps_of_epochs(self) -> int:
-        """Optimizer steps of all epochs, whatever `max_steps`."""
-        return self._first_steps[-1]
-
-    @cached_property
-    def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return min(self.num_steps_of_epochs, self.max_steps or self.num_steps_of_epochs)
-
-    def at(self, step: int) -> StepPlan:
-        assert 0 <= step < self.num_steps
-        number = bisect_right(self._first_steps, step) - 1
-        batches = self.epoch(number)
-        index = step - self._first_steps[number]
-        return StepPlan(step=step, epoch=number + index / len(batches), rows=batches[index])
-
-
-def checkpoint_steps(num_steps: int, num_checkpoints: int) -> list[int]:
-    """The step counts after which a drafter is exported: evenly spaced, distinct, the last at the end."""
-    return sorted({max(1, round(num_steps * k / num_checkpoints)) for k in range(1, num_checkpoints + 1)})
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 _HELD_OUT_FRACTION = 0.05
@@ -180,8 +62,14 @@ _MAX_HELD_OUT_ROWS = 64
 
 
 def split_rows(num_rows: int, train_seed: int) -> tuple[list[int], list[int]]:
-    """Rows to train on and rows to evaluate on, of a store of `num_rows`."""
-    return split_held_out(num_rows, _HELD_OUT_FRACTION, train_seed, _MAX_HELD_OUT_ROWS)
+    """Rows to train on and rows to evaluate on, of a store of `num_rows`: disjoint, ascending, together all rows.
+
+    At least one row is held out as soon as there are two; a single row is trained on and evaluated on nothing.
+    """
+    num_held_out = min(_MAX_HELD_OUT_ROWS, max(1, round(num_rows * _HELD_OUT_FRACTION))) if num_rows > 1 else 0
+    # A permutation of its own: the seeds of epochs are (seed, epoch), and no epoch has this number.
+    order = np.random.default_rng((train_seed, 0x5EED)).permutation(num_rows)
+    return sorted(order[num_held_out:].tolist()), sorted(order[:num_held_out].tolist())
 
 
 def choose_rows(draw: RowDraw | None, sources: Sequence[str] | None, num_rows: int,
@@ -198,9 +86,10 @@ def choose_rows(draw: RowDraw | None, sources: Sequence[str] | None, num_rows: i
     if sources is None:
         raise NoUsableData("data.mix is set, and the capture does not name the sources of its rows: it is of an "
                            "earlier version", "delete the stages regenerate and capture of the job and retry it")
+    # All candidates train on as many rows: the most that the mix of every one of them can have.
     available = {seed: Counter(sources[row] for row in split_rows(num_rows, seed)[0])
-                 for seed in {one.train_seed for one in draw.compared}}
-    size = min(_size(one.mix, available[one.train_seed]) for one in draw.compared)
+                 for seed in {candidate.train_seed for candidate in draw.compared}}
+    size = min(_size(candidate.mix, available[candidate.train_seed]) for candidate in draw.compared)
     return draw_rows(sources, rows, draw.mix, size, draw.seed), held_out
 
 
@@ -234,6 +123,151 @@ def rows_by_source(sources: Sequence[str] | None, rows: Sequence[int], lengths: 
     for row in rows:
         tokens[sources[row]] += lengths[row]
     return {name: SourceRows(rows=counts[name], tokens=tokens[name]) for name in sorted(counts)}
+
+
+# --- schedule --------------------------------------------------------------------------------------------------------
+
+
+def cut_evenly(lengths: Sequence[int], max_tokens: int) -> list[range]:
+    """Cut a sequence of documents into the fewest consecutive batches of at most `max_tokens`, as even as possible.
+
+    lengths   tokens of each document, in order, each > 0.
+    returns   ranges of positions that cover the sequence in order. A batch exceeds `max_tokens` only when it is one
+              document that does.
+
+    Among all cuts with the fewest batches this takes the one whose largest batch is smallest: a bisection over the
+    capacity, each trial one greedy pass over the running sum.
+    """
+    if not lengths:
+        return []
+    ends = np.cumsum(lengths).tolist()
+    fewest = len(_greedy_cut(ends, max_tokens))
+    # Invariant: `high` is enough capacity for the fewest batches, `low` is not.
+    low, high = 0, max_tokens
+    # The largest batch of a cut is a sum of lengths: whole numbers, so the bisection ends at the smallest.
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(_greedy_cut(ends, middle)) <= fewest:
+            high = middle
+        else:
+            low = middle
+    return _greedy_cut(ends, high)
+
+
+def _greedy_cut(ends: list[int], capacity: int) -> list[range]:
+    batches, start, used = [], 0, 0
+    while start < len(ends):
+        stop = max(start + 1, bisect_right(ends, used + capacity))
+        batches.append(range(start, stop))
+        start, used = stop, ends[stop - 1]
+    return batches
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The documents of one optimizer step."""
+
+    step: int
+    epoch: float
+    """Epochs finished before this step, plus the finished fraction of the current one."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every step of a run, addressable by number."""
+
+    rows: Sequence[int]
+    """The training rows (`choose_rows`)."""
+
+    lengths: Sequence[int]
+    """Tokens of every row of the store, indexed by row number."""
+
+    max_tokens: int
+    epochs: float
+    seed: int
+    max_steps: int | None = None
+    _epochs: dict[int, list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise NoUsableData("no captured row is left to train on",
+                               "give more conversations, or check why their answers were quarantined")
+
+    def epoch(self, number: int) -> list[tuple[int, ...]]:
+        """The batches of one epoch, each the row numbers of its documents."""
+        if number not in self._epochs:
+            # From (seed, epoch) alone: any epoch is computed without those before it.
+            order = np.random.default_rng((self.seed, number)).permutation(np.asarray(self.rows)).tolist()
+            cuts = cut_evenly([self.lengths[row] for row in order], self.max_tokens)
+            if len(self._epochs) > 2:  # steps are read in order: keep the current epoch and its neighbours
+                self._epochs.pop(min(self._epochs))
+            self._epochs[number] = [tuple(order[cut.start:cut.stop]) for cut in cuts]
+        return self._epochs[number]
+
+    @cached_property
+    def _first_steps(self) -> list[int]:
+        """First step of each epoch, and after the last the number of steps."""
+        firsts = [0]
+        # A last epoch that is not whole: its first batches.
+        whole, part = int(self.epochs), self.epochs - int(self.epochs)
+        for number in range(whole):
+            firsts.append(firsts[-1] + len(self.epoch(number)))
+        if part > 1e-9:
+            firsts.append(firsts[-1] + max(1, round(part * len(self.epoch(whole)))))
+        return firsts
+
+    @property
+    def num_steps_of_epochs(self) -> int:
+        """Optimizer steps of all epochs, whatever `max_steps`."""
+        return self._first_steps[-1]
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return min(self.num_steps_of_epochs, self.max_steps or self.num_steps_of_epochs)
+
+    def at(self, step: int) -> StepPlan:
+        assert 0 <= step < self.num_steps
+        number = bisect_right(self._first_steps, step) - 1
+        batches = self.epoch(number)
+        index = step - self._first_steps[number]
+        return StepPlan(step=step, epoch=number + index / len(batches), rows=batches[index])
+
+
+def checkpoint_steps(num_steps: int, num_checkpoints: int) -> list[int]:
+    """The step counts after which a drafter is exported: evenly spaced, distinct, the last at the end."""
+    return sorted({max(1, round(num_steps * k / num_checkpoints)) for k in range(1, num_checkpoints + 1)})
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """One process's documents of a step."""
+
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    """First token of each in the step's whole batch."""
+
+
+def shard_batch(rows: Sequence[int], lengths: Sequence[int], num_shards: int) -> list[BatchShard]:
+    """Divide a step's documents, nearly equal in tokens: longest first, each to the shard with the fewest tokens.
+
+    rows     the step's documents, in their order, which every shard keeps.
+    lengths  tokens of every row of the store.
+    """
+    starts = list(accumulate((lengths[row] for row in rows), initial=0))
+    loads, shards = [0] * num_shards, [[] for _ in range(num_shards)]  # type: list[int], list[list[int]]
+    # Ties go to the earlier document and the lower rank: all processes compute the same division.
+    for index in sorted(range(len(rows)), key=lambda index: (-lengths[rows[index]], index)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += lengths[rows[index]]
+        shards[lightest].append(index)
+    return [BatchShard(tuple(rows[index] for index in sorted(shard)), tuple(starts[index] for index in sorted(shard)))
+            for shard in shards]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 class Features(Protocol):
@@ -304,14 +338,16 @@ class BatchLoader:
         self._batches: Generator[PackedBatch, None, None] | None = None
 
     def take(self, step: int) -> StepBatch:
+        # 1. A reader that continues here. After a resume, or in a sweep whose candidates differ, another one starts.
         if self._batches is None or step != self._next_step:
             self.close()
             self._batches = self._features.batches(self._groups(step), ahead=1, reuse=True)
-        # Invalid until the read succeeds: after an error the same step starts a new reader.
+        # 2. Invalid until the read succeeds: after an error the same step starts a new reader.
         self._next_step = -1
         documents = next(self._batches)
         plan, shard = self._shards.popleft()
         self._next_step = step + 1
+        # 3. The batch, with the places of its documents in the whole step's.
         if shard.rows:
             return StepBatch(plan, documents, shard.starts, documents.token_ids.numel())
         # More processes than documents: this one still takes part in the step's collectives, with loss 0.
@@ -327,15 +363,12 @@ class BatchLoader:
         """Rows to read for each step from `step` on. The reader's threads are ahead of `take`: hence the queue."""
         for number in range(step, self._schedule.num_steps):
             plan = self._schedule.at(number)
-            shard = self._shard(plan)
+            shard = shard_batch(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
             self._shards.append((plan, shard))
-            yield shard.rows or plan.rows[:1]
+            yield shard.rows or plan.rows[:1]  # a process without a document reads one, and does not train on it
 
-    def _shard(self, plan: StepPlan) -> BatchShard:
-        if self._dist.size > 1:
-            return shard_batch(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
-        lengths = [self._schedule.lengths[row] for row in plan.rows]
-        return BatchShard(plan.rows, tuple(accumulate(lengths, initial=0))[:-1])
+
+# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def micro_batches(documents: PackedBatch, most_tokens: int | None) -> list[tuple[range, PackedBatch]]:
@@ -351,6 +384,7 @@ def _some_documents(batch: PackedBatch, chosen: range) -> PackedBatch:
     tokens = slice(starts[chosen.start], starts[chosen.stop])
     topk_logits = batch.topk_logits
     if topk_logits is not None:
+        # Top-k logits have a row for each supervised position alone: count those of the documents before.
         before = list(accumulate((int(part.sum()) for part in _supervised(batch)), initial=0))
         rows = slice(before[chosen.start], before[chosen.stop])
         topk_logits = topk_logits.map(lambda x: x[rows])
@@ -374,18 +408,13 @@ def first_tokens(batch: PackedBatch, most_tokens: int) -> PackedBatch:
     loss_mask = batch.loss_mask[kept_T]
     topk_logits = batch.topk_logits
     if topk_logits is not None:
-        topk_logits = _topk_of(topk_logits, batch, kept_T, loss_mask, lengths)
+        # Rows of the positions that are still supervised: the last token of a cut document has no successor.
+        row_T = torch.cat(_supervised(batch)).cumsum(0) - 1
+        still_T = torch.cat([supervised_positions(mask) for mask in loss_mask.split(lengths)])
+        rows_M = row_T[kept_T][still_T]
+        topk_logits = topk_logits.map(lambda x: x[rows_M])
     return replace(batch, token_ids=batch.token_ids[kept_T], loss_mask=loss_mask, aux=batch.aux[kept_T],
                    last=batch.last[kept_T], lengths=lengths, topk_logits=topk_logits)
-
-
-def _topk_of(topk_logits: TopKLogits, batch: PackedBatch, kept_T: Tensor, loss_mask: Tensor,
-             lengths: tuple[int, ...]) -> TopKLogits:
-    """Rows of the positions that are still supervised: the last token of a cut document has no successor."""
-    row_T = torch.cat(_supervised(batch)).cumsum(0) - 1
-    still_T = torch.cat([supervised_positions(mask) for mask in loss_mask.split(lengths)])
-    rows_M = row_T[kept_T][still_T]
-    return topk_logits.map(lambda x: x[rows_M])
 
 
 class CutFeatures:

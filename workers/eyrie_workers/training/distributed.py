@@ -1,4 +1,4 @@
-"""Data-parallel training of one drafter: collectives, the documents of each process, and the optimizer.
+"""Data-parallel training of one drafter: the collectives of its processes, and the optimizer.
 
     torchrun --nproc-per-node 2 -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
 
@@ -131,6 +131,7 @@ class DistContext:
             return counters, moments
         counters = Counters(**self.broadcast(counters.__dict__))
         for parameter in drafter.parameters():
+            # In place, and outside autograd.
             dist.broadcast(parameter.data, src=0)
         # The other processes have no moments yet: they need the names first, to allocate what they receive.
         names_of = self.broadcast([sorted(state) for state in moments])
@@ -152,33 +153,6 @@ SINGLE_PROCESS = DistContext()
 def threads_of_process(processors: int, environment: Mapping[str, str]) -> int:
     """CPU threads of one of torchrun's processes: its share of the machine, since all of them compute at once. Pure."""
     return max(1, processors // int(environment.get("LOCAL_WORLD_SIZE", "1")))
-
-
-@dataclass(frozen=True)
-class BatchShard:
-    rows: tuple[int, ...]
-    starts: tuple[int, ...]
-    """First token of each in the step's whole batch."""
-
-
-def shard_batch(rows: Sequence[int], lengths: Sequence[int], num_shards: int) -> list[BatchShard]:
-    """Divide a step's documents, nearly equal in tokens: longest first, each to the shard with the fewest tokens.
-
-    rows     the step's documents, in their order, which every shard keeps.
-    lengths  tokens of every row of the store.
-    """
-    starts, begin = [], 0
-    for row in rows:
-        starts.append(begin)
-        begin += lengths[row]
-    loads, shards = [0] * num_shards, [[] for _ in range(num_shards)]  # type: list[int], list[list[int]]
-    # Ties go to the earlier document and the lower rank: all processes compute the same division.
-    for index in sorted(range(len(rows)), key=lambda index: (-lengths[rows[index]], index)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += lengths[rows[index]]
-        shards[lightest].append(index)
-    return [BatchShard(tuple(rows[index] for index in sorted(shard)), tuple(starts[index] for index in sorted(shard)))
-            for shard in shards]
 
 
 class Optimizer:

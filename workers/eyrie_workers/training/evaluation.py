@@ -72,7 +72,7 @@ class HitCounts:
         counts = count_hits(outcome.hits, self._ttt_length)
         self._totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
                         for total, count in zip(self._totals, counts, strict=True)]
-        self._loss_sum += float(outcome.loss) * outcome.supervised
+        self._loss_sum += float(outcome.loss) * outcome.supervised  # a sum, not a mean: batches differ in size
         self._weight += outcome.supervised
 
     def evaluation(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
@@ -80,6 +80,7 @@ class HitCounts:
 
         total  sums a tensor over all processes, each of which evaluated its own batches.
         """
+        # One collective for all counts. float64 holds each count exactly.
         sums = total(torch.tensor([*(float(count) for counts in self._totals for count in counts), self._loss_sum,
                                    float(self._weight)], dtype=torch.float64))
         table = sums[:-2].round().to(torch.int64).view(self._ttt_length, 4).T.tolist()

@@ -147,7 +147,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 def _normed(x: Tensor, inverse: Tensor, norm: Tensor, dtype: torch.dtype, padded_rows: int) -> Tensor:
     """x r w in `dtype`, with zero rows up to `padded_rows`. Computed in x's dtype and rounded once."""
     num_rows = x.shape[0]
-    out = x.new_empty(padded_rows, x.shape[1])
+    out = x.new_empty(padded_rows, x.shape[1])  # one buffer: multiplied, scaled and padded in place
     torch.mul(x, inverse, out=out[:num_rows])
     out[:num_rows].mul_(norm)
     out[num_rows:] = 0
@@ -156,9 +156,9 @@ def _normed(x: Tensor, inverse: Tensor, norm: Tensor, dtype: torch.dtype, padded
 
 def _norm_backward(grad: Tensor, x: Tensor, inverse: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dw) from dn [M, H], which is overwritten."""
-    plain = x * inverse
+    plain = x * inverse  # x r
     grad_norm = torch.linalg.vecdot(grad, plain, dim=0)
-    grad.mul_(norm)
+    grad.mul_(norm)  # dn w
     mean = torch.linalg.vecdot(grad, plain, dim=1).div_(x.shape[-1]).unsqueeze(1)
     return grad.sub_(plain.mul_(mean)).mul_(inverse), grad_norm
 
@@ -176,6 +176,7 @@ class _NormedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
         x, inverse, norm, weight = ctx.saved_tensors
         grad = pad_rows(grad, weight.dtype, ctx.padded_rows)
+        # n is computed again from x and 1/rms: an elementwise pass, in place of [M, H] kept for every unrolled step.
         grad_weight = matmul(grad.T, _normed(x, inverse, norm, weight.dtype, ctx.padded_rows))
         grad_x, grad_norm = _norm_backward(matmul(grad, weight)[: x.shape[0]].to(x.dtype), x, inverse, norm)
         return grad_x if ctx.needs_input_grad[0] else None, grad_norm, grad_weight, None
@@ -215,7 +216,7 @@ class _Mlp(torch.autograd.Function):
         ctx.padded_rows = round_up_rows(x.shape[0], x.device)
         gated = matmul(_normed(x, inverse, norm, gate_up.dtype, ctx.padded_rows), gate_up.T)
         gate, up = gated.chunk(2, -1)
-        out = matmul(F.silu(gate).mul_(up), down.T)[: x.shape[0]] + x
+        out = matmul(F.silu(gate).mul_(up), down.T)[: x.shape[0]] + x  # the residual stream keeps x's dtype
         ctx.save_for_backward(x, inverse, norm, gate_up, down)
         ctx.gated = None if recompute else gated
         return out
@@ -225,16 +226,18 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         x, inverse, norm, gate_up, down = ctx.saved_tensors
         rows = pad_rows(grad, down.dtype, ctx.padded_rows)
+        # Elementwise work is repeated in either case; with `recompute` the product with G' as well.
         normed = _normed(x, inverse, norm, gate_up.dtype, ctx.padded_rows)
         gated = matmul(normed, gate_up.T) if ctx.gated is None else ctx.gated
         ctx.gated = None
         gate, up = gated.chunk(2, -1)
         acted, grad_acted = F.silu(gate), matmul(rows, down)
-        grad_down = matmul(rows.T, acted * up)
+        grad_down = matmul(rows.T, acted * up)  # before `up` is overwritten below
         # In place: [g u] is not read again, and its gradient takes its memory.
         torch.ops.aten.silu_backward.grad_input(grad_acted * up, gate, grad_input=gate)
         torch.mul(grad_acted, acted, out=up)
         grad_x, grad_norm = _norm_backward(matmul(gated, gate_up)[: x.shape[0]].to(x.dtype), x, inverse, norm)
+        # The residual connection: x enters the sum unchanged.
         return grad_x.add_(grad), grad_norm, matmul(gated.T, normed), grad_down, None, None
 
 
@@ -278,7 +281,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _turned(grad, ctx.saved_tensors[0], -1.0), None
+        return _turned(grad, ctx.saved_tensors[0], -1.0), None  # a rotation's transpose is its inverse
 
 
 def _turned(x: Tensor, cos_sin: Tensor, sign: float) -> Tensor:
@@ -429,6 +432,7 @@ def peak_flops(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[
     within 0.1 s: the denominator of MFU."""
     size = _PROBE_SIZE if torch.device(device).type == "cpu" else _GPU_PROBE_SIZE
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    # The fastest, because other programs can only slow a product down. `item` waits for a GPU.
     wall, cpu, started = float("inf"), float("inf"), time.perf_counter()
     while time.perf_counter() - started < _PROBE_S:
         before, spent = time.perf_counter(), time.process_time()

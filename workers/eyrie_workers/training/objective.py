@@ -306,6 +306,7 @@ class Objective(ABC, Generic[DrafterT]):
         if topk_logits is not None:
             rows = topk_rows(documents.loss_mask, documents.lengths)[positions]
         rows, positions = self._here(rows), self._here(positions)
+        # From a packed position to its row: candidates of a sweep share one table and look up their own positions.
         row_T = torch.full((documents.token_ids.numel(),), -1, device=self.device)
         row_T[positions] = torch.arange(positions.numel(), device=self.device)
         if topk_logits is not None:
@@ -416,6 +417,7 @@ def draw_positions(documents: PackedBatch, context: StepContext, share: float) -
 def prediction_positions(plan: UnrollPlan) -> tuple[Tensor, Tensor]:
     """Of every prediction, step by step: its step, and the packed position whose final state gives its target."""
     alive = torch.tensor(plan.alive, device=plan.roots.device)
+    # Step by step, in the order of the roots: as the states of an unroll are concatenated.
     steps = torch.repeat_interleave(torch.arange(alive.numel(), device=alive.device), alive)
     roots = torch.cat([plan.roots[:alive] for alive in plan.alive])
     return steps, roots + 1 + steps

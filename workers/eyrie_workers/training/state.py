@@ -82,6 +82,7 @@ def take_snapshot(drafter: nn.Module, moments: Moments, counters: Counters, dige
     notes    JSON-able: the reports of checkpoints exported so far.
     """
     tensors = {_PARAMETER + name: _host_copy(parameter) for name, parameter in drafter.named_parameters()}
+    # Moments under the names of their parameters: the file does not depend on how many processes hold them.
     for (name, _), kept in zip(trainable_parameters(drafter), moments, strict=True):
         for key, value in kept.items():
             tensors[f"{_MOMENT}{key}.{name}"] = _host_copy(torch.as_tensor(value))
@@ -129,7 +130,7 @@ class StateWriter:
 
     def start(self, snapshot: Snapshot) -> None:
         """Begin to write. Raises what writing the snapshot before raised."""
-        self.wait()
+        self.wait()  # at most one at a time: two would write to one temporary name
         self._pending = self._pool.submit(self._write, self._path, snapshot)
 
     def wait(self) -> None:
@@ -159,6 +160,7 @@ def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, d
     except SafetensorError as error:
         raise ArtifactCorrupt(f"training state {path} is not readable: {error}",
                               "delete it to train from the beginning") from error
+    # Another digest is another run: its next step would be of neither.
     if metadata.get("format") != str(FORMAT) or metadata.get("digest") != digest:
         raise Conflict(f"training state {path} was written under other settings or from other data",
                        "delete it to train from the beginning, or give an empty directory")

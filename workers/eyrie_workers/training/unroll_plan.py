@@ -178,6 +178,7 @@ def plan_unroll(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep
     # Stable: roots with equally many steps stay ascending, so the order of sums does not depend on the sort.
     roots = roots[np.argsort(-num_steps[roots], kind="stable")]
     alive = tuple(int((num_steps[roots] > step).sum()) for step in range(ttt_length))
+    # The target is computed once at each of these, whatever number of (root, step) pairs reads it.
     needed = np.zeros(num_steps.size, dtype=bool)
     for step, num_alive in enumerate(alive):
         needed[roots[:num_alive] + 1 + step] = True
