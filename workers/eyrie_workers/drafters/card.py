@@ -231,9 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--results", type=Path, required=True, help="JSON object: kind -> report")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        print(with_results(given.directory, given.out, json.loads(given.results.read_text())))
+        print(with_results(options.directory, options.out, json.loads(options.results.read_text())))
     except EyrieError as error:
         return report_error(error)
     return 0

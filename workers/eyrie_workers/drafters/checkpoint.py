@@ -70,15 +70,15 @@ def files_of(directory: Path) -> list[Path]:
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint. Raises ArtifactMissing or CheckpointInvalid."""
     try:
-        found = json.loads((directory / CONFIG).read_text())
-    except FileNotFoundError:
+        config = json.loads((directory / CONFIG).read_text())
+    except OSError:
         raise ArtifactMissing(f"no drafter in {directory}: {CONFIG} is missing",
                               "give the directory of an exported drafter") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointInvalid(f"{directory / CONFIG} is not JSON: {error}", "export the drafter again") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise CheckpointInvalid(f"{directory / CONFIG} is not a JSON object", "export the drafter again")
-    return found
+    return config
 
 
 def parse_decoder(drafter: str, config: Mapping[str, Any]) -> TargetConfig:
@@ -110,32 +110,32 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
     tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as handle:
-                found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
         except SafetensorError as error:
             raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {error}", "download or copy it again"
                                   ) from error
     pickled = directory / "pytorch_model.bin"
-    if not found and pickled.is_file():
-        found = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
-    if not found:
+    if not tensors and pickled.is_file():
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
+    if not tensors:
         raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
-    return found
+    return tensors
 
 
-def check_tensors(drafter: str, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(drafter: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises CheckpointInvalid unless names and shapes are exactly the expected ones; the message lists all
     differences.
 
     drafter   its name in the message
     """
-    missing = [f"{name} is missing" for name in expected if name not in found]
-    unknown = [f"{name} is not known" for name in found if name not in expected]
-    shapes = [f"{name} has shape {list(found[name].shape)}, not {list(shape)}" for name, shape in expected.items()
-              if name in found and tuple(found[name].shape) != tuple(shape)]
+    missing = [f"{name} is missing" for name in expected if name not in tensors]
+    unknown = [f"{name} is not known" for name in tensors if name not in expected]
+    shapes = [f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}" for name, shape in expected.items()
+              if name in tensors and tuple(tensors[name].shape) != tuple(shape)]
     if faults := [*missing, *unknown, *shapes]:
         raise CheckpointInvalid(f"drafter {drafter}: {'; '.join(faults)}",
                                 "export the drafter again; its config.json and its tensors are not of one drafter")

@@ -313,13 +313,13 @@ def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None
     write_checkpoint(directory, written, as_stored(drafter.state_dict(), dtype), card)
 
 
-def read_dflash_config(name: str, found: Mapping[str, Any]) -> DFlashConfig:
+def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     """A DFlashConfig from `config.json`. Raises CheckpointInvalid for what SGLang would refuse or we do not compute."""
     def refuse(fault: str, hint: str = "export the drafter again") -> CheckpointInvalid:
         return CheckpointInvalid(f"drafter {name}: {fault}", hint)
 
-    decoder = parse_decoder(name, found)
-    own = found.get("dflash_config")
+    decoder = parse_decoder(name, config)
+    own = config.get("dflash_config")
     if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
         raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")
     if not isinstance(own, dict):

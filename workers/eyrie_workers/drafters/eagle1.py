@@ -322,14 +322,14 @@ def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: 
 
 def load(directory: Path) -> Eagle1Drafter:
     """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
-    found = read_config(directory)
-    config = parse_decoder(directory.name, found)
+    written = read_config(directory)
+    config = parse_decoder(directory.name, written)
     expected = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
                 "attention_bias": False, "mlp_bias": False}
-    faults = [f"{name} is {found[name]!r}, not {value!r}" for name, value in expected.items()
-              if found.get(name, value) != value]
-    if found.get("hot_vocab_size") not in (None, config.vocab_size):
-        faults.append(f"hot_vocab_size is {found['hot_vocab_size']!r}: a reduced output matrix is not supported")
+    faults = [f"{name} is {written[name]!r}, not {value!r}" for name, value in expected.items()
+              if written.get(name, value) != value]
+    if written.get("hot_vocab_size") not in (None, config.vocab_size):
+        faults.append(f"hot_vocab_size is {written['hot_vocab_size']!r}: a reduced output matrix is not supported")
     if config.sliding_window is not None:
         faults.append(f"sliding_window is {config.sliding_window}: not what SGLang computes for this class")
     if faults:
@@ -350,19 +350,19 @@ def import_original(directory: Path, config: Mapping[str, Any], tensors: Mapping
 
     Raises CheckpointInvalid, before writing, for a drafter that is not EAGLE-1/2.
     """
-    found = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in ("embed_tokens", "lm_head")}
-    fc = found.get("fc.weight")
+    stored = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in ("embed_tokens", "lm_head")}
+    fc = stored.get("fc.weight")
     if fc is None or fc.dim() != 2 or fc.shape[1] != 2 * fc.shape[0]:
         raise CheckpointInvalid("fc.weight is missing or does not join one state with one embedding: not an EAGLE-1/2 "
                                 "drafter", "an EAGLE-3 drafter only needs another architecture name; see "
                                 "`eyrie check-drafter`")
-    found.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
+    stored.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
     parsed = replace(parse_decoder(directory.name, config), tie_word_embeddings=False)
     with torch.device("meta"):
         expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
-    check_tensors(directory.name, found, expected)
+    check_tensors(directory.name, stored, expected)
     dtype = str(fc.dtype).removeprefix("torch.")
-    write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype), as_stored(found, dtype), None)
+    write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype), as_stored(stored, dtype), None)
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:

@@ -88,17 +88,17 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
     Raises InvalidInput for another format, for variants SGLang does not compute, and for a result with errors;
     CheckpointInvalid for tensors that are not those of EAGLE-1/2.
     """
-    found = read_json(directory / CONFIG)
-    if "speculators_model_type" not in found and found.get("architectures") == ["LlamaForCausalLM"]:
-        eagle1.import_original(out, found, read_weights(directory))
+    source = read_json(directory / CONFIG)
+    if "speculators_model_type" not in source and source.get("architectures") == ["LlamaForCausalLM"]:
+        eagle1.import_original(out, source, read_weights(directory))
         return
-    if found.get("speculators_model_type") != "eagle3":
-        raise InvalidInput(f"{directory} holds speculators_model_type {found.get('speculators_model_type')!r}",
+    if source.get("speculators_model_type") != "eagle3":
+        raise InvalidInput(f"{directory} holds speculators_model_type {source.get('speculators_model_type')!r}",
                            "give an eagle3 drafter in speculators format")
-    if found.get("norm_before_residual") is not False:
+    if source.get("norm_before_residual") is not False:
         raise InvalidInput("norm_before_residual is true or absent, which vLLM reads as true: SGLang always adds the "
                            "state before its norm", "train with norm_before_residual false")
-    layer, ids = dict(found.get("transformer_layer_config") or {}), found.get(LAYER_IDS)
+    layer, ids = dict(source.get("transformer_layer_config") or {}), source.get(LAYER_IDS)
     if layer.get("model_type", "llama") != "llama":
         raise InvalidInput(f"the drafter's layer is of type {layer['model_type']!r}, SGLang's is Llama's",
                            "train with a Llama layer")
@@ -107,15 +107,15 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
     depth = num_layers if num_layers is not None else max(ids, default=0) + 1
     config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None} | {
         "architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False,
-        "draft_vocab_size": found.get("draft_vocab_size"), "norm_before_residual": False,
-        "target_hidden_size": found.get("target_hidden_size") or layer.get("hidden_size"),
+        "draft_vocab_size": source.get("draft_vocab_size"), "norm_before_residual": False,
+        "target_hidden_size": source.get("target_hidden_size") or layer.get("hidden_size"),
         "num_aux_hidden_states": len(ids), LAYER_IDS: ids,
         "eagle_config": {"use_aux_hidden_state": True,
                          LAYER_IDS: list(sglang_layer_ids(architecture, depth, ids))}}
     for flag in ("fc_norm", "norm_output"):
-        if found.get(flag):
+        if source.get(flag):
             config[flag] = True
-    if found.get("norm_before_fc"):
+    if source.get("norm_before_fc"):
         config["norm_before_fc"] = config["eagle_config"]["norm_before_fc"] = True
     whole = config["draft_vocab_size"] == config.get("vocab_size")
     tensors = {canonical_name(name): tensor for name, tensor in read_weights(directory).items()
@@ -137,15 +137,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-steps", type=int, default=5, help="tokens vLLM drafts per round")
     parser.add_argument("--target-architecture", default="LlamaForCausalLM")
     parser.add_argument("--num-layers", type=int, help="layers of the target")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if given.to == "speculators":
-            to_speculators(given.directory, given.out, target=given.target, num_steps=given.num_steps)
+        if options.to == "speculators":
+            to_speculators(options.directory, options.out, target=options.target, num_steps=options.num_steps)
         else:
-            to_sglang(given.directory, given.out, architecture=given.target_architecture, num_layers=given.num_layers)
+            to_sglang(options.directory, options.out, architecture=options.target_architecture,
+                      num_layers=options.num_layers)
     except EyrieError as error:
         return report_error(error)
-    print(given.out)
+    print(options.out)
     return 0
 
 

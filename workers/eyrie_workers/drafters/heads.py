@@ -138,19 +138,19 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
         return CheckpointInvalid(f"drafter {directory.name}: {what}", "export the drafter again")
 
     def number(key: str) -> int:
-        value = found.get(key)
+        value = written.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise invalid(f"{key} is {value!r}, not a positive whole number")
         return value
 
     # 1. The config.
-    found: Mapping[str, Any] = read_config(directory)
+    written: Mapping[str, Any] = read_config(directory)
     tensors, architecture = read_tensors(directory), FAMILIES[kind.family].architecture
     config = HeadsConfig(*map(number, ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads")))
     for key, expected_value in (("architectures", [architecture]), ("num_hidden_layers", 1),
                                 ("original_lm_head", kind.shared_output), ("medusa_fc_bias", False)):
-        if found.get(key) != expected_value:
-            raise invalid(f"{key} is {found.get(key)!r}; Eyrie's {kind.family} drafters have {expected_value!r}")
+        if written.get(key) != expected_value:
+            raise invalid(f"{key} is {written.get(key)!r}; Eyrie's {kind.family} drafters have {expected_value!r}")
     if config.draft_vocab_size > config.vocab_size:
         raise invalid(f"truncated_vocab_size {config.draft_vocab_size} is more than vocab_size {config.vocab_size}")
     # 2. Names and shapes of the tensors: those of an empty drafter of this config.

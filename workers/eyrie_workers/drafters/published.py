@@ -189,10 +189,10 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
                            "leave it out, or train another family")
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "head"
-        found = adopt(fetch(_FIELD, spec.head.path, spec.head.revision), directory, target)
-        if found.name != family.name:
-            raise InvalidInput(f"{_FIELD} {spec.init_from!r} is of family {found.name!r}, and drafter.family is "
-                               f"{family.name!r}", f"set drafter.family to {found.name!r}")
+        actual = adopt(fetch(_FIELD, spec.head.path, spec.head.revision), directory, target)
+        if actual.name != family.name:
+            raise InvalidInput(f"{_FIELD} {spec.init_from!r} is of family {actual.name!r}, and drafter.family is "
+                               f"{family.name!r}", f"set drafter.family to {actual.name!r}")
         module, digest = family.load(directory).float(), weights_digest(directory)
     config: Any = module.config
     for field, attribute in _ATTRIBUTES.items():

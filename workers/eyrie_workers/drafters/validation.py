@@ -9,7 +9,7 @@ target's `config.json` is needed, so that targets Eyrie cannot load are checked 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,9 +37,6 @@ class Finding:
     what: str
     hint: str
 
-    def as_json(self) -> dict[str, Any]:
-        """The finding as `--json` prints it and the `eyrie` command reads it."""
-        return asdict(self)
 
 
 def error(code: str, what: str, hint: str) -> Finding:
@@ -87,13 +84,13 @@ class Target:
 
     @property
     def architecture(self) -> str | None:
-        found = self.config.get("architectures")
-        return str(found[0]) if isinstance(found, list) and found else None
+        names = self.config.get("architectures")
+        return str(names[0]) if isinstance(names, list) and names else None
 
     @property
     def num_layers(self) -> int | None:
-        found = self.text.get("num_hidden_layers")
-        return found if isinstance(found, int) else None
+        count = self.text.get("num_hidden_layers")
+        return count if isinstance(count, int) else None
 
 
 def read_target(path: Path) -> Target:

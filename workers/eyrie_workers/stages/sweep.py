@@ -88,8 +88,8 @@ def slower_half(speedups: Mapping[str, float]) -> set[str]:
 def rung_steps(num_steps: int, rungs: Sequence[float]) -> tuple[int, ...]:
     """The steps after which the slower half stops: scheduled evaluations at or before each share. Pure."""
     scheduled = checkpoint_steps(num_steps, NUM_EVALUATIONS)
-    found = {max([step for step in scheduled if step <= share * num_steps] or scheduled[:1]) for share in rungs}
-    return tuple(sorted(found - {num_steps}))
+    steps = {max([step for step in scheduled if step <= share * num_steps] or scheduled[:1]) for share in rungs}
+    return tuple(sorted(steps - {num_steps}))
 
 
 class CandidateGroup:
@@ -136,7 +136,7 @@ class CandidateGroup:
         known = {name: (run.family.name, run.speedups[step]) for name, run in self._runs.items()
                  if step in run.speedups}
         gathered = self._dist.gather((reached, known))
-        if step not in [one for steps, _ in gathered for one in steps]:
+        if not any(step in steps for steps, _ in gathered):
             return  # an interrupted sweep resumed behind this rung, which was decided before
         everywhere = {name: entry for _, entries in gathered for name, entry in entries.items()}
         by_family: dict[str, dict[str, float]] = {}

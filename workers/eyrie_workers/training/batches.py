@@ -303,11 +303,11 @@ def open_features(where: str, target: TargetSpec) -> Features:
     Raises ArtifactMissing, StoreDamaged, and InvalidInput for a device of the target that does not exist.
     """
     place = open_backend(where)
-    found = read_plan(place)
-    if found is None:
+    plan = read_plan(place)
+    if plan is None:
         return FeatureStore(place)
     device = target_device()
-    return StreamedFeatures(*found, lambda: open_source(found[0].source, target, device))
+    return StreamedFeatures(*plan, lambda: open_source(plan[0].source, target, device))
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,8 @@ _COMPUTED_ROPES = ("default", "linear", "llama3")
 
 def architecture_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """The architecture is EAGLE-3's for SGLang. After an error here the other rules do not apply."""
-    found = config.get("architectures")
-    names = list(found) if isinstance(found, list) else []
+    architectures = config.get("architectures")
+    names = list(architectures) if isinstance(architectures, list) else []
     if "speculators_model_type" in config or "Eagle3Speculator" in names:
         yield error("speculators-format", "this is a directory in speculators format, which SGLang does not read",
                     "export it with `python -m eyrie_workers.drafters.export --to sglang DIR OUT`; vLLM serves it as "
@@ -191,7 +191,7 @@ def architecture_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error("architecture-name", f"architectures is {names}: SGLang has no drafter of that name",
                     f"write [{ARCHITECTURE!r}]; vLLM knows it too")
     elif names != [ARCHITECTURE]:
-        yield error("architecture-unknown", f"architectures is {found!r}, which no family of Eyrie has",
+        yield error("architecture-unknown", f"architectures is {architectures!r}, which no family of Eyrie has",
                     "give a drafter of a family Eyrie trains; others cannot be checked")
 
 
@@ -587,10 +587,10 @@ def target_rope_rules(config: Mapping[str, Any], target: Target) -> Iterator[Fin
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     settings = config.get("rope_parameters") or config.get("rope_scaling")
-    found = dict(settings) if isinstance(settings, Mapping) else {}
-    found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
-    theta = found.get("rope_theta") or config.get("rope_theta")
-    return found | ({"rope_theta": float(theta)} if isinstance(theta, int | float) else {})
+    rope = dict(settings) if isinstance(settings, Mapping) else {}
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    theta = rope.get("rope_theta") or config.get("rope_theta")
+    return rope | ({"rope_theta": float(theta)} if isinstance(theta, int | float) else {})
 
 
 def card_rules(config: Mapping[str, Any], card: Card | None) -> Iterator[Finding]:

@@ -138,26 +138,26 @@ def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None 
     return written
 
 
-def parse_config(found: Mapping[str, Any]) -> Eagle3Config:
+def parse_config(written: Mapping[str, Any]) -> Eagle3Config:
     """An `Eagle3Config` from a `config.json` without errors. Raises CheckpointInvalid for variants that Eyrie's engine
     does not compute."""
-    shape = shape_of(found)
+    shape = shape_of(written)
     computed = shape.num_layers == 1 and shape.target_hidden_size == shape.hidden_size and not shape.fc_bias
-    if not computed or found["draft_vocab_size"] is None:
+    if not computed or written["draft_vocab_size"] is None:
         raise CheckpointInvalid(
             "Eyrie's engine computes drafters of one layer, of their target's hidden size, without bias and with an "
             "output matrix of their own", "serve and measure this one in SGLang")
-    decoder = parse_decoder("checkpoint", found)
-    top, inner = found.get(LAYER_IDS), nested(found)[LAYER_IDS]
+    decoder = parse_decoder("checkpoint", written)
+    top, inner = written.get(LAYER_IDS), nested(written)[LAYER_IDS]
     return Eagle3Config(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab_size,
         draft_vocab_size=shape.draft_vocab_size,
         aux_layers=tuple(top) if top is not None else captured_inputs("", inner),
         rms_eps=decoder.rms_eps, rope=decoder.rope, max_position_embeddings=decoder.max_position_embeddings,
-        eos_token_ids=decoder.eos_token_ids, bos_token_id=found.get("bos_token_id"), fc_norm=shape.fc_norm,
-        norm_before_fc=shape.norm_before_fc, norm_output=bool(found.get("norm_output", False)),
-        sliding_window=found.get("sliding_window"))
+        eos_token_ids=decoder.eos_token_ids, bos_token_id=written.get("bos_token_id"), fc_norm=shape.fc_norm,
+        norm_before_fc=shape.norm_before_fc, norm_output=bool(written.get("norm_output", False)),
+        sliding_window=written.get("sliding_window"))
 
 
 class _InferenceLayer:
