@@ -449,7 +449,10 @@ class TrainingRun:
             self._after_evaluation(report, evaluation or self._evaluate())
         # A signal may reach one rank only, or ranks at different steps: the step at which all stop is agreed here.
         # So is the step at which the state is saved, by the clock of rank 0.
-        stopping, due = self._dist.any_of(self.stage.stop_requested, self._is_save_due(report.step))
+        train = self.spec.train
+        save_due = self.clock() - self._saved_at >= train.save_every_s or (
+            train.save_every_steps is not None and report.step % train.save_every_steps == 0)
+        stopping, due = self._dist.any_of(self.stage.stop_requested, self._dist.is_main and save_due)
         if stopping or due or self.stopped_early or report.step in self._exports:
             self._save()
         self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
@@ -458,11 +461,6 @@ class TrainingRun:
             self.stage.stop_requested = True
             self._state_writer.wait()
             self.stage.pause_point()
-
-    def _is_save_due(self, step: int) -> bool:
-        train = self.spec.train
-        return self._dist.is_main and (self.clock() - self._saved_at >= train.save_every_s or (
-            train.save_every_steps is not None and step % train.save_every_steps == 0))
 
     def _save(self) -> None:
         self._saved_at = self.clock()

@@ -76,12 +76,6 @@ class TargetHead:
         return TargetHead(output, vocabulary.ids.to(device), vocabulary.t2d.to(device),
                           DraftVocabulary(vocabulary.ids.cpu(), vocabulary.vocab_size))
 
-    def draft_ids_before(self, size: int) -> list[int]:
-        """How many draft ids lie before each block of `size` columns, and before the end."""
-        starts = torch.arange(0, self.output.weight_VH.shape[0] + size, size, device=self.vocabulary.ids.device)
-        counts: list[int] = torch.searchsorted(self.vocabulary.ids, starts).tolist()
-        return counts
-
 
 @torch.no_grad()
 def compute_target_table(last_RH: Tensor, head: TargetHead, weigh: bool = True) -> TargetTable:
@@ -101,7 +95,9 @@ def compute_target_table(last_RH: Tensor, head: TargetHead, weigh: bool = True) 
     # Products in the output matrix's dtype; maximum, log-sum-exp and softmax in float32.
     rows = pad_rows(last_RH, head.output.weight_VH.dtype)
     size = max(1024, _MAX_LOGITS[device.type] // max(1, num_rows) // 1024 * 1024)
-    ends = head.draft_ids_before(size)
+    # How many draft ids lie before each block of columns, and before the end: on the CPU, so that no GPU is waited for.
+    starts = torch.arange(0, head.output.weight_VH.shape[0] + size, size, device=head.vocabulary.ids.device)
+    ends: list[int] = torch.searchsorted(head.vocabulary.ids, starts).tolist()
     for number, block_VH in enumerate(head.output.weight_VH.split(size)):
         logits_RV = head.output.capped(matmul_as(rows, block_VH.T, torch.float32)[:num_rows])
         block_most_R, block_first_R = logits_RV.max(-1)
@@ -159,15 +155,12 @@ def shares(step_N: Tensor, document_N: Tensor, num_documents: int, counts_N: Ten
         supervised_S = (per_cell > 0).view(-1, ttt_length).sum(0, dtype=torch.float64)  # documents of the step
     predicted_S, supervised_S = total(torch.stack([predicted_S, supervised_S])).unbind(0)
     # Weights over the steps that exist in this batch: with short answers the last ones may have no root anywhere.
+    # Row s of the table holds the weights where s + 1 steps exist: a look-up, because the number is on the device.
     num_steps = (predicted_S > 0).sum().clamp(min=1)
-    weight_S = _weights_by_steps(ttt_length, decay, counted.device).index_select(0, num_steps.view(1) - 1)[0]
+    rows = [step_weights(steps, decay) + [0.0] * (ttt_length - steps) for steps in range(1, ttt_length + 1)]
+    table_SS = torch.tensor(rows, dtype=torch.float64, device=CPU).to(counted.device, non_blocking=True)
+    weight_S = table_SS.index_select(0, num_steps.view(1) - 1)[0]
     return (unit_N * (weight_S / supervised_S.clamp(min=1.0))[step_N]).float()
-
-
-def _weights_by_steps(ttt_length: int, decay: float, device: torch.device) -> Tensor:
-    """[S, S] float64: row s holds the weights where s + 1 steps exist."""
-    weights = [step_weights(steps, decay) + [0.0] * (ttt_length - steps) for steps in range(1, ttt_length + 1)]
-    return torch.tensor(weights, dtype=torch.float64, device=CPU).to(device, non_blocking=True)
 
 
 def sum_by(index_N: Tensor, weight_N: Tensor, size: int) -> Tensor:
@@ -325,7 +318,12 @@ class Objective(ABC, Generic[DrafterT]):
         """Targets and weights of what the parts `plans` of one plan predict, in that order. Plans and documents are on
         the CPU."""
         targets = targets or self.target_distribution(documents, plans[0].target_positions)
-        step_N, position_N = (torch.cat(column) for column in zip(*map(prediction_positions, plans), strict=True))
+        # Of every prediction its step, and the packed position whose final state gives its target: step by step in the
+        # order of the roots, as the states of an unroll are concatenated.
+        step_N = torch.cat([torch.full((alive,), step, device=CPU) for part in plans
+                            for step, alive in enumerate(part.alive)])
+        root_N = torch.cat([part.roots[:alive] for part in plans for alive in part.alive])
+        position_N = root_N + 1 + step_N
         lengths = torch.tensor(documents.lengths, device=CPU)
         document_T = torch.repeat_interleave(torch.arange(lengths.numel(), device=CPU), lengths)
         step_N, position_N, document_N = map(self._here, (step_N, position_N, document_T[position_N]))
@@ -412,12 +410,3 @@ def draw_positions(documents: PackedBatch, context: StepContext, share: float) -
         draws = np.concatenate([draws[start:start + length]
                                 for start, length in zip(context.starts, documents.lengths, strict=True)])
     return torch.from_numpy(draws < share)
-
-
-def prediction_positions(plan: UnrollPlan) -> tuple[Tensor, Tensor]:
-    """Of every prediction, step by step: its step, and the packed position whose final state gives its target."""
-    alive = torch.tensor(plan.alive, device=plan.roots.device)
-    # Step by step, in the order of the roots: as the states of an unroll are concatenated.
-    steps = torch.repeat_interleave(torch.arange(alive.numel(), device=alive.device), alive)
-    roots = torch.cat([plan.roots[:alive] for alive in plan.alive])
-    return steps, roots + 1 + steps

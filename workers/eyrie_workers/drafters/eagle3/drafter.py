@@ -377,12 +377,18 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
         states = tuple(unroll(weights, self._angles_P, projections, plan, self._recompute))
         return Prediction(states, weights.lm_head, computed=self._computed([plan]))
 
-    def compute(self, documents: PackedBatch, plan: UnrollPlan, context: StepContext | None,
-                targets: TargetDistribution | None) -> Outcome:
+    def __call__(self, documents: PackedBatch, context: StepContext | None = None,
+                 targets: TargetDistribution | None = None) -> Outcome:
         """As `Objective`, with the roots split into parts when their activations exceed the bound."""
+        plan = self.plan(documents, context)
         plans = [plan] if context is None else split_plan(plan, self._max_roots(plan))
-        if len(plans) == 1:
-            return super().compute(documents, plan, context, targets)
+        with self._scope:
+            if len(plans) == 1:
+                return self.compute(documents, plan, context, targets)
+            return self._compute_parts(documents, plan, plans, context, targets)
+
+    def _compute_parts(self, documents: PackedBatch, plan: UnrollPlan, plans: Sequence[UnrollPlan],
+                       context: StepContext | None, targets: TargetDistribution | None) -> Outcome:
         # 1. Targets and weights of all parts at once: the counts are those of the whole batch.
         supervision = self.supervise(documents, plans, context, targets)
         ends = list(accumulate((part.num_predictions for part in plans), initial=0))
