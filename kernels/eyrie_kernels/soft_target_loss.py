@@ -26,7 +26,7 @@ For tv, lk and lk_hybrid's acceptance, p is multiplied by `mass`, the target's p
 vocabulary: these losses measure acceptance, and a token outside the draft vocabulary is never accepted.
 
 `reference_soft_target_loss` is the specification, for this kernel and for the CPU form in
-`eyrie_workers.training.soft_target_loss`. On CPU tensors the kernel of a chunk is replaced by these formulas; chunks,
+`eyrie_workers.training.numerics`. On CPU tensors the kernel of a chunk is replaced by these formulas; chunks,
 products and gradients are the same. The kernel's lower bound is memory traffic:
 logits and table read once, gradients written once. It reads a row two or three times, but the row (128 KiB for 32768
 tokens) is still in the L2 cache then.

@@ -106,7 +106,7 @@ def bench_verify(target: TargetModel, context: int, repeats: int = 30) -> None:
 def bench_drafter(target: TargetModel, directory: Path, prompts: list[list[int]], num_tokens: int,
                   stop_ids: tuple[int, ...]) -> None:
     """Every shape against the same engine undrafted, interleaved prompt by prompt."""
-    from eyrie_workers.drafters.registry import open_drafter
+    from eyrie_workers.drafters.family import open_drafter
 
     engine = Engine(target, open_drafter(directory, target))
     for temperature in (0.0, 1.0):

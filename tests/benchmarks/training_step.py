@@ -30,16 +30,20 @@ import torch
 
 from eyrie_api.decisions.training_cost import StepSetting, step_bytes
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.eagle3.flops import step_flops, step_work, trained_drafter
-from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
+from eyrie_workers.drafters.eagle3.drafter import (
+    Eagle3Config,
+    Eagle3Drafter,
+    TrainingTimeTest,
+    step_work,
+    trained_drafter,
+)
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.training.numerics import peak_flops
 from eyrie_workers.training.objective import StepContext
-from eyrie_workers.training.peak_rate import peak_rate
 
 _PARSER = argparse.ArgumentParser(prog="python -m tests.benchmarks.training_step", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,7 +125,7 @@ def measure(arguments: list[str] | None = None) -> dict[str, str | float]:
     with device_scope(device):
         embed, head = (torch.randn(options.vocab, options.hidden).mul_(scale).to(target_dtype) for scale in (1.0, 0.1))
         objective = TrainingTimeTest(
-            drafter, embed, OutputHead(head),
+            drafter, TargetEmbeddings(embed, head, torch.ones(options.hidden)),
             TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,
                       grad_checkpoint=options.recompute),
             max_positions=max(1 << 14, 2 * max(documents.lengths)), dtype=dtype)
@@ -148,8 +152,8 @@ def measure(arguments: list[str] | None = None) -> dict[str, str | float]:
         recompute=options.recompute))
     floor_mb = (4 * sum(p.numel() for p in parameters) + 2 * options.vocab * options.hidden) * 4 / 2**20
     tokens, wall, cpu = documents.token_ids.numel(), median(walls), median(cpus)
-    flops = step_flops(drafter.config, plan)
-    rate, cpu_rate = peak_rate(objective.dtype, device)
+    flops = objective.flops(plan)
+    rate, cpu_rate = peak_flops(objective.dtype, device)
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "tokens": tokens, "supervised": outcome.supervised, "wall_s": round(wall, 4), "cpu_s": round(cpu, 4),

@@ -14,8 +14,7 @@ from torch import nn
 
 from eyrie_api.errors import Conflict
 from eyrie_workers.targets.device import default_device
-from eyrie_workers.training.distributed import DistContext
-from eyrie_workers.training.optimiser import ShardedAdamW, WholeAdamW
+from eyrie_workers.training.distributed import DistContext, Optimizer
 
 STEPS, SHAPES = 3, ((3, 5), (7,), (1,))
 
@@ -25,7 +24,7 @@ def raise_conflict() -> None:
 
 
 def check(group: DistContext, device: torch.device) -> None:
-    """Sums, broadcasts, errors, and the sharded optimiser against the whole one."""
+    """Sums, broadcasts, errors, and the sharded optimizer against the whole one."""
     total = group.size * (group.size + 1) / 2
     assert group.all_sum(torch.tensor([group.rank + 1.0])).item() == total
     assert group.all_sum(torch.tensor([group.rank + 1.0], device=device)).item() == total
@@ -33,15 +32,15 @@ def check(group: DistContext, device: torch.device) -> None:
     with pytest.raises(Conflict, match="rank 0 found a conflict"):
         group.on_main(raise_conflict)
     sharded, whole = ([nn.Parameter(torch.full(shape, 0.5, device=device)) for shape in SHAPES] for _ in range(2))
-    optimisers = ShardedAdamW(sharded, lr=1e-2), WholeAdamW(whole, lr=1e-2)
+    optimizers = Optimizer(sharded, group.size, lr=1e-2), Optimizer(whole, lr=1e-2)
     for step in range(STEPS):
         for mine, one in zip(sharded, whole, strict=True):
             mine.grad = torch.full_like(mine.data, step + group.rank)
             one.grad = torch.full_like(one.data, sum(step + rank for rank in range(group.size)))
-        for optimiser in optimisers:
-            optimiser.reduce()
-            optimiser.clip(0.5)
-            optimiser.step()
+        for optimizer in optimizers:
+            optimizer.reduce()
+            optimizer.clip(0.5)
+            optimizer.step()
     for mine, one in zip(sharded, whole, strict=True):
         torch.testing.assert_close(mine, one, atol=1e-6, rtol=1e-5)  # sums in another order
 

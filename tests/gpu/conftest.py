@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from eyrie_kernels import packed_attention, soft_target_loss
-from eyrie_workers.training import peak_rate
+from eyrie_workers.training import numerics
 from tests.gpu.pretended import PretendedGpu, pretended_flash
 from tests.gpu.sizes import NO_GPU, REAL, TINY, Sizes, this_device
 
@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
     """The mode; kernels, which are not pretended, take their plain-torch form."""
     for module in (packed_attention, soft_target_loss):
         monkeypatch.setattr(module, "runs_kernels", lambda _: False)
-    monkeypatch.setattr(peak_rate, "_GPU_PROBE_SIZE", 64)  # a size for a real GPU takes a core minutes
+    monkeypatch.setattr(numerics, "_GPU_PROBE_SIZE", 64)  # a size for a real GPU takes a core minutes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 << 30, 80 << 30))
     # Clipping moves its factor to the device that the gradients report: torch's C++ code sees the real one.
     group = clip_grad._group_tensors_by_device_and_dtype

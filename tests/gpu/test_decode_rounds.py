@@ -12,9 +12,9 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.loading import load_target

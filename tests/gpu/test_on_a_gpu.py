@@ -27,7 +27,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters import eagle1
-from eyrie_workers.drafters.registry import family_named, open_drafter
+from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
@@ -176,7 +176,7 @@ def test_captured_states_are_the_targets_and_a_drafter_trains_on_them(
     assert report.steps == 2
 
 
-def test_two_processes_exchange_sums_errors_and_slices_of_the_optimiser(tmp_path: Path) -> None:
+def test_two_processes_exchange_sums_errors_and_slices_of_the_optimizer(tmp_path: Path) -> None:
     """With NCCL where there are two GPUs, else with gloo on the CPU."""
     environment = {"EYRIE_DEVICE": "cuda" if torch.cuda.device_count() >= 2 else "cpu"}
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

@@ -20,8 +20,8 @@ from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters import eagle1
+from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow
 from eyrie_workers.features.target_pass import compute_pass

@@ -23,17 +23,21 @@ from torch import Tensor
 from eyrie_api.decisions.training_cost import StepSetting, step_bytes
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels import packed_attention, soft_target_loss
-from eyrie_workers.drafters.eagle3.flops import step_work, trained_drafter
-from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
+from eyrie_workers.drafters.eagle3.drafter import (
+    Eagle3Config,
+    Eagle3Drafter,
+    TrainingTimeTest,
+    step_work,
+    trained_drafter,
+)
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.training import matmul
+from eyrie_workers.training import numerics
+from eyrie_workers.training.distributed import Optimizer
 from eyrie_workers.training.objective import StepContext
-from eyrie_workers.training.optimiser import adamw
 from tests.gpu.pretended import GPU, PretendedGpu
 from tests.live_bytes import LiveBytes
 
@@ -123,7 +127,7 @@ def kernels_that_only_allocate(counter: LiveBytes, chunks: list[int]) -> Iterato
             patch.setattr(module, "runs_kernels", lambda _: True)
         patch.setattr(packed_attention, "launch", lambda *_args, **_constants: None)
         patch.setattr(soft_target_loss, "launch_rows", launch_rows)
-        patch.setattr(matmul, "_onednn_is_faster", lambda: False)
+        patch.setattr(numerics, "_onednn_is_faster", lambda: False)
         yield
 
 
@@ -138,10 +142,11 @@ def measured_and_predicted(shape: Shape, num_ranks: int = 1, *, accumulating: bo
         with device_scope(GPU):
             embed, head = (torch.zeros(shape.vocab, shape.hidden, device=GPU, dtype=shape.dtype) for _ in range(2))
             objective = TrainingTimeTest(
-                drafter, embed, OutputHead(head), TrainSpec(ttt_length=shape.steps, unrolled_fraction=shape.unrolled,
-                                                single_step_ratio=0.0, grad_checkpoint=shape.recompute),
+                drafter, TargetEmbeddings(embed, head, torch.ones(shape.hidden)),
+                TrainSpec(ttt_length=shape.steps, unrolled_fraction=shape.unrolled, single_step_ratio=0.0,
+                          grad_checkpoint=shape.recompute),
                 max_positions=max(shape.lengths), dtype=shape.dtype, max_kept_bytes=shape.kept_bytes)
-        optimizer = adamw(list(drafter.parameters()), num_ranks, lr=1e-3)
+        optimizer = Optimizer(list(drafter.parameters()), num_ranks, lr=1e-3)
         for parameter in drafter.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # creates the moments
@@ -195,7 +200,7 @@ def test_bytes_of_two_and_three_ranks_are_predicted(tmp_path: Path) -> None:
 
 def _measure_as_rank(rank: int, directory: Path) -> None:
     """Write, for each number of ranks that this one takes part in: the number, bytes measured, bytes predicted."""
-    shape = Shape(hidden=512, heads=8, lengths=(90, 61))  # optimiser states are the largest part
+    shape = Shape(hidden=512, heads=8, lengths=(90, 61))  # optimizer states are the largest part
     for num_ranks in range(max(2, rank + 1), 4):
         dist.init_process_group("gloo", init_method=f"file://{directory}/{num_ranks}", rank=rank, world_size=num_ranks)
         measured, predicted, _ = measured_and_predicted(shape, num_ranks)

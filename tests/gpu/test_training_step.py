@@ -1,6 +1,7 @@
 """A training step on a pretended GPU: what the host waits for, what is copied, and which form computes it."""
 
 from dataclasses import replace
+from inspect import getclosurevars
 from pathlib import Path
 from shutil import copytree
 from typing import Any, cast
@@ -13,21 +14,25 @@ from torch import Tensor
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle1 import NOISE, noisy
-from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
+from eyrie_workers.drafters.eagle3.drafter import TrainingTimeTest
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.shard_format import TopKLogits
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.training import attention, losses
-from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
+from eyrie_workers.training import attention
+from eyrie_workers.training import objective as objectives
+from eyrie_workers.training.batches import BatchLoader, Schedule, StepBatch
 from eyrie_workers.training.evaluation import count_hits
 from eyrie_workers.training.loop import Trainer
-from eyrie_workers.training.losses import DenseTable, TargetHead, compute_target_table
-from eyrie_workers.training.objective import StepContext, TargetDistribution
-from eyrie_workers.training.packing import Schedule
-from eyrie_workers.training.topk_logits import TopKTable
+from eyrie_workers.training.objective import (
+    StepContext,
+    TargetDistribution,
+    TargetHead,
+    TargetTable,
+    compute_target_table,
+)
 from tests.gpu.pretended import GPU, PretendedGpu
 from tests.gpu.test_pretended import STEPS, documents_for, made
 from tests.tiny import tiny_target
@@ -54,8 +59,8 @@ def eagle3(**settings: Any) -> TrainingTimeTest:
     drafter.to(GPU)
     lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
     with device_scope(GPU):
-        return TrainingTimeTest(drafter, embedding().to(GPU), OutputHead(lm_head.to(GPU)), SPEC, max_positions=128,
-                                **settings)
+        ends = TargetEmbeddings(embedding().to(GPU), lm_head.to(GPU), torch.ones(HIDDEN))
+        return TrainingTimeTest(drafter, ends, SPEC, max_positions=128, **settings)
 
 
 def test_a_step_with_its_update_waits_once(gpu: PretendedGpu) -> None:
@@ -95,20 +100,20 @@ def test_the_targets_logits_are_few_products_there_summed_in_float32(gpu: Preten
     generator, shapes = torch.Generator().manual_seed(0), []
     last = torch.randn(1024, 16, generator=generator).to(torch.bfloat16)
     matrix = torch.randn(5000, 16, generator=generator).to(torch.bfloat16)
-    multiply = losses.matmul_as
+    multiply = objectives.matmul_as
 
     def counted(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         shapes.append(b.shape[1])
         return multiply(a, b, dtype)
 
-    monkeypatch.setattr(losses, "matmul_as", counted)
+    monkeypatch.setattr(objectives, "matmul_as", counted)
     head = TargetHead.of(OutputHead(matrix.to(GPU)), DraftVocabulary(torch.arange(0, 5000, 3), 5000))
     found = compute_target_table(last.to(GPU), head)
     assert shapes == [5000]
     exact = compute_target_table(last, TargetHead.of(OutputHead(matrix.float()), head.vocabulary))
     assert len(shapes) == 6  # a CPU reads 1024 columns at a time
     # Products of bfloat16 are exact in float32; rounded to bfloat16, logits near 16 would differ by up to 2^-5.
-    torch.testing.assert_close(found.probabilities_RD.cpu(), exact.probabilities_RD, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found.probabilities.cpu(), exact.probabilities, rtol=1e-4, atol=1e-7)
 
 
 def test_drafters_of_all_families_share_one_copy_of_the_targets_matrices(gpu: PretendedGpu, target_dir: Path) -> None:
@@ -173,9 +178,10 @@ def test_stored_logits_stay_sparse_on_the_device(gpu: PretendedGpu) -> None:
     sparse = replace(documents, last=documents.last[:, :0], topk_logits=stored)
     targets = objective.target_distribution(sparse, objective.plan(sparse, CONTEXT).target_positions)
     table = targets.table
-    assert isinstance(table, TopKTable)
-    assert all(x.is_cuda and x.shape[1:] in ((), (3,)) for x in vars(table.topk_logits).values())
-    dense = DenseTable(table.rows(torch.arange(table.mass_R.numel(), device=GPU)), table.mass_R, table.inside_R,
+    assert not isinstance(table.probabilities, Tensor)
+    kept = getclosurevars(table.probabilities).nonlocals["topk_logits"]
+    assert all(x.is_cuda and x.shape[1:] in ((), (3,)) for x in vars(kept).values())
+    dense = TargetTable(table.rows(torch.arange(table.mass_R.numel(), device=GPU)), table.mass_R, table.inside_R,
                        table.choice_R)
     before = gpu.num_syncs
     ours = objective(sparse, CONTEXT)

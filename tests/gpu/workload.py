@@ -14,8 +14,8 @@ from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import Dtype, TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.capture import capture

@@ -25,8 +25,8 @@ from eyrie_api.v1alpha1.reports import TrainReport, TuneReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import FileEntry, Manifest, StageReport
 from eyrie_operator.cli.publish import publish
 from eyrie_operator.embedded.gateway import bind
+from eyrie_workers.drafters.card import Card, identify, write_card
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint.card import Card, identify, write_card
 from tests.operator.hub_double import TOKEN, Hub, hub_double
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.objective import StepContext

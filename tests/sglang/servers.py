@@ -20,7 +20,7 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.drafters.checkpoint.files import read_config
+from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.sglang.checkpoints import checkpoint_algorithm
 from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.targets.loading import QUICKSTART, resolve

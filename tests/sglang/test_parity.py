@@ -10,7 +10,7 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
-from eyrie_workers.drafters.checkpoint.files import read_config
+from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import launch_arguments
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan

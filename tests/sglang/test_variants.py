@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
+from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter
+from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
 from eyrie_workers.engines.sglang.process import SglangServer
 from tests.sglang.servers import drafting, flags, serving
 from tests.sglang.test_parity import CHAIN, parity

@@ -7,8 +7,8 @@ estimates them before there is one.
 input and for its weight), attention's two products once and twice, the teacher's forward only. Recomputation and
 padding are not counted, so they lower MFU.
 
-**Bytes.** What is allocated at the moment of most memory, in the code path of a GPU (`drafters.eagle3.objective`,
-`training.optimiser`). There are a few such moments, and a step's need is the largest of them:
+**Bytes.** What is allocated at the moment of most memory, in the code path of a GPU (`drafters.eagle3.drafter`,
+`training.distributed`). There are a few such moments, and a step's need is the largest of them:
 
     unroll     in the MLP of the last step of a part, before the loss
     loss       at the end of the forward pass of the last part: everything saved for the backward pass, the teacher's
@@ -325,7 +325,7 @@ def _at_backward(drafter: TrainedDrafter, work: StepWork, part: StepWork, settin
 # --- what fits -----------------------------------------------------------------------------------------------------
 
 ACTIVATION_SHARE = 4
-"""A part's activations may take this fraction (one over it) of a GPU's memory: `training.activation_budget`."""
+"""A part's activations may take this fraction (one over it) of a GPU's memory: `drafters.eagle3.drafter`."""
 
 _FEWEST_ROOTS = 32
 _MARGIN_SHARE, _CONTEXT_BYTES = 0.08, 1 << 30

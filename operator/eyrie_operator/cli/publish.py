@@ -1,7 +1,7 @@
 """`eyrie publish`: a job's drafter with its card and its measured results, in a directory or a repository of the Hub.
 
 The files come through the REST API, so the command runs wherever the server can be reached, and every file is compared
-with its digest. The card's program (`python -m eyrie_workers.drafters.checkpoint.card`) adds the results. What a report
+with its digest. The card's program (`python -m eyrie_workers.drafters.card`) adds the results. What a report
 knows of the server, its paths and command lines, is left out.
 
 A repository is created private (`--public`: public), and written in one commit.
@@ -19,7 +19,7 @@ from eyrie_api.client import Client
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound, Permanent, Transient
 from eyrie_api.v1alpha1.status import JobReport, StageFile
 
-PROGRAM = "eyrie_workers.drafters.checkpoint.card"
+PROGRAM = "eyrie_workers.drafters.card"
 RESULTS = "results.json"
 _OF_THE_SERVER = ("path", "drafter_dir", "launch", "variants", "model")
 

@@ -56,7 +56,7 @@ def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequenc
 
 
 def results_for_card(final: BenchmarkReport, proof: ProveReport) -> dict[str, JsonValue]:
-    """The measurements of a promoted drafter, for its card (`eyrie_workers.drafters.checkpoint.card --results`)."""
+    """The measurements of a promoted drafter, for its card (`eyrie_workers.drafters.card --results`)."""
     environment = final.environment.model_dump(mode="json")
     return {"benchmark": {**_checkpoint(final), "environment": environment},
             "proof": {**_proof(proof), "environment": proof.environment.model_dump(mode="json")}}

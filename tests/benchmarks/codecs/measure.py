@@ -35,7 +35,7 @@ from eyrie_api.v1alpha1.stages import CaptureStage, RegenerateStage, TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.suites import load_suite, select
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.features.codecs import decode_into, encode, relative_error
 from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
 from eyrie_workers.features.store import FeatureStore

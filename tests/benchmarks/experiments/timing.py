@@ -19,7 +19,7 @@ from eyrie_api.artifacts import digest_bytes, digest_directory
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray
 from eyrie_workers.machine.machine_lock import machine_lock

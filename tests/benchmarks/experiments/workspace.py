@@ -36,7 +36,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.rows import META, ROWS
 from eyrie_workers.conversations.suites import Prompt, load_suite, select
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Result, SpecT, Stage, run_program
 from eyrie_workers.stages.capture import capture

@@ -23,7 +23,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels.packed_attention import key_ranges, packed_attention
-from eyrie_workers.drafters.registry import family_named, open_drafter
+from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.train import train

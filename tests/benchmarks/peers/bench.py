@@ -49,10 +49,10 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.rows import ROWS, read_rows
 from eyrie_workers.conversations.suites import load_suite, select
-from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
-from eyrie_workers.drafters.eagle3.directory_format import canonical_name
-from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.eagle3.directory import canonical_name
+from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter
+from eyrie_workers.drafters.eagle3.family import save_drafter
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.features.shard_format import FeatureRow
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.speculation.engine import Engine, Request
@@ -240,7 +240,7 @@ class Bench:
 
     def drafter_config(self) -> Any:
         """Configuration of the drafter that all programs train on the mix."""
-        from eyrie_workers.drafters.eagle3.model import Eagle3Config
+        from eyrie_workers.drafters.eagle3.drafter import Eagle3Config
 
         target = self.config
         return Eagle3Config(

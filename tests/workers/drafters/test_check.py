@@ -12,14 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_digest, with_results
 from eyrie_workers.drafters.check import check_directory, main
-from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, identify, weights_digest, with_results
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.eagle3.directory_format import ENGINES
-from eyrie_workers.drafters.eagle3.validation import validate_files
-from eyrie_workers.drafters.validation.finding import Finding
-from eyrie_workers.drafters.validation.target import Target, read_target
-from eyrie_workers.drafters.validation.validator import DrafterFiles
+from eyrie_workers.drafters.eagle3.directory import ENGINES, validate
+from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
+from eyrie_workers.drafters.validation import Finding, Target, ValidationRequest, read_target
 from tests.architectures.vllm_classes import VLLM_VERSION
 from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_drafter
 
@@ -352,9 +349,9 @@ def test_no_value_of_any_key_raises_in_validation(pair: Pair) -> None:
     for key in (*config, *optional):
         for value in (None, "text", [None], {"rope_type": []}, -1, 1.5, True, 10**9):
             changed = Target(target.path, target.config | {key: value})
-            for files, against in ((DrafterFiles(config | {key: value}, tensors), target),
-                                   (DrafterFiles(config, tensors), changed)):
-                findings = validate_files(files, target=against, context=64, compare_weights=False)
+            for written, against in ((config | {key: value}, target), (config, changed)):
+                findings = validate(ValidationRequest(written, tensors, target=against, context=64,
+                                                      compare_weights=False))
                 assert all(finding.hint for finding in findings), key
 
 

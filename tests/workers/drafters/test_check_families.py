@@ -12,10 +12,10 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_workers.drafters.card import Card, identify
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint.card import Card, identify
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import launch_arguments
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan

@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_workers.drafters.checkpoint.card import Card, TargetIdentity
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card, TargetIdentity
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
+from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import build
 from eyrie_workers.targets.loading import load_target

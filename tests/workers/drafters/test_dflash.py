@@ -15,7 +15,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import (
     FAMILY,
     DFlashDrafter,
@@ -24,8 +24,8 @@ from eyrie_workers.drafters.dflash import (
     mask_token,
     read_dflash_config,
 )
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

@@ -15,7 +15,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.eagle1 import (
     FAMILY,
     NOISE,
@@ -28,9 +28,9 @@ from eyrie_workers.drafters.eagle1 import (
     save,
     unroll,
 )
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.layers.kv_cache import RowLengths
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.kv_cache import RowLengths
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
@@ -182,9 +182,6 @@ def test_documents_packed_together_predict_what_each_predicts_alone(
     for step in range(STEPS):
         hits = torch.cat([one.hits[step] for one in alone if step < len(one.hits)])
         assert int(together.hits[step].sum()) == int(hits.sum())
-        weights = [one.hits[step].numel() for one in alone]
-        mean = sum(float(one.step_losses[step]) * weight for one, weight in zip(alone, weights, strict=True))
-        assert abs(float(together.step_losses[step]) - mean / sum(weights)) < 1e-4
 
 
 def test_training_unrolls_one_step_and_evaluation_all(

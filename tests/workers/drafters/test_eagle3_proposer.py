@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
-from eyrie_workers.drafters.eagle3.unroll import UnrolledStep, shared_projections, unroll
-from eyrie_workers.drafters.layers.kv_cache import RowLengths
-from eyrie_workers.drafters.layers.proposer import LayerState
+from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter, shared_projections, unroll
+from eyrie_workers.drafters.eagle3.family import Eagle3Proposer
+from eyrie_workers.drafters.kv_cache import RowLengths
+from eyrie_workers.drafters.layer_proposer import LayerState
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig
@@ -86,10 +85,11 @@ def chain(proposer: Eagle3Proposer, state: LayerState, tokens: torch.Tensor, row
     return logits
 
 
-def unrolled_steps(drafter: Eagle3Drafter, rotary: Rotary, embed: torch.Tensor, documents: PackedBatch,
-                   plan: UnrollPlan) -> Iterator[UnrolledStep]:
-    weights = drafter.weights()
-    return unroll(weights, rotary, shared_projections(weights, rotary, embed, documents, plan.positions), plan)
+def unrolled_steps(drafter: Eagle3Drafter, embed: torch.Tensor, documents: PackedBatch,
+                   plan: UnrollPlan) -> Iterator[torch.Tensor]:
+    weights, config = drafter.weights(), drafter.config
+    angles = Rotary(config.rope, config.head_dim, 64).at(torch.arange(64))
+    return unroll(weights, angles, shared_projections(weights, angles, embed, documents, plan.positions), plan)
 
 
 @variants
@@ -97,9 +97,8 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(flags: dic
     drafter, embed = random_drafter(**flags), embedding()
     documents = random_documents((14, 9, 17), num_aux=drafter.config.num_aux)
     plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
-    rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
     with torch.no_grad():
-        unrolled = list(unrolled_steps(drafter, rotary, embed, documents, plan))
+        unrolled = list(unrolled_steps(drafter, embed, documents, plan))
     proposer = Eagle3Proposer(drafter, embed)
     starts = [0, 14, 23, 40]
     compared = 0
@@ -111,9 +110,8 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(flags: dic
         life = sum(row_of_roots < alive for alive in plan.alive)
         served = chain(proposer, state, documents.token_ids[root + 2: root + 1 + life])
         for step in range(life):
-            logits = drafter.lm_head(unrolled[step].state[row_of_roots])
+            logits = drafter.lm_head(unrolled[step][row_of_roots])
             torch.testing.assert_close(logits, served[step], atol=TOLERANCE, rtol=0)
-            assert unrolled[step].teacher[row_of_roots] == root + 1 + step
             compared += 1
     assert compared == plan.num_predictions > 40
 
@@ -121,7 +119,6 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(flags: dic
 @pytest.mark.parametrize("window", [3, 4, 7])
 def test_keys_outside_the_window_have_no_influence_and_the_oldest_inside_has(window: int) -> None:
     drafter, embed, root = random_drafter(sliding_window=window), embedding(), 9
-    rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
 
     def predictions(changed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Unrolled and served logits [S, D] of one root, the states at one position replaced."""
@@ -130,13 +127,13 @@ def test_keys_outside_the_window_have_no_influence_and_the_oldest_inside_has(win
             documents.aux[changed] += 1.0
         plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
         with torch.no_grad():
-            steps = list(unrolled_steps(drafter, rotary, embed, documents, plan))
+            steps = list(unrolled_steps(drafter, embed, documents, plan))
         row = plan.roots.tolist().index(root)
         proposer = Eagle3Proposer(drafter, embed)
         state = proposer.new_state(1)
         proposer.extend(state, pairs_of(documents, 0, 0, root + 1))
         served = chain(proposer, state, documents.token_ids[root + 2: root + 1 + STEPS])
-        return torch.stack([drafter.lm_head(step.state[row]).detach() for step in steps]), torch.stack(served)
+        return torch.stack([drafter.lm_head(step[row]).detach() for step in steps]), torch.stack(served)
 
     oldest_seen = root - window + 1
     unchanged, outside, inside = (predictions(at) for at in (None, oldest_seen - 1, oldest_seen))

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, read_config
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
+from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
 from eyrie_workers.drafters.export import main, to_sglang, to_speculators
 from tests.workers.drafters.test_checkpoint import card_for, edit
 from tests.workers.drafters.test_eagle3_proposer import VOCAB, random_drafter, variants

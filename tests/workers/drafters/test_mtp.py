@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from eyrie_api.decisions.mtp_layers import mtp_tensors
 from eyrie_api.errors import ArtifactMissing, UnsupportedTarget
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.mtp import copy_mtp_layers
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.family import open_drafter
+from eyrie_workers.drafters.published import copy_mtp_layers
 from eyrie_workers.engines.sglang.checkpoints import read_drafter
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.drafters.export import to_speculators
 from eyrie_workers.drafters.published import adopt, fetch
 from tests.tiny import tiny_target

@@ -11,9 +11,9 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneProposer
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens

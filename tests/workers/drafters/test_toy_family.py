@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.registry import family_named, layers_of, open_drafter
+from eyrie_workers.drafters.family import family_named, layers_of, open_drafter
 from eyrie_workers.training.objective import StepContext
 from tests.api.samples import benchmark_report
 from tests.workers.drafters import heads, toy_family

@@ -14,8 +14,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import DrafterFamily, DrafterSizes
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
     as_stored,
     check_tensors,
     read_config,
@@ -23,9 +23,9 @@ from eyrie_workers.drafters.checkpoint.files import (
     write_checkpoint,
 )
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.heads import UNLIMITED_LENGTH, last_states
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layers.last_state_heads import UNLIMITED_LENGTH, last_states
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
@@ -34,8 +34,8 @@ from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
+from eyrie_workers.training.numerics import linear
+from eyrie_workers.training.objective import Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 
@@ -58,29 +58,21 @@ class ToyDrafter(nn.Module):
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
 
 
-class ToyObjective(DistillationObjective):
+class ToyObjective(Objective[ToyDrafter]):
     """Distillation of the token after the next."""
 
     def __init__(self, drafter: ToyDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                  dtype: torch.dtype) -> None:
-        vocab_size = drafter.lm_head.out_features
-        super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), embeddings.output_head, spec, steps=1,
-                         dtype=dtype)
-        self._drafter = drafter
-
-    @property
-    def drafter(self) -> ToyDrafter:
-        """The module being trained."""
-        return self._drafter
+        super().__init__(drafter, drafter.lm_head.out_features, embeddings.output_head, spec, steps=1, dtype=dtype)
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """One state per root."""
-        states_RH = linear(documents.aux[:, 0].index_select(0, plan.roots), self._drafter.project.weight)
-        return Prediction((states_RH,), self._drafter.lm_head.weight)
+        states_RH = linear(documents.aux[:, 0].index_select(0, plan.roots), self.drafter.project.weight)
+        return Prediction((states_RH,), self.drafter.lm_head.weight)
 
     def flops(self, plan: UnrollPlan) -> int:
         """Both products at every root: once forward, twice backward."""
-        hidden, vocab_size = self._drafter.lm_head.in_features, self._drafter.lm_head.out_features
+        hidden, vocab_size = self.drafter.lm_head.in_features, self.drafter.lm_head.out_features
         return 6 * plan.num_predictions * hidden * (hidden + vocab_size)
 
 

@@ -47,8 +47,8 @@ def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of random weights: its guesses are poor, its output must be the target's all the same."""
     import torch
 
-    from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
-    from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
+    from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter
+    from eyrie_workers.drafters.eagle3.family import save_drafter
     from eyrie_workers.targets.config import read_config
     from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 

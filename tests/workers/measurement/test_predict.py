@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Setting, StepTime
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.measurement.tuner.draft_replay import KnownAnswer, trace, whole_tree
 from eyrie_workers.measurement.tuner.predict import (
     NEVER,

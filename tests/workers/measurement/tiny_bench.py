@@ -11,8 +11,8 @@ from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target

@@ -17,8 +17,8 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_workers.drafters.family import UNTRAINED, family_named, open_drafter, open_method
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import UNTRAINED, family_named, open_drafter, open_method
 from eyrie_workers.speculation.engine import Engine, Generation, Request
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

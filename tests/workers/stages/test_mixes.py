@@ -18,14 +18,14 @@ from eyrie_api.v1alpha1.stages import CaptureStage, ComparedMix, RegenerateStage
 from eyrie_pipelines import steps
 from eyrie_workers.catalog import stage_dir
 from eyrie_workers.conversations.rows import ROWS, read_rows
-from eyrie_workers.drafters.checkpoint.card import read_card
+from eyrie_workers.drafters.card import read_card
 from eyrie_workers.features.row_sources import SOURCES, read_row_sources, write_row_sources
 from eyrie_workers.features.storage_backend import LocalBackend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages import capture, regenerate, train
 from eyrie_workers.stages.sweep import group_candidates
-from eyrie_workers.training.drawn_rows import choose_rows, require_one_batch, split_rows
+from eyrie_workers.training.batches import choose_rows, require_one_batch, split_rows
 from tests.tiny import tiny_target
 from tests.workers.stages.test_train import report_of, weights
 

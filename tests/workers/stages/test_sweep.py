@@ -13,7 +13,7 @@ import torch
 
 from eyrie_api.errors import ArtifactCorrupt, Conflict
 from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_workers.drafters.eagle3.directory_format import num_aux
+from eyrie_workers.drafters.eagle3.directory import num_aux
 from eyrie_workers.features.shard_format import shard_name
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep

@@ -25,6 +25,9 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_pipelines.processes import identify
 from eyrie_workers.drafters.checkpoint.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
+from eyrie_workers.comparison.progress import stage_records
+from eyrie_workers.drafters.card import read_card, weights_digest
+from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine.environment import cpu_count

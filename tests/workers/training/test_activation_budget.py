@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eyrie_api.decisions.training_cost import roots_per_part
-from eyrie_workers.training.activation_budget import CPU_BUDGET, activation_budget, gpu_budget
+from eyrie_workers.drafters.eagle3.drafter import CPU_BUDGET, activation_budget, gpu_budget
 
 GIB = 1 << 30
 # An EAGLE-3 drafter of an 8B target in bfloat16, seven steps: 12 hidden states and the MLP's two inputs for each root.

@@ -21,9 +21,8 @@ from eyrie_workers.features.streaming import (
 from eyrie_workers.features.target_pass import compute_pass
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
-from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
+from eyrie_workers.training.batches import BatchLoader, Features, Schedule, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
-from eyrie_workers.training.packing import Schedule
 from tests.tiny import tiny_target
 
 AUX_LAYERS = (1, 2, 3)

@@ -8,14 +8,20 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
+from eyrie_workers.drafters.eagle3.drafter import TrainingTimeTest
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.training.batch_loader import BatchLoader, Features, StepBatch
-from eyrie_workers.training.batch_parts import CutFeatures, first_tokens, micro_batches
+from eyrie_workers.training.batches import (
+    BatchLoader,
+    CutFeatures,
+    Features,
+    Schedule,
+    StepBatch,
+    first_tokens,
+    micro_batches,
+)
 from eyrie_workers.training.loop import StepReport, Trainer
-from eyrie_workers.training.packing import Schedule
 from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_documents, random_drafter
 
 LENGTHS = (40, 25, 31, 12)
@@ -27,7 +33,8 @@ def step_of(max_tokens_per_gpu: int | None, **fields: Any) -> tuple[StepReport, 
     spec = TrainSpec(ttt_length=4, unrolled_fraction=0.5, single_step_ratio=0.0, max_grad_norm=1e9,
                      max_tokens_per_gpu=max_tokens_per_gpu, **fields)
     lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
-    objective = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head), spec, max_positions=64)
+    objective = TrainingTimeTest(
+        drafter, TargetEmbeddings(embedding(), lm_head, torch.ones(HIDDEN)), spec, max_positions=64)
     schedule = Schedule(range(4), LENGTHS, sum(LENGTHS), 1.0, 0)
     trainer = Trainer(objective, schedule, spec, BatchLoader(schedule, cast(Features, None)))
     starts = (0, 40, 65, 96)

@@ -1,7 +1,7 @@
 """The process group of a training, and its share of a machine.
 
 CUDA and NCCL are external systems that are absent here: tests observe the calls made to them. The collectives run with
-gloo in `tests.workers.stages.test_train` and `test_optimiser`.
+gloo in `tests.workers.stages.test_train` and `test_optimizer`.
 """
 
 import importlib.util

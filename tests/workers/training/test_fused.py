@@ -6,15 +6,18 @@ from torch import Tensor
 
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.rotary import rotate
-from eyrie_workers.training.fused import (
+from eyrie_workers.training.numerics import (
     apply_rotary,
+    linear,
+    matmul,
     mlp,
     normed_linear,
+    pad_rows,
     reference_mlp,
     reference_normed_linear,
     rms_norm,
+    round_up_rows,
 )
-from eyrie_workers.training.matmul import linear, matmul, pad_rows, round_up_rows
 
 EPS = 1e-5
 

@@ -9,23 +9,21 @@ import torch.nn.functional as F
 
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels.soft_target_loss import Loss
-from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
-from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest, loss_in_parts
-from eyrie_workers.drafters.eagle3.unroll import shared_projections
+from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter, TrainingTimeTest, loss_in_parts, shared_projections
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.stages.sweep import shared_targets
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.losses import (
-    DenseTable,
-    Normalisation,
+from eyrie_workers.training.objective import (
+    Normalization,
+    StepContext,
     TargetHead,
     compute_target_table,
     shares,
     step_weights,
 )
-from eyrie_workers.training.objective import StepContext
 from tests.workers.drafters.test_eagle3_proposer import (
     HIDDEN,
     VARIANTS,
@@ -42,8 +40,12 @@ def lm_head(seed: int = 5) -> torch.Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
+def ends() -> TargetEmbeddings:
+    return TargetEmbeddings(embedding(), lm_head(), torch.ones(HIDDEN))
+
+
 def objective(drafter: Eagle3Drafter, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> TrainingTimeTest:
-    return TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()), settings(ttt_length=steps), max_positions=64,
+    return TrainingTimeTest(drafter, ends(), settings(ttt_length=steps), max_positions=64,
                             dtype=dtype)
 
 
@@ -167,10 +169,12 @@ def test_packing_documents_together_sums_what_they_give_apart() -> None:
                              documents.last[a:b], (14,)) for a, b in ((0, 14), (14, 28))]
     apart = [objective(drafter)(part) for part in parts]
     counts = [[int(teach_inside(drafter, part, step)) for step in range(STEPS)] for part in parts]
-    for step in range(STEPS):
-        total = sum(one.step_losses[step] * count[step] for one, count in zip(apart, counts, strict=True))
-        torch.testing.assert_close(together.step_losses[step], total / sum(count[step] for count in counts),
-                                   atol=1e-5, rtol=1e-5)
+    assert [int(hits.sum()) for hits in together.hits] == [
+        sum(int(one.hits[step].sum()) for one in apart) for step in range(STEPS)]
+    # One step alone, so that a loss is one mean over its predictions.
+    learner = objective(drafter, steps=1)
+    total = sum(learner(part).loss * count[0] for part, count in zip(parts, counts, strict=True))
+    torch.testing.assert_close(learner(documents).loss, total / sum(count[0] for count in counts), atol=1e-5, rtol=1e-5)
 
 
 def teach_inside(drafter: Eagle3Drafter, documents: PackedBatch, step: int) -> int:
@@ -220,14 +224,14 @@ def test_the_teacher_is_renormalised_over_the_draft_vocabulary() -> None:
     member[ids] = True
     teacher = compute_target_table(last, TargetHead.of(OutputHead(lm_head()), DraftVocabulary(ids, VOCAB)))
     full = (last @ lm_head().T).softmax(-1)
-    torch.testing.assert_close(teacher.probabilities_RD, full[:, ids] / full[:, ids].sum(-1, keepdim=True))
+    torch.testing.assert_close(teacher.probabilities, full[:, ids] / full[:, ids].sum(-1, keepdim=True))
     assert teacher.inside_R.tolist() == member[full.argmax(-1)].tolist()
     torch.testing.assert_close(teacher.mass_R, full[:, ids].sum(-1))
 
 
 def test_training_unrolls_a_drawn_share_and_the_draw_is_a_function_of_seed_and_step() -> None:
     drafter, documents = random_drafter(), random_documents((40, 40, 40))
-    learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()),
+    learner = TrainingTimeTest(drafter, ends(),
                                settings(unrolled_fraction=0.3, single_step_ratio=0.5), max_positions=64)
     judged = learner(documents)
     late = [learner(documents, StepContext(step=step, num_steps=10, seed=0)) for step in (5, 5, 6)]
@@ -248,8 +252,8 @@ def test_by_sequence_a_long_answer_weighs_as_much_as_a_short_one() -> None:
     torch.testing.assert_close(sequence, torch.tensor([1 / 3, 1 / 6, 1 / 6, 0, 1 / 3]))
 
 
-@pytest.mark.parametrize("normalisation", ["token", "sequence"])
-def test_shares_of_two_processes_are_those_of_one(normalisation: Normalisation) -> None:
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_shares_of_two_processes_are_those_of_one(normalization: Normalization) -> None:
     step, document = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 2])
     counts, parts = torch.tensor([True, False, True, True, True]), [document == 0, document > 0]
     result: list[torch.Tensor] = []
@@ -258,10 +262,10 @@ def test_shares_of_two_processes_are_those_of_one(normalisation: Normalisation) 
         result.append(counted)
         return counted
 
-    whole = shares(step, document, 3, counts, 3, 0.8, normalisation, lambda x: x)
+    whole = shares(step, document, 3, counts, 3, 0.8, normalization, lambda x: x)
     for part in parts:
-        shares(step[part], document[part], 3, counts[part], 3, 0.8, normalisation, tell)
-    apart = [shares(step[part], document[part], 3, counts[part], 3, 0.8, normalisation, lambda _: result[0] + result[1])
+        shares(step[part], document[part], 3, counts[part], 3, 0.8, normalization, tell)
+    apart = [shares(step[part], document[part], 3, counts[part], 3, 0.8, normalization, lambda _: result[0] + result[1])
              for part in parts]
     torch.testing.assert_close(torch.cat([apart[0], apart[1]]), torch.cat([whole[part] for part in parts]))
 
@@ -269,7 +273,7 @@ def test_shares_of_two_processes_are_those_of_one(normalisation: Normalisation) 
 @pytest.mark.parametrize("loss", ["tv", "lk", "lk_hybrid"])
 def test_every_loss_trains(loss: Loss) -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
-    learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()),
+    learner = TrainingTimeTest(drafter, ends(),
                                settings(loss=loss, normalisation="sequence"), max_positions=64)
     optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=3e-3), []
     for _ in range(15):
@@ -286,7 +290,7 @@ def test_roots_unrolled_in_parts_give_the_gradients_of_all_at_once(name: str) ->
     drafter = random_drafter(**VARIANTS[name]).double()
     documents, found = random_documents((90, 30, 50), num_aux=drafter.config.num_aux), []
     for kept in (1, 1 << 40):  # one byte: the fewest roots at a time, 32
-        learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()), settings(), max_positions=128,
+        learner = TrainingTimeTest(drafter, ends(), settings(), max_positions=128,
                                    max_kept_bytes=kept, dtype=torch.float64)
         drafter.zero_grad()
         outcome = learner(documents, StepContext(0, 1, 0))
@@ -301,8 +305,8 @@ def test_gradients_of_many_parts_are_summed_in_float32() -> None:
     drafter, documents = random_drafter(), random_documents((20,))
     weights = drafter.weights(torch.bfloat16)
     plan = objective(drafter).plan(documents, None)
-    rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
-    projections = shared_projections(weights, rotary, embedding(), documents, plan.positions)
+    angles = Rotary(drafter.config.rope, drafter.config.head_dim, 64).at(torch.arange(64))
+    projections = shared_projections(weights, angles, embedding(), documents, plan.positions)
     loss = loss_in_parts(600, lambda _, __, part: part.lm_head.float().sum(), projections, weights)
     loss.backward()
     assert (drafter.lm_head.weight.grad == 600).all()  # in bfloat16 the sum ends at 256: 256 + 1 is rounded to 256
@@ -312,7 +316,7 @@ def test_recomputation_changes_no_gradient() -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
     found = []
     for recompute in (False, True):
-        learner = TrainingTimeTest(drafter, embedding(), OutputHead(lm_head()), settings(grad_checkpoint=recompute),
+        learner = TrainingTimeTest(drafter, ends(), settings(grad_checkpoint=recompute),
                                    max_positions=64)
         drafter.zero_grad()
         learner(documents).loss.backward()
@@ -329,6 +333,4 @@ def test_objectives_share_a_target_distribution_only_where_their_draft_vocabular
     assert shared["one"] is shared["again"]
     found, wanted = shared["other"].table, other.target_distribution(
         documents, other.plan(documents, None).target_positions).table
-    assert isinstance(found, DenseTable)
-    assert isinstance(wanted, DenseTable)
-    torch.testing.assert_close(found.probabilities_RD, wanted.probabilities_RD)
+    torch.testing.assert_close(found.probabilities, wanted.probabilities)

@@ -10,17 +10,17 @@ from torch.utils._pytree import tree_leaves
 
 from eyrie_kernels.soft_target_loss import Loss, reference_losses
 from eyrie_kernels.soft_target_loss import soft_target_loss as kernel_soft_target_loss
-from eyrie_workers.training import soft_target_loss as module
-from eyrie_workers.training.losses import DenseTable
-from eyrie_workers.training.soft_target_loss import soft_target_loss
+from eyrie_workers.training import numerics as module
+from eyrie_workers.training.numerics import soft_target_loss
+from eyrie_workers.training.objective import TargetTable
 from tests.workers.training.test_fused import agree, leaves, noise
 
 LOSSES: list[Loss] = ["kl", "tv", "lk", "lk_hybrid"]
 
 
-def random_table(positions: int, draft_vocab: int) -> DenseTable:
+def random_table(positions: int, draft_vocab: int) -> TargetTable:
     mass = torch.rand(positions, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return DenseTable(noise(positions, draft_vocab, seed=1).mul(2).softmax(-1), mass, torch.ones(positions).bool(),
+    return TargetTable(noise(positions, draft_vocab, seed=1).mul(2).softmax(-1), mass, torch.ones(positions).bool(),
                    torch.zeros(positions, dtype=torch.int64))
 
 
@@ -35,7 +35,7 @@ def test_the_fused_loss_equals_its_formula_and_so_do_its_gradients(kind: Loss, p
     share[::3] = 0
     ours, theirs = leaves(x, weight), leaves(x, weight)
     loss, losses, _ = soft_target_loss(*ours, table, row, share, kind)
-    plain = reference_losses(theirs[0] @ theirs[1].T, table.probabilities_RD[row], table.mass_R[row], kind)
+    plain = reference_losses(theirs[0] @ theirs[1].T, table.probabilities[row], table.mass_R[row], kind)
     agree(loss, (plain * share).sum(), ours, theirs)
     torch.testing.assert_close(losses[share > 0], plain.detach()[share > 0])
     assert float(losses[share == 0].abs().max()) == 0.0
@@ -61,7 +61,7 @@ def test_first_choices_are_found_for_every_row_also_those_that_do_not_count() ->
 def test_float32_agrees_with_the_reference_in_losses_gradients_and_choices(kind: Loss) -> None:
     generator = torch.Generator().manual_seed(3)
     probabilities = torch.rand(6, 24, generator=generator).softmax(-1)
-    table = DenseTable(probabilities, torch.rand(6, generator=generator), torch.ones(6, dtype=torch.bool),
+    table = TargetTable(probabilities, torch.rand(6, generator=generator), torch.ones(6, dtype=torch.bool),
                         probabilities.argmax(-1))
     row = torch.randint(6, (40,), generator=generator)
     share = torch.rand(40, generator=generator) * (torch.arange(40) % 3 > 0)
@@ -86,7 +86,7 @@ def test_float32_agrees_with_the_reference_in_losses_gradients_and_choices(kind:
 def test_no_array_of_predictions_by_vocabulary_is_made() -> None:
     rows, vocab = 4096, 4096
     x, weight = torch.randn(rows, 2, requires_grad=True), torch.randn(vocab, 2, requires_grad=True)
-    table = DenseTable(torch.full((1, vocab), 1 / vocab), torch.ones(1), torch.ones(1, dtype=torch.bool),
+    table = TargetTable(torch.full((1, vocab), 1 / vocab), torch.ones(1), torch.ones(1, dtype=torch.bool),
                         torch.zeros(1, dtype=torch.int64))
     row, share = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     largest = max(allocated_sizes(lambda: soft_target_loss(x, weight, table, row, share)[0].backward()))

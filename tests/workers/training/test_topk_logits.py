@@ -6,8 +6,7 @@ from eyrie_workers.features.shard_format import StoreFormat
 from eyrie_workers.features.topk_logits import compute_topk_logits, topk_rows
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.training.losses import TargetHead, compute_target_table
-from eyrie_workers.training.topk_logits import TopKTable
+from eyrie_workers.training.objective import TargetHead, compute_target_table, topk_table
 
 VOCAB, HIDDEN, ROWS = 60, 16, 25
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
@@ -26,9 +25,9 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
     wanted = compute_target_table(last, head)
     order = torch.tensor([3, 0, 24, 7])
     stored = compute_topk_logits(last, head.output, layout).map(lambda x: x[order])
-    given = TopKTable(stored, DRAFT_IDS.numel())
+    given = topk_table(stored, DRAFT_IDS.numel())
     # Logits are kept in float16: 11 bits, and differences reach 30 here.
-    torch.testing.assert_close(given.rows(torch.arange(4)), wanted.probabilities_RD[order], atol=1e-5, rtol=2e-2)
+    torch.testing.assert_close(given.rows(torch.arange(4)), wanted.probabilities[order], atol=1e-5, rtol=2e-2)
     torch.testing.assert_close(given.mass_R, wanted.mass_R[order], atol=1e-6, rtol=1e-5)
     assert torch.equal(given.inside_R, wanted.inside_R[order])
     inside = given.inside_R
@@ -37,8 +36,8 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
 
 def test_with_few_kept_the_rest_of_the_mass_is_exact_and_evenly_spread() -> None:
     layout, last, head = parts(top_k=4)
-    wanted = compute_target_table(last, head).probabilities_RD
-    given = TopKTable(compute_topk_logits(last, head.output, layout), DRAFT_IDS.numel()).rows(torch.arange(ROWS))
+    wanted = compute_target_table(last, head).probabilities
+    given = topk_table(compute_topk_logits(last, head.output, layout), DRAFT_IDS.numel()).rows(torch.arange(ROWS))
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(4).indices, True)
     torch.testing.assert_close(given.sum(-1), torch.ones(ROWS), atol=1e-6, rtol=0)
     torch.testing.assert_close((given * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-4)

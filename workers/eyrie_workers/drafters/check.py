@@ -1,7 +1,7 @@
 """Validate a drafter directory before it is served: the program of `eyrie check-drafter`.
 
-The architecture in `config.json` identifies the family, whose validator (`drafters.validation.validator`) returns the
-findings: for EAGLE-3 all defects that SGLang and vLLM load without an error (`drafters.eagle3.validation`); for the
+The architecture in `config.json` identifies the family, whose validator (`drafters.validation`) returns the
+findings: for EAGLE-3 all defects that SGLang and vLLM load without an error (`drafters.eagle3.directory`); for the
 other families whether Eyrie loads it, with exactly the tensors its config implies, and whether it fits the target.
 
     python -m eyrie_workers.drafters.check DIR [--target DIR] [--context N] [--fast]     findings as JSON; exit 0 or 65
@@ -10,25 +10,29 @@ other families whether Eyrie loads it, with exactly the tensors its config impli
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyrie_api.decisions.mtp_layers import holds_mtp_layers
-from eyrie_api.errors import EyrieError
+from eyrie_api.errors import ArtifactMissing, EyrieError
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.drafters.checkpoint.card import Card, read_card
-from eyrie_workers.drafters.checkpoint.file_format import CONFIG, WEIGHTS
-from eyrie_workers.drafters.eagle3.config_rules import architecture_rules, author_format_rules
-from eyrie_workers.drafters.eagle3.directory_format import ENGINES
-from eyrie_workers.drafters.registry import family_of
-from eyrie_workers.drafters.validation.finding import Finding, error, errors_first, warning
-from eyrie_workers.drafters.validation.mtp_layers import check_mtp_layers
-from eyrie_workers.drafters.validation.target import read_target
-from eyrie_workers.drafters.validation.validator import DrafterFiles, ValidationRequest
+from eyrie_workers.drafters.card import WEIGHTS, Card, read_card
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
+from eyrie_workers.drafters.eagle3.directory import ENGINES, architecture_rules, author_format_rules
+from eyrie_workers.drafters.family import family_of
+from eyrie_workers.drafters.validation import (
+    Finding,
+    ValidationRequest,
+    check_mtp_layers,
+    error,
+    errors_first,
+    read_target,
+    warning,
+)
 from eyrie_workers.targets.loading import resolve
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
@@ -47,9 +51,11 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
     general = [warning("engine-version", f"these rules are tested with {name} {ENGINES.get(name, '(none)')}, not "
                        f"{version}", "try the drafter there before serving it; rules may have changed")
                for name, version in engines.items() if not version.startswith(ENGINES.get(name, "none"))]
-    config, config_findings = _read_config(directory)
-    if config is None:
-        return (*config_findings, *general)
+    try:
+        config = read_config(directory)
+    except (ArtifactMissing, CheckpointInvalid) as fault:
+        code = "config-missing" if isinstance(fault, ArtifactMissing) else "config-unreadable"
+        return error(code, fault.message, fault.hint), *general
     if holds_mtp_layers(config):
         return errors_first([*check_mtp_layers(config, target), *general])
     family = family_of(config.get("architectures"))
@@ -63,22 +69,9 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         card = read_card(directory)
     except EyrieError as fault:
         general.insert(0, error("card-unreadable", fault.message, fault.hint))
-    findings: Sequence[Finding] = tuple(author_format_rules(config, tensors)) or family.validate(
-        ValidationRequest(directory, DrafterFiles(config, tensors, card), target, context, compare_weights))
+    findings = [*author_format_rules(config, tensors)] or family.validate(
+        ValidationRequest(config, tensors, card, directory, target, context, compare_weights))
     return errors_first([*findings, *general])
-
-
-def _read_config(directory: Path) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
-    file = directory / CONFIG
-    try:
-        config = json.loads(file.read_text())
-    except OSError:
-        return None, (error("config-missing", f"{file} is missing", "give the directory of an exported drafter"),)
-    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
-        return None, (error("config-unreadable", f"{file} is not JSON: {fault}", "export the drafter again"),)
-    if not isinstance(config, dict):
-        return None, (error("config-unreadable", f"{file} is not a JSON object", "export the drafter again"),)
-    return config, ()
 
 
 def _read_tensors(directory: Path) -> tuple[dict[str, Tensor] | None, tuple[Finding, ...]]:
@@ -108,19 +101,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, help="context length to serve it with, in tokens")
     parser.add_argument("--fast", action="store_true", help="do not read the target's weights")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VERSION")
-    given = parser.parse_args(arguments)
-    engines = dict(pair.split("=", 1) for pair in given.engine if "=" in pair) or ENGINES
+    options = parser.parse_args(arguments)
+    engines = dict(pair.split("=", 1) for pair in options.engine if "=" in pair) or ENGINES
     try:
-        target = resolve(TargetSpec(model=given.target, revision=given.revision)) if given.target else None
-        found = check_directory(given.directory, target_dir=target, context=given.context,
-                                compare_weights=not given.fast, engines=engines)
+        target = resolve(TargetSpec(model=options.target, revision=options.revision)) if options.target else None
+        findings = check_directory(options.directory, target_dir=target, context=options.context,
+                                compare_weights=not options.fast, engines=engines)
     except EyrieError as fault:
         print(json.dumps({"error": {"reason": fault.reason, "message": fault.message, "hint": fault.hint,
                                     "exit_code": fault.exit_code}}))
         return fault.exit_code
-    print(json.dumps({"drafter": str(given.directory), "target": given.target, "context": given.context,
-                      "engines": dict(engines), "findings": [finding.as_json() for finding in found]}, indent=2))
-    return EXIT_DEFECTIVE if any(finding.severity == "error" for finding in found) else 0
+    print(json.dumps({"drafter": str(options.directory), "target": options.target, "context": options.context,
+                      "engines": dict(engines), "findings": [asdict(finding) for finding in findings]}, indent=2))
+    return EXIT_DEFECTIVE if any(finding.severity == "error" for finding in findings) else 0
 
 
 if __name__ == "__main__":

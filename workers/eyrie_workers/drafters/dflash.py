@@ -13,9 +13,9 @@ The features enter each layer as keys and values only; settled positions run nei
 output matrix are the target's, frozen. The layers are Qwen3's, with norms on the heads of q and k, as SGLang's DFLASH
 loads them (0.5.23, `srt/models/dflash.py`).
 
-Each optimiser step trains on blocks after random anchors i of the answer (`unrolled_fraction` of the positions:
+Each optimizer step trains on blocks after random anchors i of the answer (`unrolled_fraction` of the positions:
 neighbouring blocks make nearly the same predictions, and random anchors gain 14 % of tau over fixed ones in the paper's
-ablation), with the target's distribution as teacher. Position s has weight step_decay^s: a wrong token invalidates the
+ablation), against the target's distribution. Position s has weight step_decay^s: a wrong token invalidates the
 tokens after it, so early positions count more (the paper's exp(-s / gamma); 0.8 is its gamma of 4.5, between its 4 for
 blocks of 8 and 5 for blocks of 10).
 
@@ -44,46 +44,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.decisions.target_config import FULL
-from eyrie_api.errors import InvalidInput, UnsupportedTarget
+from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
+    parse_decoder,
     read_config,
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.family import FamilyImplementation, Layers
-from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layers.decoder import (
+from eyrie_workers.drafters.decoder import (
     DecoderLayer,
+    Norm,
     decoder_config,
     decoder_json,
     layer_flops,
     refuse_variants,
 )
-from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
-from eyrie_workers.drafters.layers.modules import Norm
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
+from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.upload import upload
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend_block
-from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext, draw_positions
+from eyrie_workers.training.numerics import linear, rms_norm
+from eyrie_workers.training.objective import Objective, Prediction, StepContext, draw_positions
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["dflash"].architecture
@@ -93,8 +93,6 @@ _TARGET_LAYERS_PER_LAYER = 6  # for a shallow target five layers would cost as m
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Sizes of a drafter."""
-
     decoder: TargetConfig
     """Config of the layers. Width and vocabulary are the target's."""
 
@@ -123,15 +121,18 @@ class DFlashDrafter(nn.Module):
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
         """[R, C, H]: the residual stream of every root's block after the last layer, before `norm`."""
         decoder, size = self.config.decoder, self.config.block_size
-        aux_TC = documents.aux.flatten(-2)
+        # 1. Features of every settled position: fused and normalised once, read by all layers.
+        aux_TC = documents.aux.flatten(-2)  # C = A * H
         features_TH = rms_norm(linear(aux_TC, self.fc.weight.to(dtype)).to(self.norm.weight.dtype),
                                self.hidden_norm.weight, decoder.rms_eps)
         at_T = rotary.at(plan.positions)
         positions_RC = plan.positions[plan.roots][:, None] + 1 + torch.arange(size)
         at_X = rotary.at(positions_RC.flatten())  # X = R * C
+        # 2. The blocks: the known token after each root, then masks.
         tokens_RC = torch.full_like(positions_RC, self.config.mask_token_id)
         tokens_RC[:, 0] = documents.token_ids[plan.roots + 1]
         x_XH = F.embedding(tokens_RC.flatten(), embed_VH).to(self.norm.weight.dtype)
+        # 3. The layers. Settled positions enter as keys and values alone; the residual stream is the block's.
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             weights = layer.weights(dtype)
@@ -142,22 +143,16 @@ class DFlashDrafter(nn.Module):
         return x_XH.unflatten(0, (-1, size))
 
 
-class BlockDiffusion(DistillationObjective):
+class BlockDiffusion(Objective[DFlashDrafter]):
     """Trains a DFlashDrafter on blocks after random anchors."""
 
     def __init__(self, drafter: DFlashDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         decoder, size = drafter.config.decoder, drafter.config.block_size
-        whole = DraftVocabulary(torch.arange(decoder.vocab_size), decoder.vocab_size)
-        super().__init__(whole, embeddings.output_head, spec, steps=size - 1, dtype=dtype)
-        self._drafter, self._recompute, self._fraction = drafter, spec.grad_checkpoint, spec.unrolled_fraction
+        super().__init__(drafter, decoder.vocab_size, embeddings.output_head, spec, steps=size - 1, dtype=dtype)
+        self._fraction = spec.unrolled_fraction
         self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
         self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)
-
-    @property
-    def drafter(self) -> DFlashDrafter:
-        """The module being trained."""
-        return self._drafter
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training a random fraction of the roots, each with its whole block; in evaluation all roots."""
@@ -168,18 +163,19 @@ class BlockDiffusion(DistillationObjective):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
-        block_RCH = self._drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
+        block_RCH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
                                                self._recompute)
+        # Mask s + 1 stands at the position of the token that step s proposes.
         predicted = torch.cat([block_RCH[:alive, step + 1] for step, alive in enumerate(plan.alive)])
-        states_NH = rms_norm(predicted, self._drafter.norm.weight, self._drafter.config.decoder.rms_eps)
+        states_NH = rms_norm(predicted, self.drafter.norm.weight, self.drafter.config.decoder.rms_eps)
         return Prediction(states_NH.split([alive for alive in plan.alive if alive]), self._head_VH)
 
     def flops(self, plan: UnrollPlan) -> int:
         """The features of every token, the layers at every block position, the output matrix at the predictions."""
-        decoder, size, num_roots = self._drafter.config.decoder, self._drafter.config.block_size, plan.roots.numel()
+        decoder, size, num_roots = self.drafter.config.decoder, self.drafter.config.block_size, plan.roots.numel()
         num_tokens, kv = plan.positions.numel(), decoder.num_kv_heads * decoder.head_dim
         num_visible = size * (int(plan.positions[plan.roots].sum()) + num_roots * (1 + size))
-        context = 4 * num_tokens * self._drafter.fc.weight.numel() + decoder.num_layers * (
+        context = 4 * num_tokens * self.drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
         heads = 4 * plan.num_predictions + 2 * plan.target_positions.numel()
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
@@ -222,7 +218,7 @@ class _Features:
         angles = positions_T.to(torch.float64)[:, None] * self._frequencies
         rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
         torch.view_as_complex(keys.unflatten(-1, (-1, 2))).mul_(rotations[:, None, None])
-        kv[:, :, : decoder.num_kv_heads] = keys.to(kv.dtype)
+        kv[:, :, : decoder.num_kv_heads] = keys.to(kv.dtype)  # normed and rotated in float32, stored as the cache is
         return kv
 
 
@@ -239,15 +235,12 @@ class DFlashProposer:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """`hidden_states` indices the drafter was trained on."""
         return self._config.aux_layers
 
     def new_state(self, num_rows: int) -> DFlashState:
-        """A cache of `num_rows` rows."""
         return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
         assert isinstance(state, DFlashState)
         state.cache.settled[row] = 0
 
@@ -320,16 +313,13 @@ def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None
     write_checkpoint(directory, written, as_stored(drafter.state_dict(), dtype), card)
 
 
-def read_dflash_config(name: str, found: Mapping[str, Any]) -> DFlashConfig:
+def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     """A DFlashConfig from `config.json`. Raises CheckpointInvalid for what SGLang would refuse or we do not compute."""
     def refuse(fault: str, hint: str = "export the drafter again") -> CheckpointInvalid:
         return CheckpointInvalid(f"drafter {name}: {fault}", hint)
 
-    try:
-        decoder = parse_drafter_config(found)
-    except UnsupportedTarget as error:
-        raise refuse(error.message, error.hint) from error
-    own = found.get("dflash_config")
+    decoder = parse_decoder(name, config)
+    own = config.get("dflash_config")
     if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
         raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")
     if not isinstance(own, dict):

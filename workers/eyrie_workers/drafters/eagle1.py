@@ -48,43 +48,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
+    parse_decoder,
     read_config,
     read_tensors,
     refuse_other_sizes,
     write_checkpoint,
 )
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, refuse_variants
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layers.decoder import DecoderLayer, decoder_config, decoder_json, refuse_variants
-from eyrie_workers.drafters.layers.modules import PostAttention
-from eyrie_workers.drafters.layers.proposer import (
+from eyrie_workers.drafters.layer_proposer import (
     InferencePostAttention,
     LayerProposer,
     TokenProjection,
     adjacent_rotary_pairs,
 )
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
-from eyrie_workers.training.fused import apply_rotary
-from eyrie_workers.training.matmul import linear, round_up_rows
+from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, round_up_rows
 from eyrie_workers.training.objective import (
-    DistillationObjective,
+    Objective,
     Outcome,
     Prediction,
     StepContext,
@@ -94,7 +92,7 @@ from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["eagle1"].architecture
 
-# The paper weights classification with 0.1 and regression with 1. `DistillationObjective` weights classification with
+# The paper weights classification with 0.1 and regression with 1. `Objective` weights classification with
 # 1, so that losses of all families are comparable; the ratio is the paper's.
 REGRESSION_WEIGHT = 10.0
 NOISE = 0.1
@@ -173,14 +171,14 @@ def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: 
     # Position i pairs with token i+1. The last position of a document has no such token; no root attends to its key.
     x_TH = weights.states(features_TH) + torch.cat([token_TH[1:], token_TH[-1:]])
     shared = SharedKeys(plan, *weights.keys(x_TH, rotary.at(plan.positions)))
-    own: list[tuple[Tensor, Tensor]] = []
+    own: list[tuple[Tensor, Tensor]] = []  # rotated keys and values of the roots at steps 1 .. s
     x_RH = features_RH = gather_rows(x_TH, plan.roots)
     for step, alive in enumerate(plan.alive):
         if alive == 0:
             return
         roots = plan.roots[:alive]
         angles = rotary.at(plan.positions[roots] + step)
-        if step > 0:
+        if step > 0:  # the drafter's own feature replaces the target's; the token is the true one
             x_RH = weights.states(leading_rows(features_RH, alive)) + gather_rows(token_TH, roots + 1 + step)
             own.append(weights.keys(x_RH, angles))
         attended = attend(weights.queries(x_RH, angles), shared, own)
@@ -188,30 +186,28 @@ def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: 
         yield features_RH
 
 
-class FeatureRegression(DistillationObjective):
+class FeatureRegression(Objective[Eagle1Drafter]):
     """Trains an Eagle1Drafter on the target's next feature and on the target's distribution."""
 
     def __init__(self, drafter: Eagle1Drafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
-        vocab_size = drafter.config.vocab_size
-        whole = DraftVocabulary(torch.arange(vocab_size), vocab_size)
-        super().__init__(whole, embeddings.output_head, spec, dtype=dtype)
-        self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
-        self._head_VH = embeddings.lm_head_as(dtype)
+        super().__init__(drafter, drafter.config.vocab_size, embeddings.output_head, spec, dtype=dtype)
+        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
         self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions + self.steps)
-
-    @property
-    def drafter(self) -> Eagle1Drafter:
-        """The module being trained."""
-        return self._drafter
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training one step from every root; in evaluation all steps, as in decoding."""
         return plan_unroll(documents.loss_mask, documents.lengths, self.steps if context is None else 1)
 
     def flops(self, plan: UnrollPlan) -> int:
-        """See `step_flops`."""
-        return step_flops(self._drafter.config, plan)
+        """The inputs of fc at step 0 and the output matrix have no gradient."""
+        config, tokens, hidden = self.drafter.config, plan.positions.numel(), self.drafter.config.hidden_size
+        q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+        once = tokens * hidden * (2 * 2 * hidden + 3 * kv)
+        per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
+        later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
+        unrolled = plan.num_predictions * per_root + 3 * 2 * plan.num_visible * q
+        return 2 * (once + later_steps + unrolled + plan.target_positions.numel() * hidden * config.vocab_size)
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
                  targets: TargetDistribution | None = None) -> Outcome:
@@ -225,10 +221,11 @@ class FeatureRegression(DistillationObjective):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Features of every root and step, and in training their regression loss."""
-        states = tuple(unroll(self._drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, plan,
+        states = tuple(unroll(self.drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, plan,
                               self._recompute))
         extra = None
         if not evaluating:
+            # The target's next feature, without noise: layer 0 of aux is the true one.
             expected = documents.aux[:, 0].index_select(0, plan.roots + 1).to(states[0].dtype)
             extra = REGRESSION_WEIGHT * F.smooth_l1_loss(states[0], expected, reduction="none").mean(-1)
         return Prediction(states, self._head_VH, extra,
@@ -245,6 +242,7 @@ def noisy(features_TH: Tensor, lengths: tuple[int, ...], context: StepContext) -
     uniform_TH = torch.cat([_uniform((length, hidden), (context.seed, context.step, start, 0xEA61), features_TH.device)
                             for start, length in zip(starts, lengths, strict=True)])
     features_TH = features_TH.float()
+    # Relative to the position's own size: feature magnitudes differ between targets.
     size_T1 = features_TH.square().mean(-1, keepdim=True).sqrt_()
     return torch.addcmul(features_TH, uniform_TH, size_T1, value=NOISE)
 
@@ -258,21 +256,6 @@ def _uniform(shape: tuple[int, int], key: tuple[int, ...], device: torch.device)
     return torch.empty(shape, device=device).uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(seed))
 
 
-def step_flops(config: TargetConfig, plan: UnrollPlan) -> int:
-    """Floating-point operations of one batch, forward and backward. The inputs of fc at step 0 and the output matrix
-    have no gradient."""
-    tokens, hidden = plan.positions.numel(), config.hidden_size
-    q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
-    once = tokens * hidden * (2 * 2 * hidden + 3 * kv)
-    per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
-    later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
-    num_visible = sum(int(plan.positions[plan.roots[:alive]].sum()) + alive * (1 + step)
-                      for step, alive in enumerate(plan.alive))
-    num_teacher = plan.target_positions.numel()
-    unrolled = plan.num_predictions * per_root + 3 * 2 * num_visible * q
-    return 2 * (once + later_steps + unrolled + num_teacher * hidden * config.vocab_size)
-
-
 class _InferenceLayer:
     """`InferenceLayer`: x and its q, k, v are linear in token and feature, so one product per feature yields all four,
     and the token's share is a `TokenProjection`."""
@@ -283,6 +266,7 @@ class _InferenceLayer:
                                        config.num_heads + config.num_kv_heads, config.head_dim)
         to_outputs = torch.cat([torch.eye(config.hidden_size), qkv_QH])  # from x to x and its q, k, v
         self._dtype, self._widths = dtype, [config.hidden_size, qkv_QH.shape[0]]
+        # Products of the matrices in float32, once, when the drafter is loaded; then rounded to the compute dtype.
         self._state = Linear((to_outputs @ weights.state).to(dtype))
         token = Linear((to_outputs @ weights.token).to(dtype), (to_outputs @ weights.bias.float()).to(dtype))
         self._token = TokenProjection(target.embed_weight, token, sum(self._widths))
@@ -290,7 +274,6 @@ class _InferenceLayer:
         self._target = target
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
-        """The feature itself: [T, H]."""
         return aux_TAH[:, 0].to(self._dtype)
 
     def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,7 +282,6 @@ class _InferenceLayer:
         return x_TH.contiguous(), qkv_TQ
 
     def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        """The predicted feature [T, H]."""
         return self._post_attention(residual_TH, attended_TQ)
 
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -340,17 +322,14 @@ def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: 
 
 def load(directory: Path) -> Eagle1Drafter:
     """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
-    found = read_config(directory)
-    try:
-        config = parse_drafter_config(found)
-    except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
+    written = read_config(directory)
+    config = parse_decoder(directory.name, written)
     expected = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
                 "attention_bias": False, "mlp_bias": False}
-    faults = [f"{name} is {found[name]!r}, not {value!r}" for name, value in expected.items()
-              if found.get(name, value) != value]
-    if found.get("hot_vocab_size") not in (None, config.vocab_size):
-        faults.append(f"hot_vocab_size is {found['hot_vocab_size']!r}: a reduced output matrix is not supported")
+    faults = [f"{name} is {written[name]!r}, not {value!r}" for name, value in expected.items()
+              if written.get(name, value) != value]
+    if written.get("hot_vocab_size") not in (None, config.vocab_size):
+        faults.append(f"hot_vocab_size is {written['hot_vocab_size']!r}: a reduced output matrix is not supported")
     if config.sliding_window is not None:
         faults.append(f"sliding_window is {config.sliding_window}: not what SGLang computes for this class")
     if faults:
@@ -371,22 +350,19 @@ def import_original(directory: Path, config: Mapping[str, Any], tensors: Mapping
 
     Raises CheckpointInvalid, before writing, for a drafter that is not EAGLE-1/2.
     """
-    found = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in ("embed_tokens", "lm_head")}
-    fc = found.get("fc.weight")
+    stored = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in ("embed_tokens", "lm_head")}
+    fc = stored.get("fc.weight")
     if fc is None or fc.dim() != 2 or fc.shape[1] != 2 * fc.shape[0]:
         raise CheckpointInvalid("fc.weight is missing or does not join one state with one embedding: not an EAGLE-1/2 "
                                 "drafter", "an EAGLE-3 drafter only needs another architecture name; see "
                                 "`eyrie check-drafter`")
-    found.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
-    try:
-        parsed = replace(parse_drafter_config(config), tie_word_embeddings=False)
-    except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"EAGLE-1/2 drafter: {error.message}", error.hint) from error
+    stored.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
+    parsed = replace(parse_decoder(directory.name, config), tie_word_embeddings=False)
     with torch.device("meta"):
         expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
-    check_tensors(directory.name, found, expected)
+    check_tensors(directory.name, stored, expected)
     dtype = str(fc.dtype).removeprefix("torch.")
-    write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype), as_stored(found, dtype), None)
+    write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype), as_stored(stored, dtype), None)
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:

@@ -17,36 +17,27 @@ is in the nested config, where vLLM reads it when there are not three.
 """
 
 import argparse
-import json
-import os
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
 from eyrie_api.decisions.capture_support import sglang_layer_ids
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput
+from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.program_exit import report_error
 from eyrie_workers.drafters import eagle1
+from eyrie_workers.drafters.card import CONFIG, read_card
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint.card import read_card
-from eyrie_workers.drafters.checkpoint.file_format import CONFIG, WEIGHTS
-from eyrie_workers.drafters.eagle3.directory_format import (
+from eyrie_workers.drafters.checkpoint import read_weights, write_checkpoint
+from eyrie_workers.drafters.eagle3.directory import (
     ARCHITECTURE,
     LAYER_IDS,
     MAPS,
     canonical_name,
     nested,
     num_aux,
+    validate,
 )
-from eyrie_workers.drafters.eagle3.validation import validate_files
-from eyrie_workers.drafters.validation.validator import DrafterFiles
+from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.targets.config import read_json
 
 SPECULATORS_VERSION = "0.9.0"
@@ -86,7 +77,7 @@ def to_speculators(directory: Path, out: Path, *, target: str | None = None, num
     }
     tensors = {canonical_name(name).replace("midlayer.", "layers.0."): tensor
                for name, tensor in read_weights(directory).items()}
-    write_directory(out, written, tensors)
+    write_checkpoint(out, written, tensors)
 
 
 def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausalLM",
@@ -97,17 +88,17 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
     Raises InvalidInput for another format, for variants SGLang does not compute, and for a result with errors;
     CheckpointInvalid for tensors that are not those of EAGLE-1/2.
     """
-    found = read_json(directory / CONFIG)
-    if "speculators_model_type" not in found and found.get("architectures") == ["LlamaForCausalLM"]:
-        eagle1.import_original(out, found, read_weights(directory))
+    source = read_json(directory / CONFIG)
+    if "speculators_model_type" not in source and source.get("architectures") == ["LlamaForCausalLM"]:
+        eagle1.import_original(out, source, read_weights(directory))
         return
-    if found.get("speculators_model_type") != "eagle3":
-        raise InvalidInput(f"{directory} holds speculators_model_type {found.get('speculators_model_type')!r}",
+    if source.get("speculators_model_type") != "eagle3":
+        raise InvalidInput(f"{directory} holds speculators_model_type {source.get('speculators_model_type')!r}",
                            "give an eagle3 drafter in speculators format")
-    if found.get("norm_before_residual") is not False:
+    if source.get("norm_before_residual") is not False:
         raise InvalidInput("norm_before_residual is true or absent, which vLLM reads as true: SGLang always adds the "
                            "state before its norm", "train with norm_before_residual false")
-    layer, ids = dict(found.get("transformer_layer_config") or {}), found.get(LAYER_IDS)
+    layer, ids = dict(source.get("transformer_layer_config") or {}), source.get(LAYER_IDS)
     if layer.get("model_type", "llama") != "llama":
         raise InvalidInput(f"the drafter's layer is of type {layer['model_type']!r}, SGLang's is Llama's",
                            "train with a Llama layer")
@@ -116,65 +107,28 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
     depth = num_layers if num_layers is not None else max(ids, default=0) + 1
     config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None} | {
         "architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False,
-        "draft_vocab_size": found.get("draft_vocab_size"), "norm_before_residual": False,
-        "target_hidden_size": found.get("target_hidden_size") or layer.get("hidden_size"),
+        "draft_vocab_size": source.get("draft_vocab_size"), "norm_before_residual": False,
+        "target_hidden_size": source.get("target_hidden_size") or layer.get("hidden_size"),
         "num_aux_hidden_states": len(ids), LAYER_IDS: ids,
         "eagle_config": {"use_aux_hidden_state": True,
                          LAYER_IDS: list(sglang_layer_ids(architecture, depth, ids))}}
     for flag in ("fc_norm", "norm_output"):
-        if found.get(flag):
+        if source.get(flag):
             config[flag] = True
-    if found.get("norm_before_fc"):
+    if source.get("norm_before_fc"):
         config["norm_before_fc"] = config["eagle_config"]["norm_before_fc"] = True
     whole = config["draft_vocab_size"] == config.get("vocab_size")
     tensors = {canonical_name(name): tensor for name, tensor in read_weights(directory).items()
                if not name.startswith("verifier_") and not (whole and name in MAPS)}
     if config["target_hidden_size"] == config.get("hidden_size"):
         tensors.pop("embed_tokens.weight", None)
-    faults = [finding for finding in validate_files(DrafterFiles(config, tensors)) if finding.severity == "error"]
+    faults = [finding for finding in validate(ValidationRequest(config, tensors)) if finding.severity == "error"]
     if faults:
         raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)
-    write_directory(out, config, tensors)
-
-
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
-    tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
-        except SafetensorError as error:
-            raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {error}", "download or copy it again"
-                                  ) from error
-    pickled = directory / "pytorch_model.bin"
-    if not found and pickled.is_file():
-        found = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
-    if not found:
-        raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
-    return found
-
-
-def write_directory(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
-                    others: Sequence[Path] = ()) -> None:
-    """Write config and weights, and copies of those of the `others` that exist, replacing an existing directory."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.temporary")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / WEIGHTS,
-              metadata={"format": "pt"})
-    (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    for file in others:
-        if file.is_file():
-            shutil.copy2(file, temporary)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(temporary, out)
+    write_checkpoint(out, config, tensors)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command lines in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.export")
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
@@ -183,15 +137,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-steps", type=int, default=5, help="tokens vLLM drafts per round")
     parser.add_argument("--target-architecture", default="LlamaForCausalLM")
     parser.add_argument("--num-layers", type=int, help="layers of the target")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if given.to == "speculators":
-            to_speculators(given.directory, given.out, target=given.target, num_steps=given.num_steps)
+        if options.to == "speculators":
+            to_speculators(options.directory, options.out, target=options.target, num_steps=options.num_steps)
         else:
-            to_sglang(given.directory, given.out, architecture=given.target_architecture, num_layers=given.num_layers)
+            to_sglang(options.directory, options.out, architecture=options.target_architecture,
+                      num_layers=options.num_layers)
     except EyrieError as error:
         return report_error(error)
-    print(given.out)
+    print(options.out)
     return 0
 
 

@@ -1,28 +1,36 @@
-"""The interface of a drafter family: how a drafter is created, trained, exported, validated and loaded for decoding.
+"""The interface of a drafter family, and the look-up of families by name or checkpoint.
 
 Stages, engine and reports see a family only through this interface and its row in the table of families
 (`eyrie_api.v1alpha1.families`). The module named by the row defines `FAMILY`, a `FamilyImplementation`; it contains the
 architecture as an `nn.Module` (the drafter), its training objective, its checkpoint format, and a class that implements
-`speculation.protocol.Drafter` for decoding (the proposer).
+`speculation.protocol.Drafter` for decoding (the proposer). It is imported when the family is first used, so that a
+program loads only the families it needs.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.decisions.training_cost import TrainedDrafter
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES, DrafterFamily
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.validation.validator import Validator
+from eyrie_workers.drafters.ngram import NgramDrafter
+from eyrie_workers.drafters.validation import Validator
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.loop import DEFAULT_LEARNING_RATE
@@ -43,7 +51,7 @@ class FamilyImplementation:
     """A new drafter: (spec, target, target's embeddings, layers it reads, draft vocabulary, seed). The spec's
     `max_draft_tokens` is set."""
 
-    objective: Callable[[Any, TargetEmbeddings, TrainSpec, int, torch.dtype], Objective]
+    objective: Callable[[Any, TargetEmbeddings, TrainSpec, int, torch.dtype], Objective[Any]]
     """Training objective: (drafter, target's embeddings, spec, longest document, compute dtype). The documents carry
     the layers of `layers` only."""
 
@@ -68,7 +76,6 @@ class FamilyImplementation:
 
     @property
     def row(self) -> DrafterFamily:
-        """The family's row in the table of families."""
         return FAMILIES[self.name]
 
     def layers(self, fused: Layers, num_layers: int) -> Layers:
@@ -80,3 +87,73 @@ class FamilyImplementation:
         num_layers  of the target
         """
         return {"fused": fused, "final": (num_layers,), "none": ()}[self.row.target_states]
+
+
+UNTRAINED: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+"""`Setting.method` -> constructor, for drafters without a checkpoint."""
+
+
+def family_named(name: str) -> FamilyImplementation:
+    """The implementation of a `DrafterSpec.family`. Raises InvalidInput for an unknown name."""
+    if name not in FAMILIES:
+        raise InvalidInput(f"drafter.family {name!r} is not known", f"use one of {', '.join(FAMILIES)}")
+    return _implementation(FAMILIES[name])
+
+
+def family_of(architectures: object) -> FamilyImplementation | None:
+    """The family of a checkpoint, from `architectures` in its config.json; None when it is of no family."""
+    for row in FAMILIES.values():
+        if architectures == [row.architecture]:
+            return _implementation(row)
+    return None
+
+
+def _implementation(row: DrafterFamily) -> FamilyImplementation:
+    family = import_module(row.module).FAMILY
+    # A wrong row is a programming error: the family would be trained or served as another one.
+    assert isinstance(family, FamilyImplementation), f"{row.module}.FAMILY is not a FamilyImplementation"
+    assert family.name == row.name, f"{row.module}.FAMILY is {family.name!r}, its row in FAMILIES is {row.name!r}"
+    return family
+
+
+def layers_of(families: Iterable[str], fused: Layers, num_layers: int) -> Layers:
+    """Layers to capture for these families: every layer that one of them reads, ascending.
+
+    fused  layers selected for families that fuse several
+    """
+    return tuple(sorted({layer for name in families for layer in family_named(name).layers(fused, num_layers)}))
+
+
+def open_drafter(directory: Path, target: TargetModel) -> Drafter:
+    """Load the drafter in `directory` for decoding with `target`.
+
+    Raises ArtifactMissing when files are missing, CheckpointInvalid when it is damaged, of no known family or trained
+    for another target, UnsupportedTarget for the target's own MTP layers.
+    """
+    config = read_config(directory)
+    if holds_mtp_layers(config):
+        raise UnsupportedTarget(f"{directory} holds MTP layers of the target, which Eyrie does not compute",
+                                "use engine sglang")
+    architectures = config.get("architectures")
+    family = family_of(architectures)
+    if family is None:
+        raise CheckpointInvalid(f"{directory} holds a drafter of architecture {json.dumps(architectures)}",
+                                f"use one of {', '.join(row.architecture for row in FAMILIES.values())}")
+    with device_scope(target.device):
+        return family.load_proposer(directory, target)
+
+
+def open_method(method: str, directory: Path | None, target: TargetModel) -> Drafter | None:
+    """The drafter of a `Setting.method`: the one in `directory`, an untrained one, or None for `off`.
+
+    Raises InvalidInput for an unknown method or a missing directory, and what `open_drafter` raises.
+    """
+    if method == "off":
+        return None
+    if method in UNTRAINED:
+        return UNTRAINED[method]()
+    if method != "drafter":
+        raise InvalidInput(f"method {method!r} is not known", f"use drafter, {', '.join(UNTRAINED)} or off")
+    if directory is None:
+        raise InvalidInput("method 'drafter' has no drafter directory", "name it, or use another method")
+    return open_drafter(directory, target)

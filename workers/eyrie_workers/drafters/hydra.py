@@ -31,8 +31,7 @@ nothing in so short a training. The paper's Hydra++, whose heads read a decoder 
     B rows, N nodes, R roots, S heads, H hidden, D draft vocabulary, V vocabulary
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,13 +42,20 @@ from torch.utils.checkpoint import checkpoint
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsFormat, load_heads, save_heads
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.heads import (
+    HeadsConfig,
+    HeadsDrafter,
+    HeadsProposer,
+    HeadsState,
+    last_states,
+    load_heads,
+    residual_silu,
+    save_heads,
+)
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layers.last_state_heads import UNLIMITED_LENGTH, last_states, residual_silu
-from eyrie_workers.drafters.layers.proposer import TokenProjection, target_ids
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.layer_proposer import TokenProjection, target_ids
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
@@ -59,8 +65,8 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
+from eyrie_workers.training.numerics import linear
+from eyrie_workers.training.objective import Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 _INITIAL_STD = 0.02
@@ -74,14 +80,13 @@ class _Head(nn.Module):
         self.inner = nn.Linear(width, hidden_size, bias=False)
 
 
-class HydraDrafter(nn.Module):
+class HydraDrafter(HeadsDrafter):
     """The parameters. The embedding is the target's: shared, frozen, not saved."""
 
+    family, shared_output = "hydra", True
+
     def __init__(self, config: HeadsConfig, vocabulary: DraftVocabulary) -> None:
-        """Parameters at torch's default initialisation; `create` initialises from the target."""
-        super().__init__()
-        assert (config.vocab_size, config.draft_vocab_size) == (vocabulary.vocab_size, vocabulary.size)
-        self.config, self.vocabulary = config, vocabulary
+        super().__init__(config, vocabulary)
         self.heads = nn.ModuleList(_Head((2 + head) * config.hidden_size, config.hidden_size)
                                    for head in range(config.num_heads))
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -102,22 +107,18 @@ def head_state(projected: Tensor) -> Tensor:
     return residual_silu(skip, inner)
 
 
-class HydraObjective(DistillationObjective):
+class HydraObjective(Objective[HydraDrafter]):
     """All heads at every root, after the true tokens."""
 
-    def __init__(self, drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec,
+    def __init__(self, drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(drafter.vocabulary, embeddings.output_head, spec, steps=drafter.config.num_heads, dtype=dtype)
-        self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
-
-    @property
-    def drafter(self) -> HydraDrafter:
-        """The module being trained."""
-        return self._drafter
+        super().__init__(drafter, drafter.vocabulary, embeddings.output_head, spec, steps=drafter.config.num_heads,
+                         dtype=dtype)
+        self._embed_VH = embeddings.embed
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The states of each head at its roots, after the true tokens; the same in training and evaluation."""
-        drafter, config, dtype = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
+        drafter, config, dtype = self.drafter, self.drafter.config, self.drafter.lm_head.weight.dtype
         tokens_RS = _following(documents.token_ids, plan)
         embed_RSH = scaled_embeddings(self._embed_VH[tokens_RS].to(dtype))
         inputs_RC = torch.cat([documents.aux[:, 0].index_select(0, plan.roots).to(dtype), embed_RSH.flatten(1)], 1)
@@ -133,8 +134,8 @@ class HydraObjective(DistillationObjective):
         return Prediction(tuple(states), drafter.lm_head.weight.to(self.dtype))
 
     def flops(self, plan: UnrollPlan) -> int:
-        """The inputs of the heads have no gradient; the teacher is one product forward."""
-        config = self._drafter.config
+        """The inputs of the heads have no gradient; the target is one product forward."""
+        config = self.drafter.config
         per_prediction = [2 * 2 * (2 + head) * config.hidden_size + 3 * config.draft_vocab_size
                           for head in range(len(plan.alive))]
         heads = sum(alive * each for alive, each in zip(plan.alive, per_prediction, strict=True))
@@ -151,41 +152,23 @@ def _following(token_ids: Tensor, plan: UnrollPlan) -> Tensor:
     return token_ids[(plan.roots[:, None] + steps).clamp(max=token_ids.numel() - 1)]
 
 
-@dataclass
-class HydraState:
-    """The input of the first head for each row."""
-
-    read: Tensor
-    """[rows, 2 H] z_0: the target's state at the last settled pair, and the pair's token as embedding."""
-
-
-class HydraProposer:
-    """`speculation.protocol.Drafter`: one head per depth, trees grown by confidence."""
-
-    max_length = UNLIMITED_LENGTH
+class HydraProposer(HeadsProposer):
+    """`speculation.protocol.Drafter`: one head per depth, trees grown by confidence. A row's state is z_0 [2 H]: the
+    target's state at the last settled pair, and the pair's token as embedding."""
 
     def __init__(self, drafter: HydraDrafter, embed_VH: Tensor, num_layers: int) -> None:
         """embed_VH: the target's embedding; drafting computes in its dtype. num_layers: of the target."""
         config, dtype = drafter.config, embed_VH.dtype
-        self.aux_layers = (num_layers,)
-        self._num_heads, self._hidden_size, self._dtype = config.num_heads, config.hidden_size, dtype
+        super().__init__(drafter, num_layers, 2 * config.hidden_size, dtype, embed_VH.device)
         with torch.inference_mode():
             self._embedding = TokenProjection(embed_VH, scaled_embeddings, config.hidden_size)
             self._heads = [Linear(drafter.head(number).to(dtype)) for number in range(config.num_heads)]
             self._lm_head = Linear(drafter.lm_head.weight.to(dtype))
             self._draft_ids_D = target_ids(drafter.vocabulary, embed_VH.device)
 
-    def new_state(self, num_rows: int) -> HydraState:
-        """Space for one input of the first head per row."""
-        return HydraState(torch.zeros(num_rows, 2 * self._hidden_size, dtype=self._dtype))
-
-    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Does nothing: the first pairs overwrite the row's state."""
-
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Store each row's last pair."""
-        assert isinstance(state, HydraState)
+        assert isinstance(state, HeadsState)
         indices = pairs.indices()
         chosen_B = indices.tokens.flatten().index_select(0, indices.last)
         read_BC = torch.cat([last_states(pairs, indices).to(self._dtype), self._embedding(chosen_B)], 1)
@@ -195,7 +178,7 @@ class HydraProposer:
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
-        assert isinstance(state, HydraState)
+        assert isinstance(state, HeadsState)
         first = self._predict(0, state.read.index_select(0, upload(rows))[:, None])
         tree = build_draft_tree(first, self._step, _limit_depth(shape, self._num_heads), self._draft_ids_D, noise)
         return _pad(tree, shape.num_draft_tokens)
@@ -230,16 +213,6 @@ def _pad(tree: DraftTree, num_nodes: int) -> DraftTree:
                      torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1), num_filled=size)
 
 
-def _shapes(config: HeadsConfig) -> Mapping[str, tuple[int, ...]]:
-    hidden = config.hidden_size
-    return {"lm_head.weight": (config.draft_vocab_size, hidden)} | {
-        f"heads.{number}.{part}.weight": (hidden, (2 + number) * hidden)
-        for number in range(config.num_heads) for part in ("skip", "inner")}
-
-
-_FORMAT = HeadsFormat("hydra", shared_output=True, shapes=_shapes)
-
-
 @torch.no_grad()
 def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, _layers: Layers,
            vocabulary: DraftVocabulary, seed: int) -> HydraDrafter:
@@ -256,27 +229,14 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def _objective(drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
-               dtype: torch.dtype) -> Objective:
-    return HydraObjective(drafter, embeddings, spec, dtype)
-
-
-def save(directory: Path, drafter: HydraDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing an existing one, atomically."""
-    save_heads(directory, _FORMAT, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
-
-
 def load(directory: Path, target: TargetConfig | None) -> HydraDrafter:
     """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
-    stored = load_heads(directory, _FORMAT, target)
-    drafter = HydraDrafter(stored.config, stored.vocabulary)
-    drafter.load_state_dict(stored.tensors, assign=True)
-    return drafter
+    return load_heads(HydraDrafter, directory, target)
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     return HydraProposer(load(directory, target.config), target.embed_weight, target.config.num_layers)
 
 
-FAMILY = FamilyImplementation("hydra", create, _objective, save, _load_proposer, validator_by_loading("hydra", load),
-                              learning_rate=2e-3)
+FAMILY = FamilyImplementation("hydra", create, HydraObjective, save_heads, _load_proposer,
+                              validator_by_loading("hydra", load), learning_rate=2e-3)

@@ -54,7 +54,6 @@ class TargetEmbeddings:
 
     @property
     def output_head(self) -> OutputHead:
-        """What turns the target's final states into logits."""
         return OutputHead(self.lm_head, self.soft_cap)
 
     def lm_head_as(self, dtype: torch.dtype) -> Tensor:

@@ -31,8 +31,7 @@ matrices, and a `token_map` where the draft vocabulary is smaller than the targe
     B rows, R roots, S heads, H hidden, D draft vocabulary, V vocabulary
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,13 +40,20 @@ from torch import Tensor, nn
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsFormat, load_heads, save_heads
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.heads import (
+    HeadsConfig,
+    HeadsDrafter,
+    HeadsProposer,
+    HeadsState,
+    last_states,
+    load_heads,
+    residual_silu,
+    save_heads,
+)
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layers.last_state_heads import UNLIMITED_LENGTH, last_states, residual_silu
-from eyrie_workers.drafters.layers.proposer import target_ids
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.layer_proposer import target_ids
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
@@ -57,9 +63,8 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
+from eyrie_workers.training.numerics import linear
+from eyrie_workers.training.objective import Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 
@@ -69,14 +74,13 @@ class _Block(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(hidden_size, hidden_size, bias=False)])
 
 
-class MedusaDrafter(nn.Module):
+class MedusaDrafter(HeadsDrafter):
     """The parameters, under the names vLLM loads."""
 
+    family, shared_output = "medusa", False
+
     def __init__(self, config: HeadsConfig, vocabulary: DraftVocabulary) -> None:
-        """Parameters at torch's default initialisation; `create` initialises from the target."""
-        super().__init__()
-        assert (config.vocab_size, config.draft_vocab_size) == (vocabulary.vocab_size, vocabulary.size)
-        self.config, self.vocabulary = config, vocabulary
+        super().__init__(config, vocabulary)
         self.blocks = nn.ModuleList(_Block(config.hidden_size) for _ in range(config.num_heads))
         self.lm_heads = nn.ModuleList(nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
                                       for _ in range(config.num_heads))
@@ -90,22 +94,18 @@ class MedusaDrafter(nn.Module):
         return self.get_parameter(f"lm_heads.{head}.weight")
 
 
-class MedusaObjective(DistillationObjective):
+class MedusaObjective(Objective[MedusaDrafter]):
     """All heads at every root, from the target's state there."""
 
-    def __init__(self, drafter: MedusaDrafter, output: OutputHead, spec: TrainSpec,
+    def __init__(self, drafter: MedusaDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(drafter.vocabulary, output, spec, steps=drafter.config.num_heads, dtype=dtype)
-        self._drafter = drafter
-
-    @property
-    def drafter(self) -> MedusaDrafter:
-        """The module being trained."""
-        return self._drafter
+        super().__init__(drafter, drafter.vocabulary, embeddings.output_head, spec, steps=drafter.config.num_heads,
+                         dtype=dtype)
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The states of each head at its roots; the same in training and evaluation, since no head reads a token."""
-        drafter = self._drafter
+        drafter = self.drafter
+        # Heads look further ahead where fewer roots are alive: head s reads the first alive[s] states.
         h_RH = documents.aux[:, 0].index_select(0, plan.roots).to(drafter.block(0).dtype)
         heads = [head for head, alive in enumerate(plan.alive) if alive]
         states = [residual_silu(h_RH[: plan.alive[head]], linear(h_RH[: plan.alive[head]],
@@ -114,71 +114,43 @@ class MedusaObjective(DistillationObjective):
         return Prediction(tuple(states), tuple(drafter.output(head).to(self.dtype) for head in heads))
 
     def flops(self, plan: UnrollPlan) -> int:
-        """W1: one product forward and one backward, since h has no gradient. W2: three. The teacher: one forward
+        """W1: one product forward and one backward, since h has no gradient. W2: three. The target: one forward
         product."""
-        config = self._drafter.config
+        config = self.drafter.config
         return 2 * config.hidden_size * (
             plan.num_predictions * (2 * config.hidden_size + 3 * config.draft_vocab_size)
             + plan.target_positions.numel() * config.vocab_size)
 
 
-@dataclass
-class MedusaState:
-    """The last state of each row."""
-
-    last: Tensor
-    """[rows, H] the target's state at the last settled pair."""
-
-
-class MedusaProposer:
-    """`speculation.protocol.Drafter`: one pass for all heads, then a tree of their marginals."""
-
-    max_length = UNLIMITED_LENGTH
+class MedusaProposer(HeadsProposer):
+    """`speculation.protocol.Drafter`: one pass for all heads, then a tree of their marginals. A row's state is that of
+    the target at the last settled pair."""
 
     def __init__(self, drafter: MedusaDrafter, num_layers: int, dtype: torch.dtype) -> None:
         """num_layers: of the target. dtype: compute dtype."""
         config = drafter.config
-        self.aux_layers = (num_layers,)
-        self._num_heads, self._hidden_size, self._dtype = config.num_heads, config.hidden_size, dtype
+        super().__init__(drafter, num_layers, config.hidden_size, dtype, drafter.block(0).device)
         with torch.inference_mode():
             self._blocks = Linear(torch.cat([drafter.block(head) for head in range(config.num_heads)]).to(dtype))
             self._outputs = [Linear(drafter.output(head).to(dtype)) for head in range(config.num_heads)]
-            self._device = drafter.block(0).device
             self._draft_ids_D = target_ids(drafter.vocabulary, self._device)
-
-    def new_state(self, num_rows: int) -> MedusaState:
-        """Space for one state per row."""
-        return MedusaState(torch.zeros(num_rows, self._hidden_size, dtype=self._dtype, device=self._device))
-
-    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Does nothing: the first pairs overwrite the row's state."""
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Store each row's last state."""
-        assert isinstance(state, MedusaState)
+        assert isinstance(state, HeadsState)
         indices = pairs.indices()
-        state.last.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))
+        state.read.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))
 
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """The tree of the heads' marginals; NO_TOKEN at depths without a head."""
-        assert isinstance(state, MedusaState)
-        h_BH = state.last.index_select(0, upload(rows))
+        assert isinstance(state, HeadsState)
+        h_BH = state.read.index_select(0, upload(rows))
         h_BSH = residual_silu(h_BH[:, None], self._blocks(h_BH).view(h_BH.shape[0], self._num_heads, -1))
         depths = min(shape.num_steps, self._num_heads)
         logits_BSD = torch.stack([self._outputs[head](h_BSH[:, head].contiguous()) for head in range(depths)], 1)
         return build_tree_from_marginals(logits_BSD, shape, self._draft_ids_D, noise)
-
-
-def _shapes(config: HeadsConfig) -> Mapping[str, tuple[int, ...]]:
-    hidden = config.hidden_size
-    return {f"blocks.{head}.layers.0.weight": (hidden, hidden) for head in range(config.num_heads)} | {
-        f"lm_heads.{head}.weight": (config.draft_vocab_size, hidden) for head in range(config.num_heads)}
-
-
-_FORMAT = HeadsFormat("medusa", shared_output=False, shapes=_shapes)
 
 
 @torch.no_grad()
@@ -195,27 +167,14 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def _objective(drafter: MedusaDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
-               dtype: torch.dtype) -> Objective:
-    return MedusaObjective(drafter, embeddings.output_head, spec, dtype)
-
-
-def save(directory: Path, drafter: MedusaDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing an existing one, atomically."""
-    save_heads(directory, _FORMAT, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
-
-
 def load(directory: Path, target: TargetConfig | None) -> MedusaDrafter:
     """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
-    stored = load_heads(directory, _FORMAT, target)
-    drafter = MedusaDrafter(stored.config, stored.vocabulary)
-    drafter.load_state_dict(stored.tensors, assign=True)
-    return drafter
+    return load_heads(MedusaDrafter, directory, target)
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     return MedusaProposer(load(directory, target.config), target.config.num_layers, target.dtype)
 
 
-FAMILY = FamilyImplementation("medusa", create, _objective, save, _load_proposer,
+FAMILY = FamilyImplementation("medusa", create, MedusaObjective, save_heads, _load_proposer,
                               validator_by_loading("medusa", load), learning_rate=5e-3)

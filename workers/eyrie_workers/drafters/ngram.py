@@ -70,8 +70,6 @@ class Text:
 
 @dataclass
 class NgramState:
-    """The texts of all rows."""
-
     texts: list[Text]
 
 
@@ -82,7 +80,6 @@ class NgramDrafter:
     max_length = 2**31 - 1
 
     def new_state(self, num_rows: int) -> NgramState:
-        """Empty texts."""
         return NgramState([Text() for _ in range(num_rows)])
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
@@ -92,7 +89,6 @@ class NgramDrafter:
         state.texts[row].append(prompt[0])
 
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Append the tokens of the pairs."""
         assert isinstance(state, NgramState)
         for row, tokens in zip(pairs.rows, pairs.tokens, strict=True):
             for token in tokens:

@@ -36,30 +36,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import (
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
     check_tensors,
+    parse_decoder,
     read_config,
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.family import FamilyImplementation, Layers
-from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layers.decoder import (
+from eyrie_workers.drafters.decoder import (
     DecoderLayer,
+    Norm,
     decoder_config,
     decoder_json,
     layer_flops,
     refuse_variants,
 )
-from eyrie_workers.drafters.layers.kv_cache import (
+from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
+from eyrie_workers.drafters.kv_cache import (
     DrafterKVCache,
     NewTokens,
     PromptTokens,
@@ -68,21 +69,20 @@ from eyrie_workers.drafters.layers.kv_cache import (
     causal_mask,
     scratch_mask,
 )
-from eyrie_workers.drafters.layers.modules import Norm
-from eyrie_workers.drafters.validation.validator import validator_by_loading
+from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.causal_attention import packed_causal, starts_of
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import Attend, TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import gather_rows
-from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext
+from eyrie_workers.training.numerics import rms_norm
+from eyrie_workers.training.objective import Objective, Prediction, StepContext
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["standalone"].architecture
@@ -122,22 +122,14 @@ class StandaloneDrafter(nn.Module):
         return rms_norm(x_TH, self.model.norm.weight, config.rms_eps)
 
 
-class Distillation(DistillationObjective):
+class Distillation(Objective[StandaloneDrafter]):
     """Trains a StandaloneDrafter on the target's answers and distribution."""
 
     def __init__(self, drafter: StandaloneDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
-        vocab_size = drafter.config.vocab_size
-        whole = DraftVocabulary(torch.arange(vocab_size), vocab_size)
-        super().__init__(whole, embeddings.output_head, spec, dtype=dtype)
-        self._drafter, self._recompute = drafter, spec.grad_checkpoint
+        super().__init__(drafter, drafter.config.vocab_size, embeddings.output_head, spec, dtype=dtype)
         self._target_hidden = embeddings.lm_head.shape[1]
         self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions)
-
-    @property
-    def drafter(self) -> StandaloneDrafter:
-        """The module being trained."""
-        return self._drafter
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training step 0 of every root, which is every position once; in evaluation all steps, as in decoding."""
@@ -146,17 +138,18 @@ class Distillation(DistillationObjective):
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Step s of root i is the state after the true token i + 1 + s."""
         positions_N = plan.target_positions
-        states_NH = self._drafter.states(documents, self._rotary.at(plan.positions), positions_N, self.dtype,
+        states_NH = self.drafter.states(documents, self._rotary.at(plan.positions), positions_N, self.dtype,
                                          self._recompute)
+        # Each position is computed once; in evaluation several (root, step) pairs read the same state.
         row_T = torch.full_like(documents.token_ids, -1)
         row_T[positions_N] = torch.arange(positions_N.numel(), device=positions_N.device)
         states = tuple(states_NH.index_select(0, row_T[plan.roots[:alive] + 1 + step])
                        for step, alive in enumerate(plan.alive) if alive)
-        return Prediction(states, self._drafter.lm_head.weight.to(self.dtype))
+        return Prediction(states, self.drafter.lm_head.weight.to(self.dtype))
 
     def flops(self, plan: UnrollPlan) -> int:
         """The layers at every token, both output matrices at the predicted ones."""
-        config, num_tokens, num_predicted = self._drafter.config, plan.positions.numel(), plan.target_positions.numel()
+        config, num_tokens, num_predicted = self.drafter.config, plan.positions.numel(), plan.target_positions.numel()
         num_visible = int(plan.positions.sum()) + num_tokens
         heads = 6 * num_predicted * config.hidden_size * config.vocab_size
         return (config.num_layers * layer_flops(config, num_tokens, num_visible) + heads
@@ -187,13 +180,11 @@ class StandaloneProposer:
         self.max_length = model.config.max_position_embeddings
 
     def new_state(self, num_rows: int) -> StandaloneState:
-        """A cache of `num_rows` rows."""
         config, dtype = self._model.config, self._model.dtype
         return StandaloneState(DrafterKVCache(config, num_rows, dtype),
                                torch.zeros(num_rows, config.vocab_size, dtype=dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Clear the row and keep the first token."""
         assert isinstance(state, StandaloneState)
         state.cache.settled[row], state.first[row] = 0, prompt[0]
 
@@ -264,6 +255,7 @@ def _create(
 def _project(own_Vh: Tensor, rows_VH: Tensor) -> None:
     """Set the drafter's rows to the target's, projected on their principal directions."""
     rows_VH = rows_VH.to(torch.promote_types(rows_VH.dtype, torch.float32))
+    # The directions in which the rows vary: eigenvectors of their second moments, decomposed in float64.
     _, directions_HH = torch.linalg.eigh((rows_VH.T @ rows_VH).double())  # ascending
     width = min(own_Vh.shape[1], rows_VH.shape[1])
     own_Vh[:, :width] = rows_VH @ directions_HH.flip(1)[:, :width].to(rows_VH.dtype)
@@ -277,10 +269,7 @@ def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | 
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    try:
-        config = parse_drafter_config(read_config(directory))
-    except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
+    config = parse_decoder(directory.name, read_config(directory))
     if config.family != "llama" or config.tie_word_embeddings or config.sliding_window is not None:
         raise CheckpointInvalid(f"drafter {directory.name} is a {config.family} that Eyrie did not write: a standalone "
                                 "drafter is a Llama with its own output matrix and without a window",

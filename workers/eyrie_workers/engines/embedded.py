@@ -13,7 +13,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import EngineUsed
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_workers.drafters.registry import UNTRAINED, open_method
+from eyrie_workers.drafters.family import UNTRAINED, open_method
 from eyrie_workers.engines.decoding_engine import Answer, EngineRun, Variants
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.model import TargetModel
@@ -57,7 +57,7 @@ class EmbeddedEngine:
         return failed
 
     def reference(self, use: DrafterUse) -> Engine:
-        """The engine that decodes this use. Raises what `drafters.registry.open_method` raises."""
+        """The engine that decodes this use. Raises what `drafters.family.open_method` raises."""
         method = use.setting.method
         key = method if method in UNTRAINED else use.drafter_dir
         if method == "off":

@@ -91,7 +91,7 @@ def load(options: ServerOptions) -> LoadedEngine:
     """Load target and drafter; called in the engine thread, which then owns them. Raises EyrieError."""
     import torch
 
-    from eyrie_workers.drafters.registry import open_method
+    from eyrie_workers.drafters.family import open_method
     from eyrie_workers.targets.loading import load_target, resolve
     from eyrie_workers.targets.templates import ChatTokenizer
 

@@ -1,7 +1,7 @@
 """The batch type that readers of hidden states return and training consumes: documents end to end, without padding.
 
 `FeatureStore.read`, `StreamedFeatures.read` and the objectives of all drafter families exchange this one type, so no
-conversion lies between the store and the optimiser. Tokens and loss mask begin on the CPU, where a step is planned; the
+conversion lies between the store and the optimizer. Tokens and loss mask begin on the CPU, where a step is planned; the
 states begin where they were read or computed.
 
     T packed tokens, A aux layers, H hidden
@@ -39,7 +39,6 @@ class PackedBatch:
     """At the supervised positions (`shard_format.supervised_positions` of each row), in a store of top-k logits."""
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """This batch on a device."""
         if self.token_ids.device == device and self.aux.device == device:
             return self
 

@@ -30,7 +30,6 @@ class RowSources(Frozen):
 
     @property
     def of_rows(self) -> list[str]:
-        """The source of each row."""
         return [self.names[index] for index in self.rows]
 
 
@@ -52,13 +51,13 @@ def read_row_sources(backend: StorageBackend, num_rows: int | None = None) -> li
     if data is None:
         return None
     try:
-        found = read_sealed(data, RowSources).of_rows
+        sources = read_sealed(data, RowSources).of_rows
     except (ValueError, IndexError) as error:
         raise ArtifactCorrupt(f"{SOURCES} in {backend.name} cannot be read: {error}", _HINT) from error
-    if num_rows not in (None, len(found)):
-        raise ArtifactCorrupt(f"{SOURCES} in {backend.name} names the sources of {len(found)} rows, and the store has "
-                              f"{num_rows}", _HINT)
-    return found
+    if num_rows not in (None, len(sources)):
+        raise ArtifactCorrupt(f"{SOURCES} in {backend.name} names the sources of {len(sources)} rows, and the store "
+                              f"has {num_rows}", _HINT)
+    return sources
 
 
 def row_sources_are_whole(backend: StorageBackend) -> bool:

@@ -1,7 +1,7 @@
 """Top-k logits instead of the final state: the K most probable of D draft tokens, and the mass of all others.
 
 At a supervised position let z be the target's logits over the draft vocabulary and p = softmax(z) over those D tokens,
-which is what a drafter is trained on (`training.losses`). Stored are
+which is what a drafter is trained on (`training.objective`). Stored are
 
     ids j_1 .. j_K        of the K largest p, most probable first
     logits z_j - z_j1     float16: differences, because softmax is invariant to an offset

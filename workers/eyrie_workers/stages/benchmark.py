@@ -24,9 +24,8 @@ from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.conversations.suites import select
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, files_of
-from eyrie_workers.drafters.mtp import copy_mtp_layers
-from eyrie_workers.drafters.published import adopt, fetch
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, files_of
+from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark import transformers_baseline

@@ -62,8 +62,8 @@ from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, candidates, c
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
-from eyrie_workers.drafters.continuation import layers_of_head
-from eyrie_workers.drafters.registry import layers_of
+from eyrie_workers.drafters.family import layers_of
+from eyrie_workers.drafters.published import layers_of_head
 from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.server_history import ServerHistory
 from eyrie_workers.engines.server_memory import weights_on_disk

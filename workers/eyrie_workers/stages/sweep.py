@@ -36,6 +36,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,12 +57,11 @@ from eyrie_workers.stage_program import (
 from eyrie_workers.stages.rank_program import end_with_launcher, refuse
 from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
 from eyrie_workers.targets.loading import resolve, target_digest
-from eyrie_workers.training.batch_loader import Features, open_features
+from eyrie_workers.training.batches import Features, checkpoint_steps, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, HitCounts
 from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
-from eyrie_workers.training.packing import checkpoint_steps
 
 
 def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
@@ -88,8 +88,8 @@ def slower_half(speedups: Mapping[str, float]) -> set[str]:
 def rung_steps(num_steps: int, rungs: Sequence[float]) -> tuple[int, ...]:
     """The steps after which the slower half stops: scheduled evaluations at or before each share. Pure."""
     scheduled = checkpoint_steps(num_steps, NUM_EVALUATIONS)
-    found = {max([step for step in scheduled if step <= share * num_steps] or scheduled[:1]) for share in rungs}
-    return tuple(sorted(found - {num_steps}))
+    steps = {max([step for step in scheduled if step <= share * num_steps] or scheduled[:1]) for share in rungs}
+    return tuple(sorted(steps - {num_steps}))
 
 
 class CandidateGroup:
@@ -136,7 +136,7 @@ class CandidateGroup:
         known = {name: (run.family.name, run.speedups[step]) for name, run in self._runs.items()
                  if step in run.speedups}
         gathered = self._dist.gather((reached, known))
-        if step not in [one for steps, _ in gathered for one in steps]:
+        if not any(step in steps for steps, _ in gathered):
             return  # an interrupted sweep resumed behind this rung, which was decided before
         everywhere = {name: entry for _, entries in gathered for name, entry in entries.items()}
         by_family: dict[str, dict[str, float]] = {}
@@ -148,13 +148,13 @@ class CandidateGroup:
             slower = slower_half(speedups)
             for name in speedups.keys() & self._active().keys():
                 # Before the run is saved as finished: killed in between, it comes here again.
-                self._runs[name].log_rung(step, goes_on=name not in slower)
+                self._runs[name].stage.metric("rung", step, float(name not in slower))  # 1 goes on, 0 ends
                 if name in slower:
                     self._runs[name].stop_early(
                         f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
 
     def _step(self, runs: Mapping[str, TrainingRun], step: int) -> None:
-        """One optimiser step of each run, on one batch and one set of target distributions."""
+        """One optimizer step of each run, on one batch and one set of target distributions."""
         started = time.perf_counter()
         if not runs:
             return
@@ -190,7 +190,7 @@ class CandidateGroup:
             raise Interrupted
 
 
-def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
+def shared_targets(objectives: Mapping[str, Objective[Any]], documents: PackedBatch,
                    contexts: Mapping[str, StepContext]) -> dict[str, TargetDistribution]:
     """Each objective's target distribution for a batch, computed once for all with the same draft vocabulary.
 
@@ -297,7 +297,6 @@ def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[floa
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program."""
     parser = argparse.ArgumentParser(description="Train the candidates of a sweep together.")
     parser.add_argument("--train", type=Path, action="append", required=True, metavar="DIR",
                         help="directory with the spec.json of a train stage; once per candidate")

@@ -27,7 +27,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,11 @@ from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
 from eyrie_api.v1alpha1.reports import CheckpointReport, SourceRows, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
-from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, TargetIdentity, identify
-from eyrie_workers.drafters.checkpoint.files import files_of
-from eyrie_workers.drafters.continuation import Head, load_head
-from eyrie_workers.drafters.family import FamilyImplementation
+from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
+from eyrie_workers.drafters.checkpoint import files_of
+from eyrie_workers.drafters.family import FamilyImplementation, family_named
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import family_named
+from eyrie_workers.drafters.published import Head, load_head
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.row_sources import read_row_sources
 from eyrie_workers.features.storage_backend import open_backend
@@ -62,14 +61,22 @@ from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
-from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
-from eyrie_workers.training.batch_parts import CutFeatures
+from eyrie_workers.training.batches import (
+    BatchLoader,
+    CutFeatures,
+    Features,
+    Schedule,
+    checkpoint_steps,
+    choose_rows,
+    cut_evenly,
+    open_features,
+    require_one_batch,
+    rows_by_source,
+)
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
-from eyrie_workers.training.drawn_rows import choose_rows, require_one_batch, rows_by_source
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
-from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly
-from eyrie_workers.training.peak_rate import peak_rate
+from eyrie_workers.training.numerics import peak_flops
 from eyrie_workers.training.state import Moments, StateWriter, load_state, take_snapshot, trainable_parameters
 from eyrie_workers.training.tracker_process import TrackerProcess, start_trackers
 from eyrie_workers.training.trackers import require_trackers
@@ -92,7 +99,7 @@ def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) ->
 def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
             embeddings: TargetEmbeddings | None = None, features: Features | None = None,
             digest: str | None = None) -> "TrainingRun":
-    """Everything before the next optimiser step: the first one, or the first after the saved state.
+    """Everything before the next optimizer step: the first one, or the first after the saved state.
 
     embeddings, features  of the target and of spec.store_dir, if another run of this process has opened them already.
     digest                of the target, if it is known; else rank 0 reads the whole target for it.
@@ -133,7 +140,9 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     lengths = store.lengths
     of_sources = rows_by_source(sources, train_rows, lengths)
     if spec.rows is not None:
-        _report_draw(stage, of_sources, store.num_rows - len(held_out))
+        parts = ", ".join(f"{name} {rows.rows} rows of {rows.tokens} tokens" for name, rows in of_sources.items())
+        stage.event("RowsDrawn", f"trains on {len(train_rows)} of {store.num_rows - len(held_out)} captured rows, with "
+                                 f"the shares of data.mix: {parts}")
     schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
     drafter.to(device)
     with device_scope(device):
@@ -143,6 +152,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
     cuts = cut_evenly([lengths[row] for row in evaluation_rows],
                       min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
+    used = lengths if spec.rows is None else [lengths[row] for row in train_rows]
     run = TrainingRun(spec, stage, family, drafter, trainer,
                digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
                tokens_per_step=(sum(lengths[row] for row in train_rows) * spec.train.epochs
@@ -152,7 +162,8 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                columns=columns, embeddings=embeddings,
                vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.format.target_digest),
-               data=_identify_data(store, None if spec.rows is None else train_rows), sources=of_sources,
+               data=DataIdentity(store_digest=store.digest, rows=len(used), tokens=sum(used), longest_row=max(used)),
+               sources=of_sources,
                num_rows=len(train_rows),
                init_digest=head.digest if head is not None else None)
     run.resume()
@@ -271,18 +282,6 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
     return vocabulary, report
 
 
-def _report_draw(stage: Stage, of_sources: Mapping[str, SourceRows], num_rows: int) -> None:
-    parts = ", ".join(f"{name} {rows.rows} rows of {rows.tokens} tokens" for name, rows in of_sources.items())
-    stage.event("RowsDrawn", f"trains on {sum(rows.rows for rows in of_sources.values())} of {num_rows} captured rows, "
-                             f"with the shares of data.mix: {parts}")
-
-
-def _identify_data(store: Features, drawn: Sequence[int] | None) -> DataIdentity:
-    """Of the whole store, or of the rows drawn from it."""
-    lengths = store.lengths if drawn is None else [store.lengths[row] for row in drawn]
-    return DataIdentity(store_digest=store.digest, rows=len(lengths), tokens=sum(lengths), longest_row=max(lengths))
-
-
 def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype, head: Head | None,
                 train_rows: Sequence[int]) -> str:
     """Digest of everything that the trained bits depend on, except the machine."""
@@ -350,12 +349,11 @@ class TrainingRun:
         self._state_writer = StateWriter(self._state_file)
         self._saved_at = self.clock()
         self._dist = self.trainer.dist
-        self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
+        self._peak, _ = peak_flops(self.dtype, next(self.drafter.parameters()).device)
         self._trackers: list[TrackerProcess] = []
 
     @property
     def device(self) -> torch.device:
-        """Where the drafter is trained."""
         return self.embeddings.lm_head.device
 
     @property
@@ -372,7 +370,12 @@ class TrainingRun:
             found = load_state(self._state_file, self.drafter, self.digest)
             if found is not None:
                 self.trainer.counters, notes, moments = found
-                self._check_exported(notes)
+                # Checkpoints of an earlier run go into the manifest, which would give damaged ones a digest.
+                for report in map(CheckpointReport.model_validate, notes["checkpoints"]):
+                    directory = self.stage.out_dir / report.path
+                    if digest_directory(directory) != report.digest:
+                        raise ArtifactCorrupt(f"{directory} differs from the checkpoint that was written there",
+                                              "delete the training's directory and retry the job: it trains again")
         # Rank 0 alone reads the state file; the others receive its contents.
         notes = self._dist.broadcast(notes)
         if notes is None:
@@ -385,14 +388,6 @@ class TrainingRun:
         self.speedups = {int(step): speedup for step, speedup in notes.get("standing", {}).items()}
         self.resumed_from = self.trainer.counters.step
         self.stage.event("Resumed", f"resuming from step {self.trainer.counters.step}")
-
-    def _check_exported(self, notes: dict[str, Any]) -> None:
-        """Checkpoints of an earlier run go into the manifest, which would give damaged ones a digest."""
-        for report in map(CheckpointReport.model_validate, notes["checkpoints"]):
-            directory = self.stage.out_dir / report.path
-            if digest_directory(directory) != report.digest:
-                raise ArtifactCorrupt(f"{directory} differs from the checkpoint that was written there",
-                                      "delete the training's directory and retry the job: it trains again")
 
     def start_trackers(self) -> None:
         """Start to send what is recorded to the trackers of the spec. Call it after `resume`."""
@@ -407,7 +402,6 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the schedule has ended, or the run was stopped early."""
         return self.trainer.finished or self.stopped_early
 
     def run(self) -> None:
@@ -430,16 +424,10 @@ class TrainingRun:
                 tracker.wait(finished=self.finished)
 
     def evaluate_also_at(self, steps: Iterable[int]) -> None:
-        """Evaluate after these steps too."""
         self._evaluations |= set(steps)
 
     def is_evaluated_at(self, step: int) -> bool:
-        """Whether an evaluation is due after a step."""
         return step in self._evaluations
-
-    def log_rung(self, step: int, *, goes_on: bool) -> None:
-        """Log what a rung of the sweep decided after a step, as the metric `rung`: 1 goes on, 0 ends."""
-        self.stage.metric("rung", step, float(goes_on))
 
     def stop_early(self, why: str) -> None:
         """Make the step just done the last: export a checkpoint, save."""
@@ -461,7 +449,10 @@ class TrainingRun:
             self._after_evaluation(report, evaluation or self._evaluate())
         # A signal may reach one rank only, or ranks at different steps: the step at which all stop is agreed here.
         # So is the step at which the state is saved, by the clock of rank 0.
-        stopping, due = self._dist.any_of(self.stage.stop_requested, self._is_save_due(report.step))
+        train = self.spec.train
+        save_due = self.clock() - self._saved_at >= train.save_every_s or (
+            train.save_every_steps is not None and report.step % train.save_every_steps == 0)
+        stopping, due = self._dist.any_of(self.stage.stop_requested, self._dist.is_main and save_due)
         if stopping or due or self.stopped_early or report.step in self._exports:
             self._save()
         self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
@@ -470,11 +461,6 @@ class TrainingRun:
             self.stage.stop_requested = True
             self._state_writer.wait()
             self.stage.pause_point()
-
-    def _is_save_due(self, step: int) -> bool:
-        train = self.spec.train
-        return self._dist.is_main and (self.clock() - self._saved_at >= train.save_every_s or (
-            train.save_every_steps is not None and step % train.save_every_steps == 0))
 
     def _save(self) -> None:
         self._saved_at = self.clock()
@@ -536,7 +522,6 @@ class TrainingRun:
                                                f"first-step accuracy {evaluation.accuracy[0]:.3f}")
 
     def result(self) -> Result:
-        """The report and the files of the run."""
         counters, trainer = self.trainer.counters, self.trainer
         seconds = max(counters.seconds, 1e-9)
         return Result(

@@ -4,7 +4,7 @@
 
 `scale` is 1 for most targets; Granite divides its logits (`logits_scaling`), Cohere multiplies them (`logit_scale`).
 Gemma bounds them by a soft cap c (`final_logit_softcapping`). Every distribution of the target that a drafter is
-trained on is computed here, or by `training.losses` in blocks, with `capped` applied to each.
+trained on is computed here, or by `training.objective` in blocks, with `capped` applied to each.
 """
 
 # V vocabulary, H hidden

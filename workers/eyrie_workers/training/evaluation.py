@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,34 +53,26 @@ class Evaluation:
 
 def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
     """Counts (predictions, hits, all hit before, all hit so far) of one batch for each of `ttt_length` steps."""
-    counts = []
+    counts = [(0, 0, 0, 0)] * ttt_length  # of steps that no root reached, or that the drafter does not predict
     so_far = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
-    for step in range(ttt_length):
-        if step >= len(hits):  # no root came that far, or the drafter predicts fewer
-            counts.append((0, 0, 0, 0))
-            continue
-        hit = hits[step]
-        so_far = so_far[: hit.numel()]
-        after = so_far & hit
-        counts.append((hit.numel(), int(hit.sum()), int(so_far.sum()), int(after.sum())))
-        so_far = after
+    for step, hit in enumerate(hits[:ttt_length]):
+        before = so_far[: hit.numel()]  # the roots of this step are the first of those of the step before
+        so_far = before & hit
+        counts[step] = hit.numel(), int(hit.sum()), int(before.sum()), int(so_far.sum())
     return counts
 
 
 class HitCounts:
-    """Accumulates the counts of an evaluation."""
-
     def __init__(self, ttt_length: int) -> None:
         self._ttt_length = ttt_length
         self._totals = [(0, 0, 0, 0)] * ttt_length
         self._loss_sum, self._weight = 0.0, 0
 
     def add(self, outcome: Outcome) -> None:
-        """Add one evaluated batch."""
         counts = count_hits(outcome.hits, self._ttt_length)
         self._totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
                         for total, count in zip(self._totals, counts, strict=True)]
-        self._loss_sum += float(outcome.loss) * outcome.supervised
+        self._loss_sum += float(outcome.loss) * outcome.supervised  # a sum, not a mean: batches differ in size
         self._weight += outcome.supervised
 
     def evaluation(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
@@ -87,6 +80,7 @@ class HitCounts:
 
         total  sums a tensor over all processes, each of which evaluated its own batches.
         """
+        # One collective for all counts. float64 holds each count exactly.
         sums = total(torch.tensor([*(float(count) for counts in self._totals for count in counts), self._loss_sum,
                                    float(self._weight)], dtype=torch.float64))
         table = sums[:-2].round().to(torch.int64).view(self._ttt_length, 4).T.tolist()
@@ -95,7 +89,7 @@ class HitCounts:
 
 
 @torch.no_grad()
-def evaluate(objective: Objective, batches: Iterable[PackedBatch], ttt_length: int,
+def evaluate(objective: Objective[Any], batches: Iterable[PackedBatch], ttt_length: int,
              total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
     """Run the objective over held-out batches; `total` as in `HitCounts.evaluation`."""
     counts = HitCounts(ttt_length)

@@ -1,7 +1,7 @@
-"""The training loop, one optimiser step at a time.
+"""The training loop, one optimizer step at a time.
 
 `Trainer` owns what changes: parameters, moments, counters. It touches neither files nor signals, nor the source of its
-batches (`training.batch_loader`): the stage program calls `step`, and between two steps may save, export, evaluate or
+batches (`training.batches`): the stage program calls `step`, and between two steps may save, export, evaluate or
 stop. A step is a function of the state before it and the step's number, so a resumed run equals an uninterrupted one.
 
     trainer = Trainer(objective, schedule, spec, loader)
@@ -14,18 +14,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
-from eyrie_workers.training.batch_parts import micro_batches
-from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
+from eyrie_workers.training.batches import BatchLoader, Schedule, StepBatch, micro_batches
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, Optimizer
 from eyrie_workers.training.objective import Objective, Outcome, StepContext, TargetDistribution
-from eyrie_workers.training.optimiser import adamw
-from eyrie_workers.training.packing import Schedule
 from eyrie_workers.training.state import Counters, trainable_parameters
 
 DEFAULT_LEARNING_RATE = 1e-3
@@ -49,18 +47,15 @@ def learning_rate_at(step: int, num_steps: int, spec: TrainSpec) -> float:
         shape = 0.5 * (1 + math.cos(math.pi * step / num_steps))
     else:
         shape = min(1.0, (num_steps - step) / max(1.0, _WSD_DECAY_SHARE * num_steps))
-    return peak_of(spec) * warm * shape
+    return peak_learning_rate(spec) * warm * shape
 
 
-def peak_of(spec: TrainSpec) -> float:
-    """The peak learning rate."""
+def peak_learning_rate(spec: TrainSpec) -> float:
     return DEFAULT_LEARNING_RATE if spec.learning_rate is None else spec.learning_rate
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimiser step did."""
-
     step: int
     """Steps done, this one included."""
 
@@ -77,19 +72,18 @@ class StepReport:
 class Trainer:
     """Runs an objective over a schedule, as one process of a data-parallel run."""
 
-    def __init__(self, objective: Objective, schedule: Schedule, spec: TrainSpec, loader: BatchLoader,
+    def __init__(self, objective: Objective[Any], schedule: Schedule, spec: TrainSpec, loader: BatchLoader,
                  dist: DistContext = SINGLE_PROCESS, columns: Sequence[int] | None = None) -> None:
         """`columns`: positions of the objective's layers among those of the loader's batches; None: all."""
         self.objective, self.schedule, self.spec, self.dist = objective, schedule, spec, dist
         self.loader, self._columns = loader, columns
         self.counters = Counters()
         parameters = [parameter for _, parameter in trainable_parameters(objective.drafter)]
-        self.optimizer = adamw(parameters, dist.size, lr=peak_of(spec), betas=(spec.beta1, spec.beta2),
-                               weight_decay=spec.weight_decay)
+        self.optimizer = Optimizer(parameters, dist.size, lr=peak_learning_rate(spec), betas=(spec.beta1, spec.beta2),
+                                   weight_decay=spec.weight_decay)
 
     @property
     def finished(self) -> bool:
-        """Whether every step has been done."""
         return self.counters.step >= self.schedule.num_steps
 
     def step(self) -> StepReport:
@@ -130,7 +124,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise LossDiverged(
                 f"loss was {loss} with gradient norm {norm} at step {number + 1} of {num_steps}",
-                f"lower train.learning_rate (now {peak_of(self.spec):g}) or train.max_grad_norm "
+                f"lower train.learning_rate (now {peak_learning_rate(self.spec):g}) or train.max_grad_norm "
                 f"(now {self.spec.max_grad_norm:g}), or lengthen train.warmup_ratio")
         # 6. Update, and count.
         self.optimizer.step()
@@ -146,33 +140,31 @@ class Trainer:
 
     def _accumulate(self, documents: PackedBatch, context: StepContext,
                     targets: TargetDistribution | None) -> Outcome:
-        """Add the gradients of this process's documents, in micro-batches; their outcome, without a graph.
-
-        Each micro-batch is weighted by counts of the whole step, which are known once the targets of all micro-batches
-        are: these are computed first, and kept.
-        """
+        """Add the gradients of this process's documents, in micro-batches; their outcome, without a graph."""
         parts = micro_batches(documents, self.spec.max_tokens_per_gpu)
         if len(parts) == 1:
             outcome = self.objective(documents, context, targets)
             outcome.loss.backward()
             return replace(outcome, loss=outcome.loss.detach())
-        ends = list(accumulate(part.token_ids.numel() for _, part in parts))
         assert context.starts is not None
         contexts = [replace(context, starts=context.starts[numbers.start:numbers.stop]) for numbers, _ in parts]
-        given = [None if targets is None else targets.of_tokens(end - part.token_ids.numel(), end)
-                 for (_, part), end in zip(parts, ends, strict=True)]
-        counted = [self.objective.count(part, its, own)
-                   for (_, part), its, own in zip(parts, contexts, given, strict=True)]
+        ends = list(accumulate(part.token_ids.numel() for _, part in parts))
+        # Each micro-batch is weighted by counts of the whole step, which are known once the targets of all of them are:
+        # targets come first, and are kept.
+        counted = []
+        for (_, part), part_context, end in zip(parts, contexts, ends, strict=True):
+            own = None if targets is None else targets.of_tokens(end - part.token_ids.numel(), end)
+            counted.append(self.objective.count(part, part_context, own))
         total = context.total(torch.stack([counts for _, counts in counted]).sum(0))
         outcomes = []
-        for (_, part), its, (own, _) in zip(parts, contexts, counted, strict=True):
-            outcome = self.objective(part, replace(its, total=lambda _: total), own)
-            outcome.loss.backward()
+        for (_, part), part_context, (own, _) in zip(parts, contexts, counted, strict=True):
+            outcome = self.objective(part, replace(part_context, total=lambda _: total), own)
+            outcome.loss.backward()  # gradients add up in the parameters; the part's graph is freed
             outcomes.append(replace(outcome, loss=outcome.loss.detach()))
-        return Outcome(torch.stack([one.loss for one in outcomes]).sum(), outcomes[0].step_losses.new_zeros(0),
-                       sum(one.supervised for one in outcomes), flops=sum(one.flops for one in outcomes),
-                       computed=sum(one.computed for one in outcomes))
+        return Outcome(torch.stack([outcome.loss for outcome in outcomes]).sum(),
+                       sum(outcome.supervised for outcome in outcomes),
+                       flops=sum(outcome.flops for outcome in outcomes),
+                       computed=sum(outcome.computed for outcome in outcomes))
 
     def context(self, batch: StepBatch) -> StepContext:
-        """The batch's position in this run."""
         return StepContext(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.dist.all_sum)

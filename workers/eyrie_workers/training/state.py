@@ -1,6 +1,6 @@
 """The saved state of a training run: one file, from which it resumes bit for bit.
 
-The state holds the parameters, the optimiser's moments, the counters, and the reports of checkpoints already exported.
+The state holds the parameters, the optimizer's moments, the counters, and the reports of checkpoints already exported.
 It holds no random state and no data iterator: the documents of a step and the initial weights are functions of
 (seed, step). A run resumed from step n therefore computes step n + 1 as the uninterrupted run would have, to the last
 bit on the same machine and thread count.
@@ -36,10 +36,8 @@ _PARAMETER, _MOMENT = "parameter.", "optimizer."
 
 @dataclass(frozen=True)
 class Counters:
-    """Progress of a run."""
-
     step: int = 0
-    """Optimiser steps done."""
+    """Optimizer steps done."""
 
     tokens: int = 0
     """Packed tokens seen."""
@@ -51,7 +49,7 @@ class Counters:
     """The same, including those that pad to a round number of rows."""
 
     flops: float = 0.0
-    """Arithmetic the steps needed (`drafters.eagle3.flops`)."""
+    """Arithmetic the steps needed (`drafters.eagle3.drafter`)."""
 
     seconds: float = 0.0
     data_wait_s: float = 0.0
@@ -60,7 +58,7 @@ class Counters:
 
 
 Moments = Sequence[Mapping[str, Tensor]]
-"""The optimiser's state of each trainable parameter (`training.optimiser`), in the order of `trainable_parameters`."""
+"""The optimizer's state of each trainable parameter (`training.distributed`), in their order."""
 
 
 def trainable_parameters(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -84,6 +82,7 @@ def take_snapshot(drafter: nn.Module, moments: Moments, counters: Counters, dige
     notes    JSON-able: the reports of checkpoints exported so far.
     """
     tensors = {_PARAMETER + name: _host_copy(parameter) for name, parameter in drafter.named_parameters()}
+    # Moments under the names of their parameters: the file does not depend on how many processes hold them.
     for (name, _), kept in zip(trainable_parameters(drafter), moments, strict=True):
         for key, value in kept.items():
             tensors[f"{_MOMENT}{key}.{name}"] = _host_copy(torch.as_tensor(value))
@@ -131,7 +130,7 @@ class StateWriter:
 
     def start(self, snapshot: Snapshot) -> None:
         """Begin to write. Raises what writing the snapshot before raised."""
-        self.wait()
+        self.wait()  # at most one at a time: two would write to one temporary name
         self._pending = self._pool.submit(self._write, self._path, snapshot)
 
     def wait(self) -> None:
@@ -141,7 +140,6 @@ class StateWriter:
             pending.result()
 
     def close(self) -> None:
-        """`wait`, and end the thread."""
         try:
             self.wait()
         finally:
@@ -162,6 +160,7 @@ def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, d
     except SafetensorError as error:
         raise ArtifactCorrupt(f"training state {path} is not readable: {error}",
                               "delete it to train from the beginning") from error
+    # Another digest is another run: its next step would be of neither.
     if metadata.get("format") != str(FORMAT) or metadata.get("digest") != digest:
         raise Conflict(f"training state {path} was written under other settings or from other data",
                        "delete it to train from the beginning, or give an empty directory")
@@ -181,10 +180,11 @@ def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, d
 def _restore(drafter: nn.Module, tensors: Mapping[str, Tensor]) -> Moments:
     for name, parameter in drafter.named_parameters():
         parameter.copy_(tensors[_PARAMETER + name])
-    return [{key.removeprefix(_MOMENT).removesuffix("." + name): value for key, value in tensors.items()
-             if key.startswith(_MOMENT) and _moment_of(key) == name} for name, _ in trainable_parameters(drafter)]
-
-
-def _moment_of(key: str) -> str:
-    """Parameter name of `optimizer.<moment>.<parameter>`; moments carry no dot."""
-    return key.removeprefix(_MOMENT).split(".", 1)[1]
+    # `optimizer.<moment>.<parameter>`: the name of a moment has no dot.
+    moments: dict[str, dict[str, Tensor]] = {name: {} for name, _ in trainable_parameters(drafter)}
+    for key, value in tensors.items():
+        if key.startswith(_MOMENT):
+            moment, name = key.removeprefix(_MOMENT).split(".", 1)
+            if name in moments:
+                moments[name][moment] = value
+    return [*moments.values()]

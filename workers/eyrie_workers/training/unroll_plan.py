@@ -110,7 +110,6 @@ class UnrollPlan:
 
     @property
     def tiles(self) -> tuple[AttentionTile, ...]:
-        """The tiles of the CPU's attention."""
         return self._tiling[0]
 
     @cached_property
@@ -135,6 +134,12 @@ class UnrollPlan:
     def num_predictions(self) -> int:
         """Token predictions over all steps: the work of the unroll."""
         return sum(self.alive)
+
+    @property
+    def num_visible(self) -> int:
+        """Keys that attention reads, summed over all roots and steps. Of a plan on the CPU."""
+        return sum(int(self.positions[self.roots[:alive]].sum()) + alive * (1 + step)
+                   for step, alive in enumerate(self.alive))
 
 
 def count_steps(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
@@ -173,6 +178,7 @@ def plan_unroll(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep
     # Stable: roots with equally many steps stay ascending, so the order of sums does not depend on the sort.
     roots = roots[np.argsort(-num_steps[roots], kind="stable")]
     alive = tuple(int((num_steps[roots] > step).sum()) for step in range(ttt_length))
+    # The target is computed once at each of these, whatever number of (root, step) pairs reads it.
     needed = np.zeros(num_steps.size, dtype=bool)
     for step, num_alive in enumerate(alive):
         needed[roots[:num_alive] + 1 + step] = True

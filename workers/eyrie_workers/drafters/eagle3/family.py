@@ -1,30 +1,214 @@
-"""The implementation of the EAGLE-3 family."""
+"""EAGLE-3 as a family: a new drafter, its checkpoints in the format of SGLang and vLLM, and decoding with it.
 
+The contract of a checkpoint's directory is `drafters.eagle3.directory`: saving and loading refuse a drafter with
+errors. Training is in `drafters.eagle3.drafter`; `drafters.layer_proposer` runs the layer in decoding, with the
+matrices packed as `_InferenceLayer` does.
+
+The engines number aux layers differently. Eyrie uses the index into Hugging Face `hidden_states` (0 = embeddings).
+SGLang reads `eagle_config.eagle_aux_hidden_state_layer_ids`, for most targets as "output of layer v": index - 1. vLLM
+reads the key of the same name at the top level, as "input of layer k": index. The config contains both.
+
+    T rows, A aux layers, H hidden, Q = q + k + v widths, D draft vocabulary, V vocabulary
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from eyrie_api.decisions.capture_support import captured_inputs, sglang_layer_ids
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.files import refuse_other_sizes
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.eagle3.flops import trained_drafter
-from eyrie_workers.drafters.eagle3.initialisation import initialise_from_target
-from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
-from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
-from eyrie_workers.drafters.eagle3.validation import validate
+from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
+from eyrie_workers.drafters.checkpoint import (
+    CheckpointInvalid,
+    as_stored,
+    parse_decoder,
+    read_config,
+    read_tensors,
+    refuse_other_sizes,
+    rope_json,
+    write_checkpoint,
+)
+from eyrie_workers.drafters.decoder import head_counts
+from eyrie_workers.drafters.eagle3.directory import (
+    ARCHITECTURE,
+    LAYER_IDS,
+    MAPS,
+    canonical_name,
+    nested,
+    shape_of,
+    validate,
+)
+from eyrie_workers.drafters.eagle3.drafter import (
+    Eagle3Config,
+    Eagle3Drafter,
+    TrainingTimeTest,
+    initialise_from_target,
+    trained_drafter,
+)
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layers.decoder import head_counts
+from eyrie_workers.drafters.layer_proposer import (
+    InferencePostAttention,
+    LayerProposer,
+    TokenProjection,
+    adjacent_rotary_pairs,
+    target_ids,
+)
+from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.objective import Objective
+
+
+def save_drafter(directory: Path, drafter: Eagle3Drafter, dtype: str = "float32", card: Card | None = None) -> None:
+    """Write a drafter to `directory`, replacing an existing one, atomically. Raises CheckpointInvalid before writing.
+
+    card   its provenance; names the target architecture that the layer ids are written for. None: no card is written.
+    """
+    whole = drafter.config.draft_vocab_size == drafter.config.vocab_size
+    tensors = as_stored({name: tensor for name, tensor in drafter.state_dict().items()
+                         if not (whole and name in MAPS)}, dtype)
+    config = config_json(drafter.config, dtype, card.target if card else None)
+    _refuse_errors(directory, ValidationRequest(config, tensors, card))
+    write_checkpoint(directory, config, tensors, card)
+
+
+def load_drafter(directory: Path) -> Eagle3Drafter:
+    """Read and validate a drafter. Raises ArtifactMissing when a file is missing, CheckpointInvalid when it breaks the
+    contract or is a variant Eyrie's engine does not compute."""
+    config, stored = read_config(directory), read_tensors(directory)
+    _refuse_errors(directory, ValidationRequest(config, stored, read_card(directory)))
+    tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
+    parsed = parse_config(config)
+    ids = tensors["d2t"] + torch.arange(parsed.draft_vocab_size) if "d2t" in tensors else torch.arange(
+        parsed.vocab_size)
+    vocabulary = DraftVocabulary(ids, parsed.vocab_size)
+    drafter = Eagle3Drafter(parsed, vocabulary)
+    drafter.to(tensors["fc.weight"].dtype)
+    tensors.pop("embed_tokens.weight", None)  # decoding uses the target's, as the engines do
+    drafter.load_state_dict(tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, strict=True)
+    return drafter
+
+
+def _refuse_errors(directory: Path, request: ValidationRequest) -> None:
+    faults = [finding for finding in validate(request) if finding.severity == "error"]
+    if faults:
+        raise CheckpointInvalid(f"drafter {directory.name}: " + "; ".join(fault.what for fault in faults),
+                                faults[0].hint)
+
+
+def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None = None) -> dict[str, Any]:
+    """The `config.json` of a drafter for a target; without one, with the layer ids of most architectures.
+
+    Raises InvalidInput when SGLang cannot capture these layers for this target.
+    """
+    eos = list(config.eos_token_ids)
+    ids = [layer - 1 for layer in config.aux_layers] if target is None else list(
+        sglang_layer_ids(target.architecture, target.num_layers, config.aux_layers))
+    written: dict[str, Any] = {
+        "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_act": "silu",
+        "vocab_size": config.vocab_size, "draft_vocab_size": config.draft_vocab_size,
+        "hidden_size": config.hidden_size, "target_hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_eps, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+        "rope_theta": config.rope.theta, "rope_parameters": rope_json(config.rope),
+        "num_aux_hidden_states": config.num_aux, LAYER_IDS: list(config.aux_layers),
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: ids},
+        "norm_before_residual": False,
+        "bos_token_id": config.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos,
+        "torch_dtype": dtype, "dtype": dtype,
+    }
+    if config.rope.kind != "default":
+        written["rope_scaling"] = rope_json(config.rope)
+    for flag in ("fc_norm", "norm_output"):
+        if getattr(config, flag):
+            written[flag] = True
+    if config.norm_before_fc:  # SGLang and vLLM read the inner key first; trainers read the outer
+        written["norm_before_fc"] = written["eagle_config"]["norm_before_fc"] = True
+    if config.sliding_window is not None:
+        written |= {"sliding_window": config.sliding_window, "layer_types": ["sliding_attention"]}
+    return written
+
+
+def parse_config(written: Mapping[str, Any]) -> Eagle3Config:
+    """An `Eagle3Config` from a `config.json` without errors. Raises CheckpointInvalid for variants that Eyrie's engine
+    does not compute."""
+    shape = shape_of(written)
+    computed = shape.num_layers == 1 and shape.target_hidden_size == shape.hidden_size and not shape.fc_bias
+    if not computed or written["draft_vocab_size"] is None:
+        raise CheckpointInvalid(
+            "Eyrie's engine computes drafters of one layer, of their target's hidden size, without bias and with an "
+            "output matrix of their own", "serve and measure this one in SGLang")
+    decoder = parse_decoder("checkpoint", written)
+    top, inner = written.get(LAYER_IDS), nested(written)[LAYER_IDS]
+    return Eagle3Config(
+        hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab_size,
+        draft_vocab_size=shape.draft_vocab_size,
+        aux_layers=tuple(top) if top is not None else captured_inputs("", inner),
+        rms_eps=decoder.rms_eps, rope=decoder.rope, max_position_embeddings=decoder.max_position_embeddings,
+        eos_token_ids=decoder.eos_token_ids, bos_token_id=written.get("bos_token_id"), fc_norm=shape.fc_norm,
+        norm_before_fc=shape.norm_before_fc, norm_output=bool(written.get("norm_output", False)),
+        sliding_window=written.get("sliding_window"))
+
+
+class _InferenceLayer:
+    """`InferenceLayer`: the matrices with norms folded in, in the order a step uses them."""
+
+    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, dtype: torch.dtype) -> None:
+        weights, config = drafter.weights(torch.float32), drafter.config
+        num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
+        self._eps = torch.tensor(config.rms_eps, dtype=dtype)
+        self._fc_norm = torch.stack(weights.fc_norm).to(dtype) if weights.fc_norm else None
+        self._norm_before_fc = weights.input_norm is not None
+        self._fc = Linear((weights.fc if weights.input_norm is None else weights.fc * weights.input_norm).to(dtype))
+        hidden_qkv = adjacent_rotary_pairs(weights.hidden_qkv * weights.hidden_norm, num_rotated, head_dim)
+        embed_qkv = adjacent_rotary_pairs(weights.embed_qkv * weights.input_layernorm, num_rotated, head_dim)
+        self._hidden_qkv, self._embed_qkv = Linear(hidden_qkv.to(dtype)), Linear(embed_qkv.to(dtype))
+        self._post_attention = InferencePostAttention(weights.post_attention, dtype)
+        self._norm = weights.norm.to(dtype) if config.norm_output else None
+        self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
+        self._token_qkv = TokenProjection(embed_VH, self._embed_half, embed_qkv.shape[0])
+
+    def _embed_half(self, embed_TH: Tensor) -> Tensor:
+        return self._embed_qkv(rms_normalise(embed_TH, self._eps))
+
+    def fuse(self, aux_TAH: Tensor) -> Tensor:
+        aux_TAH = aux_TAH.to(self._eps.dtype)
+        if self._fc_norm is not None:
+            aux_TAH = rms_normalise(aux_TAH, self._eps) * self._fc_norm
+        concatenated_TC = aux_TAH.flatten(-2)
+        return self._fc(rms_normalise(concatenated_TC, self._eps) if self._norm_before_fc else concatenated_TC)
+
+    def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The state unchanged [T, H], and q, k, v [T, Q]"""
+        return hidden_TH, self._hidden_qkv.add(rms_normalise(hidden_TH, self._eps), self._token_qkv(tokens_T))
+
+    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
+        return self._post_attention(residual_TH, attended_TQ)
+
+    def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        normed = rms_normalise(hidden_TH, self._eps)
+        return self._lm_head(normed), hidden_TH if self._norm is None else normed * self._norm
+
+
+class Eagle3Proposer(LayerProposer):
+    """An Eagle3Drafter with its target's embedding, for decoding."""
+
+    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor) -> None:
+        """`embed_VH` is the target's embedding [V, H]; drafting computes in its dtype."""
+        with torch.inference_mode():
+            layer = _InferenceLayer(drafter, embed_VH, embed_VH.dtype)
+            ids = target_ids(drafter.vocabulary, embed_VH.device)
+        super().__init__(layer, drafter.config, drafter.config.aux_layers, embed_VH.dtype, ids)
 
 
 def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, aux_layers: Layers,
@@ -46,22 +230,12 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     return drafter
 
 
-def _objective(drafter: Eagle3Drafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
-               dtype: torch.dtype) -> Objective:
-    return TrainingTimeTest(drafter, embeddings.embed, embeddings.output_head, spec, max_positions=max_positions,
-                            dtype=dtype)
-
-
-def _save(directory: Path, drafter: Eagle3Drafter, dtype: str, card: Card | None) -> None:
-    save_drafter(directory, drafter, dtype=dtype, card=card)
-
-
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     drafter = load_drafter(directory)
     refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
     return Eagle3Proposer(drafter, target.embed_weight)
 
 
-FAMILY = FamilyImplementation("eagle3", _create, _objective, _save, _load_proposer, validate,
+FAMILY = FamilyImplementation("eagle3", _create, TrainingTimeTest, save_drafter, _load_proposer, validate,
                               trained=lambda drafter: trained_drafter(drafter.config), load=load_drafter,
                               learning_rate=2e-3)

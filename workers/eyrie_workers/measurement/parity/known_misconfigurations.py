@@ -1,6 +1,6 @@
 """Known misconfigurations of a served EAGLE-3 drafter, each reproduced in the reference engine.
 
-SGLang loads most misconfigured drafters without an error (`drafters.checkpoint.files`). When a served drafter accepts
+SGLang loads most misconfigured drafters without an error (`drafters.checkpoint`). When a served drafter accepts
 other tokens than the reference, the reference engine drafts with each known misconfiguration in turn; the one that
 reproduces the served rounds prompt by prompt is the cause.
 
@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyrie_workers.drafters.checkpoint.files import read_config
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
-from eyrie_workers.drafters.eagle3.directory_format import ARCHITECTURE
-from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
+from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.eagle3.directory import ARCHITECTURE
+from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3.family import Eagle3Proposer, load_drafter
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.speculation.tree import BranchKeys
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.evidence import Evidence
 from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations

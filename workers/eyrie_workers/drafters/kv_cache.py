@@ -1,4 +1,5 @@
-"""The KV cache of drafters with several decoder layers, and attention of new tokens over it.
+"""### eyrie_workers.drafters.kv_cache
+The KV cache of drafters with several decoder layers, and attention of new tokens over it.
 
 One buffer for all layers: [layer, row, index, key and value heads, head]. Settled keys start at index 0, ordered by
 position; scratch keys of a drafting round follow them and are overwritten by the next settled ones. `NewTokens` is the
@@ -68,8 +69,6 @@ def attend_rows(q_BKXE: Tensor, keys_RLKE: Tensor, values_RLKE: Tensor, mask: Te
 
 
 class DrafterKVCache:
-    """Keys and values of all rows and layers."""
-
     def __init__(self, config: TargetConfig, num_rows: int, dtype: torch.dtype) -> None:
         self.config = config
         self.settled = [0] * num_rows
@@ -110,6 +109,7 @@ class NewTokens:
         config, rows, new = self._cache.config, len(self._chosen.rows), self._num_new
         heads = heads.view(rows, new, -1, config.head_dim)
         self._cache.write(layer, self._chosen, heads[:, :, config.num_heads:], self._offset)
+        # All rows of the buffer, as a view: `attend_rows` picks those of this pass without a copy where it can.
         keys, values = self._cache.data[layer, :, : self._length].chunk(2, 2)
         q = heads[:, :, : config.num_heads].unflatten(2, (config.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
         attended = attend_rows(q.flatten(2, 3), keys, values, self._mask, self._chosen)
@@ -137,6 +137,7 @@ def causal_mask(chosen: RowLengths, num_new: int) -> Tensor | None:
     """`visible_BNL` of consecutive tokens of the text: each attends to all earlier keys and its own."""
     if num_new == 1 and len(chosen.rows) == 1:
         return None
+    # The last key that each new token sees is its own.
     last_BN1 = (chosen.lengths_B1 + torch.arange(num_new))[:, :, None]
     return torch.arange(max(chosen.lengths) + num_new) <= last_BN1
 

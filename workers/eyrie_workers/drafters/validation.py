@@ -1,22 +1,71 @@
-"""Rules for the pair of a drafter and a target, and for the context length they are served with.
+"""Validation of drafter directories: findings, validators, and the rules that hold for every family.
+
+EAGLE-3 has a validator of its own (`drafters.eagle3.directory`). The loaders of the other families refuse everything
+that breaks the contract, so their validator is `validator_by_loading`.
 
 A drafter loads and runs next to another revision, tokenizer or layer count of its target. The card written at export
 identifies the target by digest; without a card only the sizes in the two `config.json` can be compared. Only the
 target's `config.json` is needed, so that targets Eyrie cannot load are checked too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from torch import Tensor
 
 from eyrie_api.artifacts import digest_file
+from eyrie_api.decisions.mtp_layers import MTP_ARCHITECTURES
 from eyrie_api.errors import EyrieError
-from eyrie_workers.drafters.checkpoint.card import TOKENIZER, Card, hub_revision
-from eyrie_workers.drafters.validation.finding import Finding, error, warning
-from eyrie_workers.targets.config import read_json
+from eyrie_workers.drafters.card import DTYPES, TOKENIZER, Card, hub_revision
+from eyrie_workers.targets.config import TargetConfig, describe_config, read_json
 from eyrie_workers.targets.loading import target_digest
 from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error is what SGLang refuses, or loads wrongly without a message. A warning does not stop serving."""
+
+    severity: Severity
+    code: str
+    """Identifier of the rule; stable, for programs and tests."""
+
+    what: str
+    hint: str
+
+
+
+def error(code: str, what: str, hint: str) -> Finding:
+    """A finding with which the drafter must not be served."""
+    return Finding("error", code, what, hint)
+
+
+def warning(code: str, what: str, hint: str) -> Finding:
+    """A finding that does not prevent serving."""
+    return Finding("warning", code, what, hint)
+
+
+def errors_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    """The findings ordered by severity, errors first; the order within a severity is kept."""
+    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
+
+
+def value_rules(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Non-finite values, and matrices whose elements are all equal. Tensors of other dtypes are skipped."""
+    for name, tensor in sorted(parameters.items()):
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.numel() == 0:
+            continue
+        least, most = tensor.min().item(), tensor.max().item()
+        if not abs(least) + abs(most) < float("inf"):  # nan compares false
+            yield error("not-finite", f"{name} holds nan or infinity", "take an earlier checkpoint; training diverged")
+        elif tensor.dim() > 1 and least == most:
+            yield error("constant-tensor", f"every element of {name} is {least:g}: it was never trained or written",
+                        "export the drafter again")
+
 
 _HALVES = {"bfloat16", "float16"}
 
@@ -30,21 +79,18 @@ class Target:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The config of the language model."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, Mapping) else self.config
 
     @property
     def architecture(self) -> str | None:
-        """Name of the model class in SGLang."""
-        found = self.config.get("architectures")
-        return str(found[0]) if isinstance(found, list) and found else None
+        names = self.config.get("architectures")
+        return str(names[0]) if isinstance(names, list) and names else None
 
     @property
     def num_layers(self) -> int | None:
-        """Decoder layers of the language model."""
-        found = self.text.get("num_hidden_layers")
-        return found if isinstance(found, int) else None
+        count = self.text.get("num_hidden_layers")
+        return count if isinstance(count, int) else None
 
 
 def read_target(path: Path) -> Target:
@@ -53,7 +99,6 @@ def read_target(path: Path) -> Target:
 
 
 def vocabulary_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
-    """The vocabularies have the same size."""
     if config.get("vocab_size") != target.text.get("vocab_size"):
         yield error("vocab-differs", f"vocab_size is {config.get('vocab_size')}, the target's "
                     f"{target.text.get('vocab_size')}", "serve the drafter with the target it was trained for")
@@ -96,11 +141,7 @@ def dtype_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
     if own != target_dtype and {own, target_dtype} & _HALVES:
         yield warning("dtype-differs", f"the drafter is stored as {own}, the target as {target_dtype}: with --dtype "
                       "auto SGLang loads each in its own, float32 as float16",
-                      f"name one at launch: --dtype {_half(target_dtype)}")
-
-
-def _half(dtype: str) -> str:
-    return dtype if dtype in _HALVES else "bfloat16"
+                      f"name one at launch: --dtype {target_dtype if target_dtype in _HALVES else 'bfloat16'}")
 
 
 def identity_rules(card: Card | None, target: Target, drafter_dir: Path, *, compare_weights: bool) -> Iterator[Finding]:
@@ -142,3 +183,76 @@ def identity_rules(card: Card | None, target: Target, drafter_dir: Path, *, comp
 
 def _short(digest: str) -> str:
     return digest.removeprefix("sha256:")[:12]
+
+
+@dataclass(frozen=True)
+class ValidationRequest:
+    """The contents of a drafter directory, read or about to be written, and the target and context to validate it for.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    """By the names in the file."""
+
+    card: Card | None = None
+    directory: Path = Path()
+    target: Target | None = None
+    """The model to serve; None: validated without one, with what the card records of it."""
+
+    context: int | None = None
+    """Context length in tokens it will be served with; None: the limits of the two configs."""
+
+    compare_weights: bool = True
+    """Compare the digest of the target's weights with the card, which reads all of them."""
+
+
+Validator = Callable[[ValidationRequest], Iterator[Finding]]
+"""All findings about a drafter of a family's architecture."""
+
+
+def validator_by_loading(family: str, load: Callable[[Path, TargetConfig | None], object]) -> Validator:
+    """The validator of a family whose loader refuses every directory that breaks its contract.
+
+    load   strict loader; checks the fit with the given target. Raises EyrieError with a hint.
+    """
+
+    def validate(request: ValidationRequest) -> Iterator[Finding]:
+        config, card, target = request.config, request.card, request.target
+        if card is not None and card.family != family:
+            yield error("card-disagrees", f"its card is of a {card.family} drafter, its config.json of a {family} one",
+                        "export the drafter again")
+        try:
+            load(request.directory, None if target is None else describe_config(target.config))
+        except EyrieError as fault:
+            yield error("contract", fault.message, fault.hint)
+            return
+        yield from value_rules(request.tensors)
+        if "max_position_embeddings" in config:
+            yield from context_rules(config, target, request.context, card)
+        if target is not None:
+            yield from vocabulary_rules(config, target)
+            yield from target_rules(request, target)
+
+    return validate
+
+
+def target_rules(request: ValidationRequest, target: Target) -> Iterator[Finding]:
+    """What every family requires of the target, besides its own sizes."""
+    yield from dtype_rules(request.config, target)
+    yield from identity_rules(request.card, target, request.directory, compare_weights=request.compare_weights)
+
+
+def check_mtp_layers(config: Mapping[str, Any], target: Target | None) -> Iterator[Finding]:
+    """Whether SGLang drafts with them, and whether they are of `target`."""
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name not in MTP_ARCHITECTURES:
+        yield error("architecture-unknown", f"it holds MTP layers of {name}, which SGLang does not draft with",
+                    f"MTP layers of {', '.join(MTP_ARCHITECTURES)} are served")
+    if target is None:
+        return
+    if target.architecture != name:
+        yield error("target-differs", f"it holds MTP layers of {name}, the target is {target.architecture}",
+                    "serve them with the target they were copied from")
+    text = config.get("text_config")
+    yield from vocabulary_rules(text if isinstance(text, Mapping) else config, target)

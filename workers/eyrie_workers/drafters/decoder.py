@@ -1,8 +1,8 @@
-"""Decoder layers with a config of their own: what `standalone` and `dflash` consist of, and the config of `eagle1`.
+"""Decoder layers with a config of their own: what `standalone` and `dflash` consist of, and the parts of the others.
 
 The layer of Llama, with Qwen3's norms on the heads of q and k where the config has them. Config and parameter names are
 those of a target (`targets.config`, Hugging Face), so decoding runs such layers through the target's forward pass
-(`targets.model`). Training needs gradients and uses the functions below, on `training.fused`; tests compare the two.
+(`targets.model`). Training needs gradients and uses the functions below, on `training.numerics`; tests compare the two.
 
     h = x + W_o attention(q, k, v),   [q k v] = W_qkv rms(x)        y = h + W_d (silu(g) * u),   [g u] = W_gu rms(h)
 
@@ -22,11 +22,38 @@ from eyrie_api.decisions.target_config import FULL
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS
-from eyrie_workers.drafters.checkpoint.files import rope_json
-from eyrie_workers.drafters.layers.modules import AttentionProjections, GatedMlp, Norm, PostAttention
+from eyrie_workers.drafters.checkpoint import rope_json
 from eyrie_workers.targets.config import TargetConfig
-from eyrie_workers.training.fused import apply_rotary, normed_linear, rms_norm
-from eyrie_workers.training.matmul import linear
+from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, normed_linear, rms_norm
+
+
+class Norm(nn.Module):
+    """The weight of one RMSNorm."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class AttentionProjections(nn.Module):
+    """Projections to q, k, v from inputs of `input_size`, and from the attended values to the residual stream."""
+
+    def __init__(self, input_size: int, hidden_size: int, query_size: int, key_size: int) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=False)
+
+
+class GatedMlp(nn.Module):
+    """Gate, up and down projection of a gated MLP."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
 
 class _Attention(AttentionProjections):
@@ -59,7 +86,10 @@ class DecoderLayer(nn.Module):
 
     def post_attention(self, dtype: torch.dtype) -> PostAttention:
         """The part of the layer after attention."""
-        return PostAttention.of(self.self_attn, self.post_attention_layernorm, self.mlp, self.config.rms_eps, dtype)
+        return PostAttention(
+            out=self.self_attn.o_proj.weight.to(dtype), norm=self.post_attention_layernorm.weight,
+            gate_up=torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight]).to(dtype),
+            down=self.mlp.down_proj.weight.to(dtype), rms_eps=self.config.rms_eps)
 
 
 @dataclass(frozen=True)

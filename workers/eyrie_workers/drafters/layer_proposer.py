@@ -1,7 +1,8 @@
-"""Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
+"""### eyrie_workers.drafters.layer_proposer
+Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
 
 `LayerProposer` runs the layer with a KV cache; an `InferenceLayer` holds the layer's weights: EAGLE-3's is in
-`drafters.eagle3.proposer`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
+`drafters.eagle3.family`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
 Of the pairs of one `extend`, only the last runs attention, MLP and output, because drafting continues from there only.
 A draft step appends scratch keys after the settled ones; the next `extend` overwrites them.
 Caches and the table of rotations grow with the longest text. With a window only its keys are gathered and masked.
@@ -24,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.layers.kv_cache import RowLengths, attend_rows
-from eyrie_workers.drafters.layers.modules import PostAttention
+from eyrie_workers.drafters.kv_cache import RowLengths, attend_rows
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
@@ -34,6 +34,7 @@ from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import pairs_together
+from eyrie_workers.training.numerics import PostAttention
 
 # Largest table [V, Q] of a `TokenProjection`, on every device. For larger vocabularies the product is computed for each
 # token instead: the table of a 128k vocabulary would take more memory than the drafter.
@@ -41,8 +42,6 @@ MAX_TABLE_BYTES = 64 * 2**20
 
 
 class _LayerConfig(Protocol):
-    """What `LayerProposer` reads of a drafter's config."""
-
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -79,7 +78,6 @@ class LayerState:
     """Depth of each scratch key of the current round."""
 
     def reserve(self, length: int) -> None:
-        """Grow the caches to at least `length` keys per row."""
         self.keys, self.values = grown(self.keys, 1, length), grown(self.values, 1, length)
 
 
@@ -169,12 +167,10 @@ class LayerProposer:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """`hidden_states` indices the drafter was trained on."""
         return self._aux_layers
 
     @property
     def max_length(self) -> int:
-        """Longest text it can draft for."""
         return self._config.max_position_embeddings
 
     def _rotations_up_to(self, length: int) -> Tensor:
@@ -183,7 +179,6 @@ class LayerProposer:
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
     def new_state(self, num_rows: int) -> LayerState:
-        """Caches of `num_rows` rows."""
         config = self._config
         num_outputs = config.vocab_size if self._draft_ids_D is None else self._draft_ids_D.numel()
         shape = (num_rows, INITIAL_POSITIONS, config.num_kv_heads, config.head_dim)
@@ -198,7 +193,6 @@ class LayerProposer:
             self._rotations = self._rotations_up_to(state.keys.shape[1])
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
         assert isinstance(state, LayerState)
         state.settled[row] = 0
 
@@ -208,14 +202,17 @@ class LayerProposer:
         assert isinstance(state, LayerState)
         indices, num_pairs = pairs.indices(), pairs.aux.shape[1]
         self._reserve(state, max(pairs.starts) + num_pairs)
+        # 1. q, k and v of all pairs. The rest of the layer runs for each row's last pair alone.
         fused_TH = self._layer.fuse(pairs.aux.flatten(0, 1))
         residual_TH, qkv_TQ = self._layer.enter(fused_TH, indices.tokens.flatten())
         before = RowLengths(pairs.rows, pairs.starts, indices.rows, indices.starts[:, None])
         q, k, v = self._heads(qkv_TQ, before.lengths_B1 + torch.arange(num_pairs))
-        # Padding is written after a row's end, where every index is overwritten by an extend before it is read.
+        # 2. Keys and values. Padding is written after a row's end, where every index is overwritten by an extend before
+        #    it is read.
         _write(state, before, k, v, 0)
         for row, length in zip(pairs.rows, pairs.ends, strict=True):
             state.settled[row] = length
+        # 3. The prediction from which drafting continues.
         after = RowLengths(pairs.rows, pairs.ends, indices.rows, indices.ends[:, None])
         q_last = q.flatten(0, 1).index_select(0, indices.last).unsqueeze(1)
         step = self._attend(state, after, residual_TH.index_select(0, indices.last), q_last, None, 0)
@@ -228,6 +225,7 @@ class LayerProposer:
         """Grow one tree per row from the predictions `extend` left."""
         assert isinstance(state, LayerState)
         own, chosen = state, RowLengths.of(rows, [state.settled[row] for row in rows])
+        # Scratch keys of the whole round: at most top_k nodes at each step.
         self._reserve(state, max(chosen.lengths) + shape.num_steps * shape.top_k)
         first = DraftStep(state.logits.index_select(0, chosen.rows_B)[:, None],
                           state.hidden.index_select(0, chosen.rows_B)[:, None])
@@ -239,7 +237,6 @@ class LayerProposer:
 
     def _step(self, state: LayerState, chosen: RowLengths, tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
               depth: int) -> DraftStep:
-        """`protocol.StepFunction` of these rows."""
         num_nodes, num_scratch = tokens_BN.shape[1], mask_BNM.shape[2]
         state.scratch[num_scratch - num_nodes:] = [depth] * num_nodes
         if len(chosen.rows) == 1 and num_scratch == depth and self._dtype == torch.float32:  # one node at every depth

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eyrie_workers.training.optimiser import ShardedAdamW
+from eyrie_workers.training.distributed import Optimizer
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SHAPES = ((3, 5), (7,), (1,))  # 23 numbers: no multiple of 2 or 3
@@ -41,7 +41,7 @@ def alone(steps: int, processes: int) -> list[Tensor]:
 def take_part(rank: int, size: int, meeting: str, steps: range, before: Path | None, after: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     held = parameters()
-    optimizer = ShardedAdamW(held, **SETTINGS)
+    optimizer = Optimizer(held, size, **SETTINGS)
     if before is not None:
         saved = torch.load(before)
         for parameter, value in zip(held, saved["parameters"], strict=True):

@@ -11,7 +11,7 @@ contains them. `weights_digest` covers config and weights only and is equal for 
 while the digest of the whole directory identifies the artifact. When a drafter is promoted, its final benchmark and its
 proof are written next to its directory, and this command adds them to a copy for distribution:
 
-    python -m eyrie_workers.drafters.checkpoint.card DIR OUT --results DIR-results.json
+    python -m eyrie_workers.drafters.card DIR OUT --results DIR-results.json
 """
 
 import argparse
@@ -32,16 +32,17 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.drafters.checkpoint.file_format import CARD, CONFIG, README, WEIGHTS
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest
+
+CONFIG, WEIGHTS, CARD, README = "config.json", "model.safetensors", "eyrie-card.json", "README.md"
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 TOKENIZER = "tokenizer.json"
 
 
 class TargetIdentity(Frozen):
-    """The target of a drafter."""
-
     name: str
     """Hub id, or the last part of a local path; for display."""
 
@@ -200,7 +201,6 @@ def readme(card: Card) -> str:
 
 
 def variant(spec: DrafterSpec) -> str:
-    """Description of the variant of a drafter."""
     flags = [name for name in ("fc_norm", "norm_before_fc", "norm_output") if getattr(spec, name)]
     if spec.sliding_window is not None:
         flags.append(f"sliding_window {spec.sliding_window}")
@@ -226,15 +226,14 @@ def _summary(value: Any) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line in the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.checkpoint.card",
+    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.card",
                                      description="Add measured results.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--results", type=Path, required=True, help="JSON object: kind -> report")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        print(with_results(given.directory, given.out, json.loads(given.results.read_text())))
+        print(with_results(options.directory, options.out, json.loads(options.results.read_text())))
     except EyrieError as error:
         return report_error(error)
     return 0

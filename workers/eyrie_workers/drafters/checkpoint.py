@@ -8,7 +8,7 @@ unknown tensors and leave missing ones random.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyrie_api.errors import ArtifactMissing, Permanent
-from eyrie_workers.drafters.checkpoint.card import Card, write_card
-from eyrie_workers.drafters.checkpoint.file_format import CARD, CONFIG, README, WEIGHTS
-from eyrie_workers.targets.config import RopeConfig, TargetConfig
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Permanent, UnsupportedTarget
+from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
+from eyrie_workers.targets.config import RopeConfig, TargetConfig, parse_drafter_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,16 +32,21 @@ class CheckpointInvalid(Permanent):
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
-                     card: Card | None) -> None:
-    """Write a checkpoint to `directory`, replacing an existing one, atomically. Without `card`, no card is written."""
+                     card: Card | None = None, copies: Sequence[Path] = ()) -> None:
+    """Write a checkpoint to `directory`, replacing an existing one, atomically, with the `card` if there is one, and
+    with copies of those files of `copies` that exist."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.with_name(f".{directory.name}.temporary")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
     (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if card is not None:
         write_card(temporary, card)
+    for file in copies:
+        if file.is_file():
+            shutil.copy2(file, temporary)
     for path in (*temporary.iterdir(), temporary):
         _flush(path)
     if directory.exists():  # the same step exported again after an interruption: the bytes are equal
@@ -66,15 +70,24 @@ def files_of(directory: Path) -> list[Path]:
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint. Raises ArtifactMissing or CheckpointInvalid."""
     try:
-        found = json.loads((directory / CONFIG).read_text())
-    except FileNotFoundError:
+        config = json.loads((directory / CONFIG).read_text())
+    except OSError:
         raise ArtifactMissing(f"no drafter in {directory}: {CONFIG} is missing",
                               "give the directory of an exported drafter") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointInvalid(f"{directory / CONFIG} is not JSON: {error}", "export the drafter again") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise CheckpointInvalid(f"{directory / CONFIG} is not a JSON object", "export the drafter again")
-    return found
+    return config
+
+
+def parse_decoder(drafter: str, config: Mapping[str, Any]) -> TargetConfig:
+    """The decoder layers that a drafter's `config.json` describes. Raises CheckpointInvalid for those that Eyrie does
+    not compute."""
+    try:
+        return parse_drafter_config(config)
+    except UnsupportedTarget as error:
+        raise CheckpointInvalid(f"drafter {drafter}: {error.message}", error.hint) from error
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -94,16 +107,35 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
                                 "copy or export the drafter again") from error
 
 
-def check_tensors(drafter: str, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
+    tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {error}", "download or copy it again"
+                                  ) from error
+    pickled = directory / "pytorch_model.bin"
+    if not tensors and pickled.is_file():
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
+    if not tensors:
+        raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
+    return tensors
+
+
+def check_tensors(drafter: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises CheckpointInvalid unless names and shapes are exactly the expected ones; the message lists all
     differences.
 
     drafter   its name in the message
     """
-    missing = [f"{name} is missing" for name in expected if name not in found]
-    unknown = [f"{name} is not known" for name in found if name not in expected]
-    shapes = [f"{name} has shape {list(found[name].shape)}, not {list(shape)}" for name, shape in expected.items()
-              if name in found and tuple(found[name].shape) != tuple(shape)]
+    missing = [f"{name} is missing" for name in expected if name not in tensors]
+    unknown = [f"{name} is not known" for name in tensors if name not in expected]
+    shapes = [f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}" for name, shape in expected.items()
+              if name in tensors and tuple(tensors[name].shape) != tuple(shape)]
     if faults := [*missing, *unknown, *shapes]:
         raise CheckpointInvalid(f"drafter {drafter}: {'; '.join(faults)}",
                                 "export the drafter again; its config.json and its tensors are not of one drafter")

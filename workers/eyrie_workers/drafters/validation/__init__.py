@@ -1,1 +1,0 @@
-"""Validation of drafter directories: findings, validators, and the rules that hold for every family."""
