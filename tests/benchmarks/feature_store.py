@@ -47,7 +47,7 @@ from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_sh
 from eyrie_workers.features.storage_backend import ObjectStoreBackend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.training.packing import cut_evenly
 
 _SHARD_BYTES = 32 * 2**20

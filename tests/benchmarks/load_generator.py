@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_workers.load.client import RequestResult
+from eyrie_workers.load.client import LoadEndpoint, LoadPrompt, RequestResult
 from eyrie_workers.load.completion_stream import FloatArray
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.report_statistics import LevelResults
 from eyrie_workers.load.run import measure
-from eyrie_workers.machine.environment import client_environment
+from eyrie_workers.machine import client_environment
 
 _START_TIMEOUT_S = 30.0
 

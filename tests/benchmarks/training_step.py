@@ -37,7 +37,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.peak_rate import peak_rate
 

@@ -30,7 +30,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training import matmul
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.optimiser import adamw

@@ -19,7 +19,7 @@ from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.shard_format import TopKLogits
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training import attention, losses
 from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
 from eyrie_workers.training.evaluation import count_hits

@@ -23,7 +23,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_operator.embedded.processes import engine_argv, read_counters
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_pipelines.processes import wait_until
-from eyrie_workers.engines.server_memory import requests_that_fit
+from eyrie_workers.engines.sglang.profiles import requests_that_fit
 from tests.api.samples import benchmark_report, finish_stage, target_directory
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))

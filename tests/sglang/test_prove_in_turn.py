@@ -10,10 +10,8 @@ import pytest
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines import server_pool
-from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.server_history import ServerHistory
-from eyrie_workers.engines.server_pool import ServerPool
+from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan, ServerPool
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.session import read_suites
 from eyrie_workers.stage_program import Stage

@@ -41,7 +41,7 @@ from eyrie_operator.manifests.deployment import (
 from eyrie_operator.manifests.engines import ANY_HOST
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import TargetCheckpoint, read_drafter, read_target
-from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
+from eyrie_workers.engines.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile as machine_profile
 from eyrie_workers.targets.model_cache import revision_link
 

@@ -27,7 +27,7 @@ from eyrie_operator.manifests.deployment import (
 )
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

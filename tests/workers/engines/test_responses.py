@@ -11,9 +11,8 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.engines.openai_api import ResponseMetadata
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Request, StepOutput
-from eyrie_workers.speculation.logprobs import TokenLogprobs
-from eyrie_workers.targets.templates import parse_answer
-from eyrie_workers.targets.token_text import token_text
+from eyrie_workers.speculation.verify import TokenLogprobs
+from eyrie_workers.targets.templates import parse_answer, token_text
 
 EOS = 3  # no byte of the texts below
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

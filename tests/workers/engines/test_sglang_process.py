@@ -41,7 +41,7 @@ MEASURED = """
     from pathlib import Path
     from eyrie_workers.engines.parent_death_signal import adopt_orphans
     from eyrie_workers.engines.sglang.process import start_sglang
-    from eyrie_workers.machine.machine_lock import ProcessorTime
+    from eyrie_workers.machine import ProcessorTime
     adopt_orphans()
     before = ProcessorTime.now()
     server = start_sglang((), Path(sys.argv[1]), prefix=(sys.executable, "-c", sys.argv[2]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_workers.load.endpoints import LoadPrompt
+from eyrie_workers.load.client import LoadPrompt
 from tests.servers.stub_openai_server import Timing, serve
 
 GENEROUS_S = 60.0

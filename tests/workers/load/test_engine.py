@@ -8,7 +8,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
-from eyrie_workers.load.endpoints import LoadEndpoint
+from eyrie_workers.load.client import LoadEndpoint
 from eyrie_workers.load.run import run_load
 from tests.tiny import tiny_target
 from tests.workers.load.servers import prompts

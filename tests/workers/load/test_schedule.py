@@ -3,8 +3,7 @@
 import pytest
 
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_workers.load.client import LoadRequest
-from eyrie_workers.load.endpoints import LoadPrompt
+from eyrie_workers.load.client import LoadPrompt, LoadRequest
 from eyrie_workers.load.schedule import Level, arrivals, blocks, draw_prompts, levels, num_requests, total_requests
 from tests.workers.load.servers import prompts
 

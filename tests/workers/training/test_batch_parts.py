@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training.batch_loader import BatchLoader, Features, StepBatch
 from eyrie_workers.training.batch_parts import CutFeatures, first_tokens, micro_batches
 from eyrie_workers.training.loop import StepReport, Trainer

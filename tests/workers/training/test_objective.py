@@ -15,8 +15,7 @@ from eyrie_workers.drafters.eagle3.unroll import shared_projections
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.stages.sweep import shared_targets
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import OutputHead, Rotary
 from eyrie_workers.training.losses import (
     DenseTable,
     Normalisation,

@@ -2,10 +2,10 @@
 
 One engine per checkpoint over one target, and one without a drafter; a variant is an engine with a draft-tree shape.
 All variants answer a block before the next block begins, in an order that changes from block to block
-(`eyrie_workers.interleaving`). A block is timed by `engines.embedded.decode`: whole requests, prefill
+(`eyrie_workers.interleaving`). A block is timed by `engines.decoding_engine.decode`: whole requests, prefill
 included, every slot busy.
 
-Each engine also counts the seconds of its phases (`phase_times.EngineStats`); the cost of a round follows from them.
+Each engine also counts the seconds of its phases (`EngineStats`); the cost of a round follows from them.
 Every answer is recorded, to be compared with the undrafted one.
 """
 
@@ -22,7 +22,7 @@ from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.plan import Block, CompareSpec, blocks_of, suites_stage
 from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
-from eyrie_workers.engines.embedded import EmbeddedEngine, decode
+from eyrie_workers.engines.decoding_engine import EmbeddedEngine, decode
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_run, block_size
 from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_for, read_suites

@@ -11,8 +11,6 @@ Three extensions have the names that SGLang and vLLM use, so that one client can
 
 The field `eyrie` is ours (`Extension`): a request without the drafter, and the draft tree of every round in the chunks
 of a stream.
-
-Response objects leave `logprobs` null; `responses` fills it in where it is requested, in the shapes of `logprobs`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.engines.sglang.plugin.request_values import RefusedBody, read_values
+from eyrie_workers.engines.request_rules import RefusedBody, read_values
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 256

@@ -4,16 +4,29 @@
 on how they are grouped: they are appended one by one and cut at the first stop id or stop string, so that text, usage
 and finish reason are the same whether a round yields one token or seven. Speculation details count rounds as the engine
 ran them, including a round whose last tokens a stop string removed.
+
+Text is released only when no later token can change it (`ResponseText`). It is held back in three cases. A character
+whose bytes are split over tokens: the tokenizer decodes an incomplete character to U+FFFD, so U+FFFD at the end waits.
+A stop string that may have begun: the longest suffix that is a prefix of a stop string waits. A tool call that may have
+begun: when the request has tools, text from the first bracket on waits until the response is complete, because only
+then can a tool call be distinguished from content. Decoding uses a window: the tokens since the last release, with the
+few before them that a tokenizer needs to place spaces correctly (the method of text-generation servers: decode(window)
+minus decode(known part of the window)).
+
+Log probabilities: there is one entry for each token that `usage` counts. That includes tokens which are not part of the
+text: the end or stop token, special tokens, which are not shown, and those of a stop string, before which the text is
+cut. Joined, the tokens of the entries may therefore be longer than the text. What the values are:
+`speculation.verify`. Chat completions give a token's text and its bytes, since a token may hold part of a character.
+Completions have no field for bytes; a token that is not whole characters is spelled `bytes:\\xe2\\x82` there, as in
+OpenAI's API.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyrie_workers.engines.detokenizer import ResponseText
 from eyrie_workers.engines.engine_thread import LoadedEngine
-from eyrie_workers.engines.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from eyrie_workers.engines.openai_api import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,12 +39,186 @@ from eyrie_workers.engines.openai_api import (
     usage,
 )
 from eyrie_workers.speculation.engine import Request, StepOutput
-from eyrie_workers.speculation.logprobs import TokenLogprobs
 from eyrie_workers.speculation.requests import TracedRound
-from eyrie_workers.targets.token_text import TokenText
+from eyrie_workers.speculation.verify import TokenLogprobs
+from eyrie_workers.targets.templates import REPLACEMENT, TokenText
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
 _SEED_MASK = 2**63 - 1
+
+# The first character of a tool call in all supported chat templates: <tool_call>, [TOOL_CALLS], {"name": ...}, <|...|>.
+_CALL_OPENERS = "<[{"
+
+_LEAST_LOGPROB = -9999.0
+"""OpenAI's value for a very improbable token. JSON has no infinity, which is what a logit of -inf yields."""
+
+
+@dataclass(frozen=True)
+class LogprobEntry:
+    """One emitted token."""
+
+    token: TokenText
+    logprob: float
+    top: tuple[tuple[TokenText, float], ...]
+    """The most probable tokens of the position, best first."""
+
+    text_offset: int
+    """Characters of the answer before the token. A token within a character has the offset of the character."""
+
+
+def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion or a chunk."""
+    return {"content": [{**_scored(entry.token, entry.logprob),
+                         "top_logprobs": [_scored(token, logprob) for token, logprob in entry.top]}
+                        for entry in entries], "refusal": None}
+
+
+def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion or a chunk. `top_logprobs` has the token itself besides the alternatives."""
+    return {"tokens": [_spelled(entry.token) for entry in entries],
+            "token_logprobs": [max(entry.logprob, _LEAST_LOGPROB) for entry in entries],
+            "top_logprobs": [_by_spelling(entry) for entry in entries],
+            "text_offset": [entry.text_offset for entry in entries]}
+
+
+def _scored(token: TokenText, logprob: float) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": None if token.bytes is None else list(token.bytes)}
+
+
+def _by_spelling(entry: LogprobEntry) -> dict[str, float]:
+    found: dict[str, float] = {}
+    # Two ids may share a spelling: the more probable one comes first and stays.
+    for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+        found.setdefault(_spelled(token), max(logprob, _LEAST_LOGPROB))
+    return found
+
+
+def _spelled(token: TokenText) -> str:
+    if token.is_whole or token.bytes is None:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
+
+
+class Detokenizer:
+    """Decodes a growing list of token ids; releases only whole characters."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._window = 0  # index of the first token that is decoded again
+        self._settled = 0  # the tokens before this index end with a complete character
+        self._released = 0  # characters of the window's text already released
+
+    def push(self, token_id: int) -> str:
+        """Append a token; return the text that is now final, possibly empty."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids[self._window:])
+        # All trailing U+FFFD are held back: decoders with byte fallback decode a whole run of bytes to U+FFFD while its
+        # last character is incomplete, and to text once it is complete.
+        certain = text.rstrip(REPLACEMENT)
+        fresh, self._released = certain[self._released:], max(self._released, len(certain))
+        if certain == text:
+            self._window, self._settled = self._settled, len(self._ids)
+            self._released = len(self._decode(self._ids[self._window:]))
+        return fresh
+
+    def flush(self) -> str:
+        """The text still held back; bytes that do not form a character remain U+FFFD."""
+        text = self._decode(self._ids[self._window:])
+        fresh, self._released = text[self._released:], len(text)
+        return fresh
+
+
+class StopMatcher:
+    """Cuts text before the first stop string, however the text is split over pushes."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """Append text; return what precedes every possible stop string. After a match nothing is released."""
+        if self.matched:
+            return ""
+        if not self._stops:
+            return text
+        pending = self._held + text
+        positions = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
+        if positions:
+            self.matched, self._held = True, ""
+            return pending[:min(positions)]
+        keep = max(_overlap(pending, stop) for stop in self._stops)
+        self._held = pending[len(pending) - keep:]
+        return pending[:len(pending) - keep]
+
+    def flush(self) -> str:
+        """The text still held back, at the end of the response."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that ends `text`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class ResponseText:
+    """The text of one response: detokenisation, then stop strings, then holding back tool calls."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *,
+                 hold_tool_calls: bool = False) -> None:
+        self._characters = Detokenizer(decode)
+        self._stops = StopMatcher(stops)
+        self._hold_tool_calls = hold_tool_calls
+        self._text = ""
+        self._released = 0
+        self.num_decoded = 0
+        """Characters decoded so far, those of a stop string included."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found, which ends the response."""
+        return self._stops.matched
+
+    @property
+    def text(self) -> str:
+        """The text so far, without the stop string and without what the detokenizer and the matcher hold back."""
+        return self._text
+
+    @property
+    def held_back(self) -> str:
+        """Text not released because it may be a tool call; it is content if it turns out not to be one."""
+        return self._text[self._released:]
+
+    @property
+    def released(self) -> str:
+        """The text released so far."""
+        return self._text[:self._released]
+
+    def push(self, token_id: int) -> str:
+        """Append a token of the text; return the text to send."""
+        characters = self._characters.push(token_id)
+        self.num_decoded += len(characters)
+        return self._release(self._stops.push(characters))
+
+    def finish(self) -> str:
+        """End of the tokens: return the remaining text to send. A possible tool call stays in `held_back`."""
+        rest = self._stops.push(self._characters.flush())
+        return self._release(rest + self._stops.flush())
+
+    def _release(self, text: str) -> str:
+        self._text += text
+        end = len(self._text)
+        if self._hold_tool_calls:
+            openers = [at for opener in _CALL_OPENERS if (at := self._text.find(opener)) >= 0]
+            end = min(openers, default=end)
+        released, self._released = self._text[self._released:end], max(end, self._released)
+        return released
 
 
 @dataclass(frozen=True)

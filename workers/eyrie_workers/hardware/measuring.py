@@ -17,15 +17,8 @@ from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.managed_servers import (
-    DRAIN_S,
-    READY_S,
-    ManagedServer,
-    ServerPlan,
-    start_server,
-    wait_ready,
-)
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
+from eyrie_workers.load.client import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.run import LoadTestResults, load_report, measure_in_turn, run_load
 from eyrie_workers.measurement.benchmark.session import read_suites
 from eyrie_workers.stage_program import Stage
@@ -105,7 +98,7 @@ class _Servers:
     def __init__(self, uses: Names, proof: Proof, max_concurrency: int, stage: Stage) -> None:
         self._uses, self._proof, self._stage = uses, proof, stage
         self._max_concurrency = max_concurrency
-        self._started: ManagedServer | None = None
+        self._pool: ServerPool | None = None
 
     def ready(self, name: str) -> LoadEndpoint:
         """The endpoint of a variant, whose server may replace the one before."""
@@ -118,12 +111,11 @@ class _Servers:
                           tp_size=max(1, len(profile.gpus)), gpu_groups=(profile.gpus,) if profile.gpus else ())
         variants = {variant: given for variant, (one, given) in self._uses.items() if one == profile}
         self._stage.event("ServerStarted", f"{name}: {describe_use(use)}")
-        self._started = start_server(plan, name, variants, self._stage.out_dir / "servers" / name, gpus=profile.gpus)
-        wait_ready([self._started], READY_S[engine.kind], self._stage.pause_point)
-        return LoadEndpoint(name, self._started.url, plan.model, what=describe_use(use))
+        self._pool = ServerPool(plan, variants, self._stage.out_dir / "servers", self._stage, capacity=1,
+                                beside_reference=False)
+        return LoadEndpoint(name, self._pool.server(name).url, plan.model, what=describe_use(use))
 
     def stop(self) -> None:
         """Stop the one that was started."""
-        if self._started is not None:
-            self._started.server.stop(DRAIN_S[self._proof.spec.engine.kind])
-            self._started = None
+        if self._pool is not None:
+            self._pool.stop()

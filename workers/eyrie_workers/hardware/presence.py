@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.hardware import HardwareProfile
-from eyrie_workers.engines.sglang.gpu_groups import visible_gpus
+from eyrie_workers.engines.sglang.local_hardware import visible_gpus
 from eyrie_workers.load.client import served_models
 
 _LIST = ["nvidia-smi", "-L"]

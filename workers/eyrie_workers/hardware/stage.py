@@ -21,7 +21,7 @@ from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.stages import HardwareStage
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
-from eyrie_workers.engines.sglang.gpu_groups import visible_gpus
+from eyrie_workers.engines.sglang.local_hardware import visible_gpus
 from eyrie_workers.hardware.measuring import Proof, measure_in_turn_here
 from eyrie_workers.hardware.results_file import read_results, write_results
 from eyrie_workers.load.run import LoadTestResults, load_report

@@ -27,9 +27,8 @@ from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
 from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_workers.conversations.suites import load_suite
-from eyrie_workers.load.client import served_models
-from eyrie_workers.load.endpoint_url import parse_url
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.load.client import LoadEndpoint, LoadPrompt, served_models
+from eyrie_workers.load.http_client import parse_url
 from eyrie_workers.load.report_tables import load_view
 from eyrie_workers.load.run import run_load
 

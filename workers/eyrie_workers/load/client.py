@@ -1,4 +1,4 @@
-"""The client of a load test: one request to one OpenAI-compatible server, and its result.
+"""The client of a load test: endpoints and prompts, one request to one OpenAI-compatible server, and its result.
 
 Servers differ in what they report beyond the text. SGLang supports `return_spec_tokens_details` and
 `return_output_ids_in_sglext` and rejects `return_token_ids` in a stream; vLLM supports `return_token_ids` and ignores
@@ -14,7 +14,7 @@ length; the text after the end is not representative, and drafters are accepted 
 import hashlib
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.load.completion_stream import (
     FloatArray,
     StreamedCompletion,
@@ -29,9 +30,7 @@ from eyrie_workers.load.completion_stream import (
     read_stream,
     read_stream_in_slices,
 )
-from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse, RequestFailed, parse_url
 
 _PATH = "/chat/completions"
 _EXCERPT_CHARACTERS = 300
@@ -43,6 +42,44 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "continuous_usage_stats": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "stream_options": {"stream_options": {"include_usage": True}},
 }
+
+
+@dataclass(frozen=True)
+class LoadEndpoint:
+    """A server under load, and the name of the variant it serves."""
+
+    name: str
+    url: str
+    """Up to and including /v1."""
+
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token; never printed, stored or reported."""
+
+    what: str = ""
+    """For the report: the setting behind the name. The URL, without credentials, is added to it."""
+
+
+@dataclass(frozen=True)
+class LoadPrompt:
+    """One conversation to be answered."""
+
+    id: str
+    category: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def messages_with(self, system_prompt: str | None) -> list[Mapping[str, Any]]:
+        """The messages; with `system_prompt` in place of their own system message, if one is given."""
+        if system_prompt is None:
+            return list(self.messages)
+        kept = [message for message in self.messages if message.get("role") not in ("system", "developer")]
+        return [{"role": "system", "content": system_prompt}, *kept]
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> "LoadPrompt":
+        """A suite's prompt; its suite is the category."""
+        return cls(prompt.id, prompt.suite, prompt.messages, prompt.tools)
 
 
 class EndpointUnusable(EyrieError):

@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from eyrie_workers.load.endpoint_url import RequestFailed
+from eyrie_workers.load.http_client import RequestFailed
 
 FloatArray = npt.NDArray[np.float64]
 TokenCounting = Literal["ids", "usage", "text", "chunks"]

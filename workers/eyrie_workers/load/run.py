@@ -22,12 +22,11 @@ from typing import TypeVar
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
-from eyrie_workers.load.client import LoadClient, LoadRequest, RawResponse, RequestResult
-from eyrie_workers.load.endpoint_url import RequestFailed
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.load.client import LoadClient, LoadEndpoint, LoadPrompt, LoadRequest, RawResponse, RequestResult
+from eyrie_workers.load.http_client import RequestFailed
 from eyrie_workers.load.report_statistics import LevelResults, comparison, crossover, level_report
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
-from eyrie_workers.machine.environment import client_environment, cpu_count
+from eyrie_workers.machine import client_environment, cpu_count
 
 __all__ = ["LoadEndpoint", "LoadPrompt", "run_load"]
 

@@ -21,8 +21,7 @@ from typing import Literal
 
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.interleaving import interleaved
-from eyrie_workers.load.client import LoadRequest
-from eyrie_workers.load.endpoints import LoadPrompt
+from eyrie_workers.load.client import LoadPrompt, LoadRequest
 
 
 @dataclass(frozen=True)

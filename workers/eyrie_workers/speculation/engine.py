@@ -19,7 +19,7 @@ later round. The output does not depend on the shape, so a change needs no synch
 
 On a GPU the host waits for the device once per round, for the accepted tokens: the scheduler must know them to end
 rows and to admit others. All other numbers of a round are known on the host and uploaded without waiting
-(`speculation.upload`). The drafter has one state per engine, which grows with the texts, not one per shape.
+(`targets.device.upload`). The drafter has one state per engine, which grows with the texts, not one per shape.
 
 Not implemented: paging, prefix sharing, chunked prefill. GPU engines have them; this engine is the reference for
 correctness, and fast enough to show the effect of speculation on two CPU cores.
@@ -31,6 +31,8 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,9 +40,7 @@ from torch import Tensor
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
-from eyrie_workers.speculation.logprobs import TokenLogprobs, emitted_logprobs
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
-from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.requests import (
     Generation,
@@ -52,15 +52,93 @@ from eyrie_workers.speculation.requests import (
     traced_round,
 )
 from eyrie_workers.speculation.tree import ancestors
-from eyrie_workers.speculation.upload import upload
-from eyrie_workers.speculation.verify import NOT_FINITE, AcceptedPath, accept_path, sample_target_tokens
-from eyrie_workers.targets.device import device_scope
+from eyrie_workers.speculation.verify import (
+    NOT_FINITE,
+    AcceptedPath,
+    TokenLogprobs,
+    accept_path,
+    emitted_logprobs,
+    sample_target_tokens,
+)
+from eyrie_workers.targets.device import device_scope, upload
 from eyrie_workers.targets.model import TargetModel
 
 __all__ = ["Engine", "Generation", "Request", "StepOutput", "smallest_common_shape"]
 
+Phase = Literal["prefill_s", "draft_s", "verify_s"]
+Mark = float | torch.cuda.Event
+
 TreeSchedule = Callable[[int], DraftTreeShape | None]
 """From the number of rows to the shape of the next round; None for a round without drafting."""
+
+
+@dataclass
+class EngineStats:
+    """Seconds by phase, since the engine was created or `reset`."""
+
+    prefill_s: float = 0.0
+    """Prefill: the target's pass over prompts and the drafter's."""
+
+    draft_s: float = 0.0
+    """Drafter: `propose` and `extend`."""
+
+    verify_s: float = 0.0
+    """The target's pass over the trees, sampling (noise included) and the bookkeeping of plain decoding."""
+
+    rounds: int = 0
+    nodes: int = 0
+    """Nodes of one row's trees, root included, summed over rounds."""
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        self.prefill_s = self.draft_s = self.verify_s = 0.0
+        self.rounds = self.nodes = 0
+
+    def add(self, phase: Phase, seconds: float) -> None:
+        """Add to one phase."""
+        setattr(self, phase, getattr(self, phase) + seconds)
+
+
+class PhaseClock:
+    """Marks the beginnings and ends of phases, and adds their durations to `stats`.
+
+    On a CPU a phase lasts from one reading of the clock to the next. On a GPU the host launches a phase and goes on, so
+    its clock shows the time to launch; there a mark is an event in the stream, and a phase is the time between two
+    events. The device passes an event later than the host records it. Times are therefore added when the engine has
+    waited for the device anyway (`settle`). Those of a round's proposal and verification are then known; what follows
+    the wait (moving accepted keys, the drafter's `extend`) is added one round later.
+    """
+
+    def __init__(self, stats: EngineStats, device: torch.device) -> None:
+        self._stats, self._by_events = stats, device.type == "cuda"
+        self._pending: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def mark(self) -> Mark:
+        """This point of the work launched so far."""
+        if not self._by_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def count(self, phase: Phase, begin: Mark, end: Mark) -> None:
+        """Add the time between two marks to a phase, on a GPU once the device has passed them."""
+        if isinstance(begin, float) and isinstance(end, float):
+            self._stats.add(phase, end - begin)
+        elif not isinstance(begin, float) and not isinstance(end, float):
+            self._pending.append((phase, begin, end))
+
+    def settle(self, wait: bool = False) -> None:
+        """Add the phases that the device has finished; with `wait` all of them."""
+        unfinished = []
+        for phase, begin, end in self._pending:
+            if wait:
+                end.synchronize()
+            if end.query():
+                self._stats.add(phase, begin.elapsed_time(end) / 1000.0)
+            else:
+                unfinished.append((phase, begin, end))
+        self._pending = unfinished
 
 
 class Engine:

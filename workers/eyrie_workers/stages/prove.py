@@ -21,7 +21,7 @@ The undrafted answers to prompts of one user message are written to a file of th
 cannot leave its drafter out of single requests, the console compares served answers with them.
 
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
-stage resumes. The servers exit with the stage (`engines.managed_servers`). A check during which a server ends is
+stage resumes. The servers exit with the stage (`engines.sglang.servers`). A check during which a server ends is
 repeated once with a new one; the report counts these restarts.
 """
 
@@ -45,17 +45,21 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, select
-from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.server_history import ServerHistory
-from eyrie_workers.engines.server_pool import ServerPool
-from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.local_hardware import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.servers import (
+    DrafterUses,
+    ManagedServer,
+    ServerHistory,
+    ServerPlan,
+    ServerPool,
+    command_line,
+)
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.load.client import EndpointUnusable
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.load.client import EndpointUnusable, LoadEndpoint, LoadPrompt
 from eyrie_workers.load.report_statistics import crossover
 from eyrie_workers.load.run import run_load, run_load_in_turn
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (

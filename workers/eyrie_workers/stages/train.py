@@ -51,7 +51,7 @@ from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.row_sources import read_row_sources
 from eyrie_workers.features.storage_backend import open_backend
-from eyrie_workers.machine.environment import cpu_count
+from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import (
     Result,
     Stage,

@@ -38,11 +38,11 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.engines.embedded import EmbeddedEngine
+from eyrie_workers.engines.decoding_engine import EmbeddedEngine
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks, block_size, num_identical, turns
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (

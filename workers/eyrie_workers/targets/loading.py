@@ -1,17 +1,20 @@
-"""Resolves a target's name to its files and weights; the only module that reads model files and the Hub.
+"""Resolves a target's name to its files, weights and digest; the only module that reads model files and the Hub.
 
 Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
 They are read one tensor at a time, as the model asks for them, so that neither the host nor the device ever holds the
 checkpoint and the model at once (`CheckpointTensors`).
 `quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
 fetched by huggingface_hub into its usual cache, and only the files we read; on a cluster with a model cache it is read
-there (`model_cache`). The digest names what was read, so that an
-artifact says which target it belongs to.
+there (`model_cache`). The digest names what was read, so that an artifact says which target it belongs to. Digests of
+large files are kept for one user of a machine, so that stages and jobs do not each hash a target's weights.
 """
 
+import contextlib
 import hashlib
 import json
 import math
+import os
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,12 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eyrie_api.artifacts import digest_bytes, digest_file, read_sealed, write_sealed
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
+from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
-from eyrie_workers.machine.environment import cpu_count
+from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import read_json, read_reference_config
 from eyrie_workers.targets.device import default_device, free_bytes
-from eyrie_workers.targets.known_digests import known_digest
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.model_cache import (
     WANTED_FILES,
@@ -214,3 +218,51 @@ def target_digest(path: Path) -> str:
         digests = pool.map(lambda name: recorded.get(name) or known_digest(path / name), found)
         entries = [*zip(found, digests, strict=True)]
     return "sha256:" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+_LARGE = 64 << 20
+"""Bytes. Smaller files are hashed in less than the time to look."""
+
+_SETTLED_S = 2.0
+"""A file that was changed so shortly ago may be changed again within the same tick of its file system's clock."""
+
+
+class KnownDigest(Frozen):
+    """A file as it was when its digest was computed."""
+
+    path: str
+    identity: tuple[int, int, int, int, int]
+    """Device, inode, bytes, nanoseconds of the modification and of the change."""
+
+    sha256: Digest
+
+
+def known_digest(path: Path) -> Digest:
+    """The digest of a file: the known one of a large file that has not changed, else computed."""
+    file = path.resolve()
+    before, directory = _identity(file), _directory()
+    if before[2] < _LARGE or directory is None:
+        return digest_file(file)
+    record = directory / f"{digest_bytes(os.fsencode(file)).removeprefix('sha256:')}.json"
+    with contextlib.suppress(OSError, ValueError):
+        known = read_sealed(record.read_bytes(), KnownDigest)
+        if (known.path, known.identity) == (str(file), before):
+            return known.sha256
+    sha256 = digest_file(file)
+    if _identity(file) == before and time.time() - before[4] / 1e9 > _SETTLED_S:
+        with contextlib.suppress(OSError):  # a home that cannot be written, as in a pod
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_sealed(record, KnownDigest(path=str(file), identity=before, sha256=sha256))
+    return sha256
+
+
+def _directory() -> Path | None:
+    """None for a user without a home: a directory that others may write is none to believe."""
+    home = os.environ.get("HOME")
+    caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
+    return Path(caches, "eyrie", "digests") if caches else None
+
+
+def _identity(file: Path) -> tuple[int, int, int, int, int]:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,4 +1,4 @@
-"""Renders conversations to token ids with the target's own chat template, and parses answers.
+"""Renders conversations to token ids with the target's own chat template, parses answers, and shows single tokens.
 
 The template is a Jinja program shipped with the tokenizer. It runs as in transformers (sandboxed, trimmed blocks, the
 same globals and `tojson`), without importing transformers: that import costs seconds at every start of a stage program
@@ -11,12 +11,18 @@ and a string would come out quoted twice.
 
 `parse_answer` parses the tool-call forms of common templates: Hermes and Qwen (`<tool_call>{...}</tool_call>`),
 and a whole answer that is one JSON call or a list of calls (Llama 3.1 with `parameters`, and the plainest templates).
+
+A single token need not hold whole characters (`token_text`): byte-level tokenizers (GPT-2 and most since) and the byte
+fallback of sentencepiece split a character's UTF-8 bytes over tokens, and each of those decodes to U+FFFD. Its bytes
+are read from its piece, the spelling in the vocabulary: a character per byte in byte-level tokenizers, `<0xE2>` in byte
+fallback.
 """
 
 import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +35,56 @@ import jinja2.sandbox
 
 from eyrie_api.errors import InvalidInput, NoChatTemplate, UnsupportedTarget
 from eyrie_workers.targets.config import read_config, read_json
-from eyrie_workers.targets.token_text import TokenText, token_text
+
+REPLACEMENT = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+"""Sentencepiece's spelling of a space."""
+
+# GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on, in their order.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + index): byte for index, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """One token, decoded alone."""
+
+    text: str
+    """With U+FFFD in place of bytes that are no whole character."""
+
+    bytes: bytes | None
+    """None where they are not known."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text is all of the token."""
+        return self.bytes is not None and self.bytes == self.text.encode()
+
+
+def token_text(decoded: str, piece: str | None) -> TokenText:
+    """A token's text and bytes.
+
+    decoded  the token decoded alone, special tokens included
+    piece    its spelling in the vocabulary; None for an id that has none
+    """
+    # Decoders of sentencepiece drop the space before the first token, which a token decoded alone is.
+    if piece is not None and piece.startswith(_SPACE) and not decoded.startswith(" "):
+        decoded = " " + decoded
+    if REPLACEMENT not in decoded:
+        return TokenText(decoded, decoded.encode())
+    return TokenText(decoded, _bytes_of(piece) if piece is not None else None)
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    fallback = _BYTE_PIECE.fullmatch(piece)
+    if fallback is not None:
+        return bytes([int(fallback[1], 16)])
+    if all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    return None
+
 
 Message = dict[str, Any]
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

@@ -1,6 +1,6 @@
 """Target distributions of the loss, and the weight of each prediction in it.
 
-The drafter is trained on the softmax of the target's logits (`targets.output_head`), renormalised over the draft
+The drafter is trained on the softmax of the target's logits (`targets.operators`), renormalised over the draft
 vocabulary: the best distribution it can represent (EAGLE-3, arXiv:2503.01840 section 3.1). Where the target's most
 probable token is outside that vocabulary, no draft token can match it; such positions are left out of the loss.
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training.matmul import matmul_as, pad_rows
 
 Normalisation = Literal["token", "sequence"]

@@ -26,7 +26,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.topk_logits import topk_rows
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training.losses import (
     Normalisation,
     TargetHead,

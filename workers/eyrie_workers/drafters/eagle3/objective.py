@@ -21,8 +21,7 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_projections, unroll
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.device import device_scope
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import OutputHead, Rotary
 from eyrie_workers.training.activation_budget import activation_budget
 from eyrie_workers.training.matmul import round_up_rows
 from eyrie_workers.training.objective import (

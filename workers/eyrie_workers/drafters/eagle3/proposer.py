@@ -14,7 +14,7 @@ from eyrie_workers.drafters.layers.proposer import (
     adjacent_rotary_pairs,
     target_ids,
 )
-from eyrie_workers.targets.linear import Linear, rms_normalise
+from eyrie_workers.targets.operators import Linear, rms_normalise
 
 
 class _InferenceLayer:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Weights
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
 from eyrie_workers.training.fused import apply_rotary
 from eyrie_workers.training.unroll_plan import UnrollPlan

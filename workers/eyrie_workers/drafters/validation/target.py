@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import digest_file
+from eyrie_api.decisions.capture_support import Unlaunchable, context_length
 from eyrie_api.errors import EyrieError
 from eyrie_workers.drafters.checkpoint.card import TOKENIZER, Card, hub_revision
 from eyrie_workers.drafters.validation.finding import Finding, error, warning
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest
-from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length
 
 _HALVES = {"bfloat16", "float16"}
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG, Unlaunchable, context_length, positive_integer
 from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.families import FAMILIES, SGLangAlgorithm
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds
-from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length, positive_integer
 
 SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
@@ -131,11 +130,6 @@ def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:
         if name == row.architecture:
             return row.sglang_algorithm
     return "STANDALONE" if name in SUPPORTED_BY_SGLANG else None
-
-
-def family_algorithm(family: str) -> SGLangAlgorithm | None:
-    """The algorithm of a drafter family, for a control plane that has the job but not the checkpoint."""
-    return FAMILIES[family].sglang_algorithm
 
 
 def _block_size(config: Mapping[str, Any]) -> int | None:

@@ -27,18 +27,17 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.processes import free_port
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.server_memory import (
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
+from eyrie_workers.engines.sglang.launch import LaunchPlan, adaptive_config, launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.local_hardware import detect_hardware
+from eyrie_workers.engines.sglang.process import launcher_command, merged_environment, plugin_root
+from eyrie_workers.engines.sglang.profiles import (
+    HardwareProfile,
     available_bytes,
     kv_bytes_per_token,
     requests_that_fit,
     weights_on_disk,
 )
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
-from eyrie_workers.engines.sglang.launch import adaptive_config, launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
-from eyrie_workers.engines.sglang.local_hardware import detect_hardware
-from eyrie_workers.engines.sglang.process import launcher_command, merged_environment, plugin_root
-from eyrie_workers.engines.sglang.profiles import HardwareProfile
 
 
 def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, directory: Path) -> LaunchPlan:
