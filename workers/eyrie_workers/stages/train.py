@@ -71,8 +71,7 @@ from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly
 from eyrie_workers.training.peak_rate import peak_rate
 from eyrie_workers.training.state import Moments, StateWriter, load_state, take_snapshot, trainable_parameters
-from eyrie_workers.training.tracker_process import TrackerProcess, start_trackers
-from eyrie_workers.training.trackers import require_trackers
+from eyrie_workers.training.trackers import Trackers, require_trackers
 
 NUM_EVALUATIONS = 10
 """Evenly spaced evaluations of a run; those before an export are additional."""
@@ -351,7 +350,7 @@ class TrainingRun:
         self._saved_at = self.clock()
         self._dist = self.trainer.dist
         self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
-        self._trackers: list[TrackerProcess] = []
+        self._trackers: Trackers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -395,12 +394,12 @@ class TrainingRun:
                                       "delete the training's directory and retry the job: it trains again")
 
     def start_trackers(self) -> None:
-        """Start to send what is recorded to the trackers of the spec. Call it after `resume`."""
+        """Send what is recorded to the trackers of the spec. Call it after `resume`."""
         spec = self.spec
         if self._dist.is_main and spec.train.trackers:
             # The same for a resumed training, and for no other: the digest is that of its state.
             key = digest_bytes(f"{spec.job_id}/{spec.candidate}/{self.digest}".encode()).removeprefix("sha256:")[:16]
-            self._trackers = start_trackers(
+            self._trackers = Trackers(
                 spec.train.trackers, self.stage, key=key, job_id=spec.job_id, candidate=spec.candidate,
                 resumed_from=self.resumed_from, settings={
                     "family": self.family.name, "target": spec.target.model, **spec.train.model_dump(mode="json")})
@@ -420,14 +419,12 @@ class TrainingRun:
 
     def close(self) -> None:
         """Stop reading batches ahead, wait for the last state to be on disk, and a limited time for the trackers."""
-        for tracker in self._trackers:
-            tracker.end(finished=self.finished)
         self.trainer.loader.close()
         try:
             self._state_writer.close()
         finally:
-            for tracker in self._trackers:
-                tracker.wait(finished=self.finished)
+            if self._trackers is not None:
+                self._trackers.close(finished=self.finished)
 
     def evaluate_also_at(self, steps: Iterable[int]) -> None:
         """Evaluate after these steps too."""
