@@ -31,8 +31,8 @@ def operating_map(*settings: Setting) -> OperatingMap:
 
 @pytest.mark.parametrize(("command", "method", "tree", "drafter"), [
     ({}, "off", None, None),
-    ({"drafter": DRAFTER, "tree": TREE}, "drafter", TREE, DRAFTER),
-    ({"drafter": DRAFTER, "setting": Setting(tree=CHAIN), "tree": TREE}, "drafter", CHAIN, DRAFTER),
+    ({"drafter": DRAFTER, "setting": Setting(tree=TREE)}, "drafter", TREE, DRAFTER),
+    ({"drafter": DRAFTER, "setting": Setting(tree=CHAIN)}, "drafter", CHAIN, DRAFTER),
     ({"drafter": DRAFTER, "setting": Setting(method="ngram", tree=TREE)}, "ngram", TREE, None),
     ({"drafter": DRAFTER, "setting": OFF}, "off", None, None),
 ])

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import free_port
@@ -26,7 +25,7 @@ from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.process import EngineCommand, batch_size_schedule, start_engine
+from eyrie_workers.engines.process import EngineCommand, ServerProcess, batch_size_schedule, start_engine
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
 from eyrie_workers.engines.sglang.launch import (
     LaunchPlan,
@@ -65,28 +64,6 @@ _PORT_TAKEN = "ddress already in use"
 
 DrafterUses = dict[str, DrafterUse]
 """The drafter and setting of each variant, by the variant's name."""
-
-
-class EngineServer(Protocol):
-    """The interface of `EngineProcess` and `SglangServer`."""
-
-    url: str
-
-    def check(self) -> None:
-        """Raises EngineFailed when the process has ended."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether it accepts requests."""
-        ...
-
-    def phase(self) -> str:
-        """How far it has come while it starts."""
-        ...
-
-    def stop(self, timeout_s: float) -> int:
-        """Stop it; returns the exit code."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -143,7 +120,7 @@ class ManagedServer:
     """The server of one variant."""
 
     name: str
-    server: EngineServer
+    server: ServerProcess
 
     @property
     def url(self) -> str:
@@ -162,7 +139,7 @@ def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     Raises InvalidInput (Unlaunchable) for a setting the engine does not support.
     """
     if plan.kind == "embedded":
-        return ManagedServer(name, start_engine(_engine_command(plan, uses[name]), directory, die_with_parent=True))
+        return ManagedServer(name, start_engine(_engine_command(plan, uses[name]), directory))
     launch_plan, shared = _sglang_plan(plan, name, uses, directory, free_port(), share)
     launch_plan = replace(launch_plan, plugin_root=plugin_root(directory))
     config = adaptive_config(launch_plan)
