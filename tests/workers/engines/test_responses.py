@@ -143,6 +143,7 @@ def test_details_add_up_over_rounds() -> None:
     builder = new_builder(chat=False)
     for tokens, accepted in (([97], []), ([97, 98, 99], [2]), ([97], [0])):
         builder.append(StepOutput("r", tokens, accepted))
-    details = builder.details()
-    assert (details.rounds, details.histogram, details.accepted) == (2, (1, 0, 1), 2)
-    assert details.acceptance_length == 2.0
+    builder.append(StepOutput("r", [], [], "length"))
+    details = builder.response()["sglext"]["spec_tokens_details"]
+    assert (details["spec_verify_ct"], details["spec_correct_drafts_histogram"]) == (2, [1, 0, 1])
+    assert (details["spec_num_correct_drafts"], details["spec_accept_length"]) == (2, 2.0)

@@ -66,7 +66,6 @@ class DecodingEngine(Protocol):
     """An engine with named variants. Not thread-safe."""
 
     def describe(self) -> EngineUsed:
-        """Kind, version, dtype, device and limits; `restarts` counts those so far."""
         ...
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:
@@ -138,7 +137,6 @@ class EmbeddedEngine:
         self._engines: dict[str | None, Engine] = {}
 
     def describe(self) -> EngineUsed:
-        """As in `DecodingEngine`."""
         return EngineUsed(kind="embedded", version=code_version(), dtype=self.dtype,
                           device=str(self.target.device))
 
@@ -174,7 +172,6 @@ class EmbeddedEngine:
 
     def generate(self, variant: str, requests: Sequence[Request], concurrency: int, *,
                  truncate: bool = False) -> EngineRun:
-        """As in `DecodingEngine`."""
         if concurrency > self.max_concurrency:
             raise InvalidInput(f"concurrency {concurrency} is above the engine's {self.max_concurrency}",
                                "open the engine with a higher max_concurrency")
@@ -185,7 +182,6 @@ class EmbeddedEngine:
         """As in `DecodingEngine`: every run leaves the engine idle, and nothing is cached between requests."""
 
     def stop(self) -> None:
-        """As in `DecodingEngine`."""
         self._uses, self._engines = {}, {}
 
 

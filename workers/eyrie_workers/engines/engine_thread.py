@@ -71,7 +71,6 @@ class EngineMetrics:
         self._queued = Gauge("eyrie_queued_requests", "Requests waiting for a slot.", registry=self._registry)
 
     def accepted_request(self, num_prompt_tokens: int) -> None:
-        """Count an accepted request."""
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def tokens(self, count: int, since_s: float, *, first: bool) -> None:
@@ -102,12 +101,10 @@ class EngineMetrics:
         self._requests.labels(finish_reason).inc()
 
     def load(self, running: int, queued: int) -> None:
-        """Set the number of running and of queued requests."""
         self._running.set(running)
         self._queued.set(queued)
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -166,7 +163,6 @@ class EngineThread:
         """Called in the engine thread when the state changes."""
 
     def start(self) -> None:
-        """Start the thread, which begins to load."""
         self._thread.start()
 
     @property

@@ -74,7 +74,6 @@ class EngineCommand:
     """Time to finish running responses after SIGTERM; default: the server's."""
 
     def argv(self, ready_file: Path | None = None) -> list[str]:
-        """The command line of the engine server."""
         argv = [sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(self.target),
                 "--model", self.model, "--host", self.host, "--port", str(self.port),
                 "--max-concurrency", str(self.max_concurrency), "--dtype", self.dtype]
@@ -186,8 +185,6 @@ def start_process(command: Sequence[str], log_file: Path, environment: Mapping[s
 
 @dataclass
 class EngineProcess(ServerProcess):
-    """A running server of the reference engine."""
-
     process: subprocess.Popen[bytes]
     ready_file: Path
     log_file: Path

@@ -32,15 +32,12 @@ from eyrie_workers.engines.openai_api import (
     CompletionRequest,
     FinishReason,
     ResponseMetadata,
-    SpecDetails,
     chunk_choice,
-    completion_choice,
     fit_context,
-    usage,
+    spec_tokens_details,
 )
 from eyrie_workers.speculation.engine import Request, StepOutput
 from eyrie_workers.speculation.requests import TracedRound
-from eyrie_workers.speculation.verify import TokenLogprobs
 from eyrie_workers.targets.templates import REPLACEMENT, TokenText
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
@@ -75,23 +72,19 @@ def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
 
 def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     """`choices[].logprobs` of a completion or a chunk. `top_logprobs` has the token itself besides the alternatives."""
+    by_spelling: list[dict[str, float]] = [{} for _ in entries]
+    for entry, logprobs in zip(entries, by_spelling, strict=True):
+        # Two ids may share a spelling: the more probable one comes first and stays.
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            logprobs.setdefault(_spelled(token), max(logprob, _LEAST_LOGPROB))
     return {"tokens": [_spelled(entry.token) for entry in entries],
             "token_logprobs": [max(entry.logprob, _LEAST_LOGPROB) for entry in entries],
-            "top_logprobs": [_by_spelling(entry) for entry in entries],
-            "text_offset": [entry.text_offset for entry in entries]}
+            "top_logprobs": by_spelling, "text_offset": [entry.text_offset for entry in entries]}
 
 
 def _scored(token: TokenText, logprob: float) -> dict[str, Any]:
     return {"token": token.text, "logprob": max(logprob, _LEAST_LOGPROB),
             "bytes": None if token.bytes is None else list(token.bytes)}
-
-
-def _by_spelling(entry: LogprobEntry) -> dict[str, float]:
-    found: dict[str, float] = {}
-    # Two ids may share a spelling: the more probable one comes first and stays.
-    for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-        found.setdefault(_spelled(token), max(logprob, _LEAST_LOGPROB))
-    return found
 
 
 def _spelled(token: TokenText) -> str:
@@ -149,7 +142,9 @@ class StopMatcher:
         if positions:
             self.matched, self._held = True, ""
             return pending[:min(positions)]
-        keep = max(_overlap(pending, stop) for stop in self._stops)
+        # The longest proper prefix of a stop string that ends the text may be its beginning.
+        keep = max((length for stop in self._stops for length in range(1, min(len(stop), len(pending) + 1))
+                    if pending.endswith(stop[:length])), default=0)
         self._held = pending[len(pending) - keep:]
         return pending[:len(pending) - keep]
 
@@ -157,14 +152,6 @@ class StopMatcher:
         """The text still held back, at the end of the response."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that ends `text`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class ResponseText:
@@ -182,7 +169,6 @@ class ResponseText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found, which ends the response."""
         return self._stops.matched
 
     @property
@@ -197,11 +183,9 @@ class ResponseText:
 
     @property
     def released(self) -> str:
-        """The text released so far."""
         return self._text[:self._released]
 
     def push(self, token_id: int) -> str:
-        """Append a token of the text; return the text to send."""
         characters = self._characters.push(token_id)
         self.num_decoded += len(characters)
         return self._release(self._stops.push(characters))
@@ -246,7 +230,8 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         prompt_ids = loaded.tokenizer.render([message.for_template() for message in body.messages], tools,
                                              variables=body.chat_template_kwargs)
     else:
-        prompt_ids = _prompt_ids(body, loaded)
+        prompt = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
+        prompt_ids = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
     seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
     request = Request(
         id=request_id, prompt_ids=tuple(prompt_ids),
@@ -262,13 +247,6 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
         token_ids=body.return_token_ids, spec_details=body.return_spec_tokens_details,
     )
-
-
-def _prompt_ids(body: CompletionRequest, loaded: LoadedEngine) -> list[int]:
-    prompt = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
-    if isinstance(prompt, str):
-        return loaded.tokenizer.encode(prompt)
-    return [int(token) for token in prompt]
 
 
 @dataclass
@@ -310,7 +288,7 @@ class ResponseBuilder:
         text = self._push(progress)
         # A stop string cuts a round, whose trace then ends where the answer does.
         num_left = len(self.token_ids) - num_before
-        self._rounds += [self._round_object(one, num_left) for one in progress.rounds]
+        self._rounds += [self._round_object(traced, num_left) for traced in progress.rounds]
         return text
 
     def _push(self, progress: StepOutput) -> str:
@@ -318,7 +296,11 @@ class ResponseBuilder:
         for place, token in enumerate(progress.token_ids):
             self.token_ids.append(token)
             if progress.logprobs:
-                self._logprobs.append(self._logprob_entry(token, progress.logprobs[place]))
+                scored = progress.logprobs[place]
+                self._logprobs.append(LogprobEntry(
+                    self.token_text(token), scored.logprob,
+                    tuple((self.token_text(other), logprob) for other, logprob in scored.top),
+                    text_offset=self._text.num_decoded))
             if token in self.generation.engine_request.stop_ids:
                 break  # ends the response and is not part of its text
             text += self._text.push(token)
@@ -330,21 +312,19 @@ class ResponseBuilder:
             self.finish = "stop" if self._text.stopped else progress.finish_reason
         return text
 
-    def details(self) -> SpecDetails:
-        """Statistics of speculation so far."""
-        return SpecDetails(rounds=sum(self._histogram), proposed=self._drafted, histogram=tuple(self._histogram))
-
     def usage(self) -> dict[str, int]:
-        """OpenAI's usage object."""
-        return usage(len(self.generation.engine_request.prompt_ids), len(self.token_ids))
+        num_prompt, num_tokens = len(self.generation.engine_request.prompt_ids), len(self.token_ids)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
 
     def response(self) -> dict[str, Any]:
-        """The response object of a request without `stream`."""
+        """The object of a request without `stream`."""
         message = self._message()
         assert self.finish is not None
-        choice = completion_choice(self.metadata, message, "tool_calls" if message.get("tool_calls") else self.finish)
+        text = {"message": {"role": "assistant", **message}} if self.metadata.chat else {
+            "text": message["content"] or ""}
+        choice = {"index": 0, **text, "finish_reason": "tool_calls" if message.get("tool_calls") else self.finish,
+                  "logprobs": self._logprob_object(0)}
         response = self.metadata.wrap([choice], chunk=False) | {"usage": self.usage()}
-        choice["logprobs"] = self._logprob_object(0)
         if self.generation.token_ids:
             choice["token_ids"] = self.token_ids
             response["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
@@ -417,11 +397,6 @@ class ResponseBuilder:
             "tokens": [{"token_id": token, "token": self.token_text(token).text, "drafted": place < len(accepted)}
                        for place, token in enumerate(emitted)]}
 
-    def _logprob_entry(self, token: int, found: TokenLogprobs) -> LogprobEntry:
-        return LogprobEntry(self.token_text(token), found.logprob,
-                            tuple((self.token_text(other), logprob) for other, logprob in found.top),
-                            text_offset=self._text.num_decoded)
-
     def _logprob_object(self, first: int) -> dict[str, Any] | None:
         """The log probabilities from a token on; None when there are none."""
         entries = self._logprobs[first:]
@@ -433,4 +408,6 @@ class ResponseBuilder:
         return chunk | {"usage": self.usage()} if self.generation.continuous_usage else chunk
 
     def _extension(self) -> dict[str, Any]:
-        return {"sglext": {"spec_tokens_details": self.details().as_sglang()}} if self.generation.spec_details else {}
+        if not self.generation.spec_details:
+            return {}
+        return {"sglext": {"spec_tokens_details": spec_tokens_details(self._histogram, self._drafted)}}

@@ -137,7 +137,6 @@ class ActiveRequest:
             return self._response.response()
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The response as chunks, while it is generated."""
         async with self._engine_slot():
             started = False
             while self._response.finish is None:
@@ -479,7 +478,6 @@ def _tree_shape(num_steps: int, top_k: int, num_draft_tokens: int) -> DraftTreeS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server; returns the exit code."""
     try:
         options = parse_options(argv)
         return serve(options, bind(options.host, options.port))

@@ -39,7 +39,6 @@ _MODELS_TIMEOUT_S = 30.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command-line parser."""
     parser = argparse.ArgumentParser(
         prog="eyrie load", description="Load-test OpenAI-compatible servers and compare them.",
         epilog="The variant named `off`, or else the first one, is the baseline of the comparison.")
@@ -196,7 +195,6 @@ class _Progress:
         self._last_report = 0.0
 
     def report(self, done: int, total: int, label: str) -> None:
-        """Report the number of completed requests."""
         now = time.monotonic()
         live = self._screen.err.is_terminal
         if self._screen.as_json or (done < total and now - self._last_report < (_PROGRESS_EVERY_S if live else 10.0)):
@@ -212,7 +210,6 @@ class _Progress:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit code."""
     arguments = build_parser().parse_args(argv)
     screen = Screen(as_json=arguments.json)
     try:

@@ -78,7 +78,6 @@ class LoadPrompt:
 
     @classmethod
     def of(cls, prompt: Prompt) -> "LoadPrompt":
-        """A suite's prompt; its suite is the category."""
         return cls(prompt.id, prompt.suite, prompt.messages, prompt.tools)
 
 
@@ -99,7 +98,6 @@ class Dialect:
     """`max_completion_tokens` for servers that reject the deprecated name."""
 
     def body(self, variant: LoadEndpoint, request: "LoadRequest", spec: LoadSpec) -> bytes:
-        """The request's JSON."""
         body: dict[str, Any] = {
             "model": variant.model, "messages": request.messages(spec), "stream": True,
             "temperature": spec.temperature, self.limit_field: spec.max_new_tokens,

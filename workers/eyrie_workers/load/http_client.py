@@ -68,7 +68,6 @@ class EndpointUrl:
 
     @property
     def host_header(self) -> str:
-        """The Host header's value."""
         return self.url.split("//", 1)[1].split("/", 1)[0]
 
 
@@ -98,7 +97,12 @@ def proxy_for(url: EndpointUrl) -> EndpointUrl | None:
     """The environment's proxy for a URL; None without one. Raises InvalidInput for an unsupported kind of proxy."""
     proxies = getproxies()
     named = proxies.get(url.scheme) or proxies.get("all")
-    if not named or proxy_bypass(url.host_header) or _is_loopback(url.host):
+    try:
+        is_loopback = ip_address(url.host).is_loopback
+    except ValueError:
+        is_loopback = url.host == "localhost"
+    # Loopback addresses never use a proxy, whether or not NO_PROXY contains them.
+    if not named or proxy_bypass(url.host_header) or is_loopback:
         return None
     variable = f"{url.scheme.upper()}_PROXY"
     proxy = parse_url(named if "://" in named else f"http://{named}")
@@ -106,14 +110,6 @@ def proxy_for(url: EndpointUrl) -> EndpointUrl | None:
         raise InvalidInput(f"{variable} names a proxy with the scheme {proxy.scheme}",
                            f"use one like http://proxy:3128, or add {url.host} to NO_PROXY")
     return proxy
-
-
-def _is_loopback(host: str) -> bool:
-    """Loopback addresses never use a proxy, whether or not NO_PROXY contains them."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass
@@ -132,7 +128,6 @@ class HttpResponse:
 
     @property
     def body(self) -> bytes:
-        """The whole body."""
         return b"".join(chunk for _, chunk in self.chunks)
 
 
@@ -178,42 +173,34 @@ class ConnectionPool:
                     raise self._failure(error, timeout_s) from error
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
         self._session = None
 
     async def _send_once(self, exchange: _Exchange, method: str, path: str, body: bytes,
                          timeout_s: float) -> HttpResponse:
-        session = self._open_session()
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        async with session.request(method, URL(self._url.url + path, encoded=True), data=body or None, timeout=timeout,
-                                   allow_redirects=False, trace_request_ctx=exchange,
-                                   **self._through_proxy()) as response:
-            try:
-                chunks = await _read_body(response)
-            except _DISCONNECTED as error:
-                raise self._failure(error, timeout_s) from error  # part of a response was received: not sent again
-            found = {name.lower(): value for name, value in response.headers.items()}
-            return HttpResponse(response.status, found, chunks, exchange.sent_at, time.perf_counter())
-
-    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__: a session belongs to the running event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._tls), auto_decompress=False,
                 trace_configs=[_tracing()], headers={"Content-Type": "application/json", **self.headers},
                 cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "User-Agent"))
-        return self._session
-
-    def _through_proxy(self) -> dict[str, Any]:
-        """Arguments of a request through the proxy."""
-        if self._proxy is None:
-            return {}
-        credentials = {"Proxy-Authorization": self._proxy.basic} if self._proxy.basic else {}
-        # Without TLS the proxy reads the request's own headers; with TLS only those of CONNECT, and the server must not
-        # see its credentials.
-        return {"proxy": self._proxy.url,
-                "proxy_headers" if self._url.scheme == "https" else "headers": credentials}
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        proxy: dict[str, Any] = {}
+        if self._proxy is not None:
+            credentials = {"Proxy-Authorization": self._proxy.basic} if self._proxy.basic else {}
+            # Without TLS the proxy reads the request's own headers; with TLS only those of CONNECT, and the server must
+            # not see its credentials.
+            proxy = {"proxy": self._proxy.url,
+                     "proxy_headers" if self._url.scheme == "https" else "headers": credentials}
+        async with self._session.request(method, URL(self._url.url + path, encoded=True), data=body or None,
+                                         timeout=timeout, allow_redirects=False, trace_request_ctx=exchange,
+                                         **proxy) as response:
+            try:
+                chunks = await _read_body(response)
+            except _DISCONNECTED as error:
+                raise self._failure(error, timeout_s) from error  # part of a response was received: not sent again
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return HttpResponse(response.status, headers, chunks, exchange.sent_at, time.perf_counter())
 
     def _failure(self, error: Exception, timeout_s: float) -> RequestFailed:
         """The failure as a reason to count by. Subclasses come before their base classes."""

@@ -33,11 +33,9 @@ class Level:
 
     @property
     def users(self) -> int:
-        """Concurrent connections of a closed loop."""
         return int(self.value)
 
     def label(self) -> str:
-        """For messages."""
         unit = "requests/s" if self.mode == "open" else "user" if self.value == 1 else "users"
         return f"{self.value:g} {unit}"
 
@@ -74,7 +72,6 @@ def draw_prompts(prompts: Sequence[LoadPrompt], start: int, num: int) -> list[Lo
 
 
 def blocks(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[Block]:
-    """All blocks of the test, in order."""
     block_index = count()
     for level in levels(spec):
         num = num_requests(spec, level)

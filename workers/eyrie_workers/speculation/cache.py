@@ -62,7 +62,6 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions per slot."""
         return self._data.shape[2]
 
     @property
@@ -101,7 +100,6 @@ class KVCache:
         self._data[:, slot] = 0.0
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
         self._data[:, target, :length] = self._data[:, source, :length]
 
 

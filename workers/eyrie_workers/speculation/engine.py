@@ -90,12 +90,10 @@ class EngineStats:
     """Nodes of one row's trees, root included, summed over rounds."""
 
     def reset(self) -> None:
-        """Set all counters to zero."""
         self.prefill_s = self.draft_s = self.verify_s = 0.0
         self.rounds = self.nodes = 0
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add to one phase."""
         setattr(self, phase, getattr(self, phase) + seconds)
 
 
@@ -230,12 +228,10 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests being decoded."""
         return len(self._rows)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._waiting)
 
     def step(self) -> list[StepOutput]:

@@ -168,11 +168,9 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return name in self._files
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
         return iter(self._files)
 
     def __len__(self) -> int:
-        """The number of tensors."""
         return len(self._files)
 
 

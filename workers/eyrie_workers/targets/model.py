@@ -179,7 +179,6 @@ class TargetModel:
 
     @property
     def output_head(self) -> OutputHead:
-        """See `state_source.StateSource`."""
         return OutputHead.of(self.lm_head_weight, self.config.logit_scale, self.config.logit_soft_cap)
 
     def _add(self, x: Tensor, linear: Linear, inputs: Tensor) -> Tensor:

@@ -326,7 +326,6 @@ class _Filling:
 
 
 def _listing(target: JobTarget) -> tuple[str, dict[str, _HubFile]]:
-    """Commit and wanted files of a revision, from the Hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
 

@@ -109,17 +109,14 @@ class TransformersTarget:
 
     @property
     def device(self) -> torch.device:
-        """See `StateSource`."""
         return self._head.weight_VH.device
 
     @property
     def output_head(self) -> OutputHead:
-        """See `StateSource`."""
         return self._head
 
     @torch.inference_mode()
     def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `StateSource`."""
         lengths = [len(tokens) for tokens in token_ids_list]
         hidden, dtype = self.config.hidden_size, self._head.weight_VH.dtype
         aux = torch.empty(sum(lengths), len(aux_layers), hidden, dtype=dtype, device=self.device)

@@ -59,7 +59,6 @@ class TokenText:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the text is all of the token."""
         return self.bytes is not None and self.bytes == self.text.encode()
 
 
@@ -236,7 +235,6 @@ class ChatTokenizer:
         return self._codec.encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of some ids."""
         return self._codec.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> TokenText:

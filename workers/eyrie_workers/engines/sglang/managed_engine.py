@@ -184,7 +184,6 @@ class SglangEngine:
         self._pool = ServerPool(plan, possible, directory, stage, history)
 
     def describe(self) -> EngineUsed:
-        """As in `DecodingEngine`."""
         limits = (f"{GREEDY_ONLY}: that drafting keeps the distribution of sampled answers was not shown in this "
                   "engine on this machine",) if self._on_cpu else (
                   "SGLang's noise is not keyed by position: sampled answers of two variants were not compared",)
@@ -193,16 +192,13 @@ class SglangEngine:
                           device=machine.name, limits=limits, restarts=self._history.restarts)
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:
-        """As in `DecodingEngine`."""
         return GREEDY_ONLY if self._on_cpu and temperature > 0.0 and setting.tree is not None else None
 
     @property
     def num_resident(self) -> int:
-        """As in `DecodingEngine`."""
         return self._pool.capacity
 
     def start(self, uses: Variants) -> dict[str, EyrieError]:
-        """As in `DecodingEngine`."""
         unknown = [name for name, use in uses.items() if self._pool.uses.get(name) != use]
         assert not unknown, f"variants {unknown} are not among the possible ones"
         before = set(self._pool.resident)
@@ -215,7 +211,6 @@ class SglangEngine:
 
     def generate(self, variant: str, requests: Sequence[Request], concurrency: int, *,
                  truncate: bool = False) -> EngineRun:
-        """As in `DecodingEngine`."""
         while True:
             managed = self._pool.server(variant)
             server = managed.server
@@ -233,12 +228,10 @@ class SglangEngine:
                 self._pool.recover(variant, error)
 
     def drain(self) -> None:
-        """As in `DecodingEngine`."""
         for name in self._pool.resident:
             server = self._pool.server(name).server
             assert isinstance(server, SglangServer)
             server.flush()
 
     def stop(self) -> None:
-        """As in `DecodingEngine`."""
         self._pool.stop()

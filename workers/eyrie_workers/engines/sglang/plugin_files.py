@@ -31,7 +31,6 @@ def place_plugin(root: Path) -> None:
 
 
 def main() -> None:
-    """Copy it."""
     parser = argparse.ArgumentParser(description="Copy the package that SGLang imports.")
     parser.add_argument("--directory", type=Path, required=True, help="goes into SGLang's PYTHONPATH")
     place_plugin(parser.parse_args().directory)

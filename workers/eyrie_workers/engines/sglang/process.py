@@ -58,8 +58,6 @@ def plugin_root(directory: Path) -> str:
 
 @dataclass
 class SglangServer(ServerProcess):
-    """A running server."""
-
     process: subprocess.Popen[bytes]
     url: str
     """Base URL, without /v1. The server may not listen yet, see `wait_ready`."""
@@ -77,7 +75,6 @@ class SglangServer(ServerProcess):
             return False
 
     def phase(self) -> str:
-        """How far it has come while it starts."""
         return loading_phase(log_lines(self.log_file))
 
     def last_error(self) -> str:

@@ -26,7 +26,7 @@ from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineCommand, ServerProcess, batch_size_schedule, start_engine
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import (
     LaunchPlan,
     SharedServerArgs,
@@ -47,6 +47,7 @@ from eyrie_workers.engines.sglang.profiles import (
 )
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.stage_program import Stage
+from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
 
 READY_S = {"embedded": 180.0, "sglang": 1800.0}
@@ -97,12 +98,10 @@ class ServerPlan:
 
     @property
     def model(self) -> str:
-        """The model name in requests."""
         return Path(self.target.model).name
 
     @property
     def hardware(self) -> HardwareProfile:
-        """`machine`, or this machine's."""
         return self.machine or detect_hardware()
 
     def is_adaptive(self, use: DrafterUse) -> bool:
@@ -179,7 +178,7 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     """One variant's launch plan, and the arguments it shares with the other variants."""
     target_dir, machine = resolve(plan.target), plan.hardware
     common = LaunchPlan(
-        target=read_target(str(target_dir), read_json_config(target_dir), None), machine=machine,
+        target=read_target(str(target_dir), read_json(target_dir / "config.json"), None), machine=machine,
         served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency,
         tp_size=plan.tp_size, adaptive_path=str(directory / "adaptive.json"))
     if plan.captured is not None:
@@ -188,7 +187,7 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     for variant, use in uses.items():
         drafter = None
         if use.drafter_dir is not None:
-            drafter = read_drafter(use.drafter_dir, read_json_config(Path(use.drafter_dir)))
+            drafter = read_drafter(use.drafter_dir, read_json(Path(use.drafter_dir) / "config.json"))
         plans[variant] = replace(common, drafter=drafter, setting=use.setting, map=use.map,
                                  context_length=use.context_length)
     # One attention backend for all variants: chosen for the drafter that restricts it most (none, full attention, a
@@ -240,11 +239,9 @@ class ServerHistory:
         return ", ".join(dict.fromkeys(record.version for record in self._ledger.entries if record.version))
 
     def note_end(self, variant: str, message: str) -> None:
-        """Record that the server of a variant ended and is replaced."""
         self._ledger.append(ServerRecord(variant=variant, ended=message or "without a message"))
 
     def note_version(self, variant: str, version: str) -> None:
-        """Record the version that a server reports, unless it is known."""
         if version not in self.version.split(", "):
             self._ledger.append(ServerRecord(variant=variant, version=version))
 
@@ -285,7 +282,7 @@ class ServerPool:
         machine, target = self.plan.hardware, resolve(self.plan.target)
         drafters = {use.drafter_dir for use in self.uses.values() if use.drafter_dir is not None}
         weights = weights_on_disk(target) + max((weights_on_disk(Path(drafter)) for drafter in drafters), default=0)
-        config = read_json_config(target)
+        config = read_json(target / "config.json")
         context = int((config.get("text_config") or config)["max_position_embeddings"])
         tokens = self.plan.max_concurrency * (context if machine.platform == "cpu" else min(context, 4096))
         kv_bytes = tokens * kv_bytes_per_token(config, self.plan.target.dtype)
@@ -297,7 +294,6 @@ class ServerPool:
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Variants that have a server."""
         return tuple(self._servers)
 
     def make_ready(self, names: Sequence[str]) -> dict[str, EyrieError]:
@@ -366,11 +362,9 @@ class ServerPool:
         self.stage.event("ServerRestarted", f"variant {name}: {message}", warning=True)
 
     def discard(self, name: str) -> None:
-        """Stop the server of a variant."""
         self._servers.pop(name).server.stop(DRAIN_S[self.plan.kind])
 
     def stop(self) -> None:
-        """Stop all servers."""
         for name in list(self._servers):
             self.discard(name)
 

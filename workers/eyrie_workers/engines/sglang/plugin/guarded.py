@@ -34,7 +34,6 @@ class InferenceOnly:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
-        """Answer one connection."""
         if scope["type"] not in ("http", "websocket") or is_inference(scope["path"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -50,7 +49,6 @@ class CheckedValues:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
-        """Answer one connection."""
         if scope["type"] != "http" or scope["method"] != "POST" or not _is_plain_json(dict(scope["headers"])):
             await self._app(scope, receive, send)
             return
