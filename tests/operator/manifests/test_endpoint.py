@@ -453,4 +453,6 @@ def test_the_embedded_engine_is_started_by_its_own_line() -> None:
     line = engine(pod)["command"]
     assert line[:3] == ["python3", "-m", "eyrie_workers.engines.server"]
     assert flag(engine(pod), "--host") == "0.0.0.0"
-    assert flag(engine(pod), "--num-steps") == "5"
+    use = DrafterUse.model_validate_json(str(flag(engine(pod), "--use")))
+    assert use.setting.tree is not None
+    assert use.setting.tree.num_steps == 5

@@ -81,8 +81,9 @@ def test_the_embedded_engine_gets_a_map_that_one_drafter_can_apply(
     plan = plan_for("embedded", target, "cpu")
     assert plan.is_adaptive(candidate)
     line = command_line(plan, "candidate", {"candidate": candidate}, tmp_path)
-    assert value(line, "--trees-by-batch-size") == "1=2/1/3,4=off"
-    assert value(command_line(plan, "candidate", uses, tmp_path), "--num-steps") == "2"
+    assert DrafterUse.model_validate_json(value(line, "--use") or "") == candidate
+    fixed = value(command_line(plan, "candidate", uses, tmp_path), "--use")
+    assert DrafterUse.model_validate_json(fixed or "") == uses["candidate"]
     assert not plan_for("sglang", target, "h100").is_adaptive(candidate)  # the map has no adaptive form
 
 

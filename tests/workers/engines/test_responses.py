@@ -12,7 +12,7 @@ from eyrie_workers.engines.openai_api import ResponseMetadata
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Request, StepOutput
 from eyrie_workers.speculation.verify import TokenLogprobs
-from eyrie_workers.targets.templates import parse_answer, token_text
+from eyrie_workers.targets.templates import token_text
 
 EOS = 3  # no byte of the texts below
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -26,7 +26,7 @@ def new_builder(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool 
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
     generation = GenerationRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
                                    include_usage=True, continuous_usage=True, token_ids=True, spec_details=True)
-    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer,
+    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode,
                            lambda token: token_text(decode([token]), None))
 
 

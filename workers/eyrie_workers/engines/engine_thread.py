@@ -192,7 +192,8 @@ class EngineThread:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread after its current step."""
-        self._commands.put(self._stop)
+        self._commands.put(lambda: self._end("stopped", NotReady(
+            "the engine was stopped", "send the request again when it has restarted")))
         self._thread.join(timeout_s)
 
     # Everything below runs in the engine thread only.
@@ -250,7 +251,7 @@ class EngineThread:
         # The request may have finished between the client's disconnect and this command.
         if request_id not in self._requests:
             return
-        if request_id in self._running:
+        if request_id in self._running:  # else it waits here, and the engine does not know it
             assert self.loaded is not None
             self.loaded.engine.cancel(request_id)
         self._remove(request_id)
@@ -266,6 +267,7 @@ class EngineThread:
     def _deliver(self, progress: StepOutput) -> None:
         queued = self._requests[progress.id]
         now = time.monotonic()
+        # A round's tokens arrive together: their latency is one interval, shared by them (`EngineMetrics.tokens`).
         if progress.token_ids:
             self._metrics.tokens(len(progress.token_ids), now - queued.since, first=not queued.has_tokens)
             queued.since, queued.has_tokens = now, True
@@ -273,12 +275,10 @@ class EngineThread:
             self._metrics.rounds(progress.accepted, progress.drafted)
             assert self.loaded is not None
             queued.past_end = not set(self.loaded.tokenizer.eos_ids).isdisjoint(progress.token_ids)
+        # Removed before the listener is called: a client that has its whole answer finds its slot free.
         if progress.finish_reason is not None or progress.error is not None:
             self._remove(progress.id)
         queued.listener(progress if progress.error is None else progress.error)
-
-    def _stop(self) -> None:
-        self._end("stopped", NotReady("the engine was stopped", "send the request again when it has restarted"))
 
     def _fail(self, error: EyrieError) -> None:
         self.failure = error
@@ -287,6 +287,7 @@ class EngineThread:
     def _end(self, state: State, error: EyrieError) -> None:
         with self._lock:  # no request is accepted from here on, see `submit`
             self.state = state
+        # Requests that were put into the queue before the state changed are in it now: their listeners are called too.
         self._run_commands(block=False)
         for queued in self._requests.values():
             queued.listener(error)

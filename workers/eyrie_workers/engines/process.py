@@ -20,34 +20,29 @@ from typing import ClassVar
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import Dtype
-from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
+from eyrie_api.v1alpha1.tuning import DrafterUse, Method, OperatingMap
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class BatchSizeSchedule:
-    """An operating map that one engine can apply while it serves."""
-
-    method: str
-    trees: str
-    """The value of --trees-by-batch-size: `batch_size=num_steps/top_k/num_draft_tokens` or `batch_size=off`, separated
-    by commas; each slot applies from that number of running requests on."""
+_OFF = DrafterUse()
+TreesByBatchSize = dict[int, DraftTreeShape | None]
+"""Number of running requests -> the tree from that number on, None for no drafting."""
 
 
-def batch_size_schedule(operating_map: OperatingMap) -> BatchSizeSchedule | None:
-    """The schedule of a map; None when the map needs two drafting methods, because an engine has one.
+def batch_size_schedule(operating_map: OperatingMap) -> tuple[Method, TreesByBatchSize] | None:
+    """The drafting method and the trees of a map that one engine can apply while it serves.
 
-    Also None when one setting is best at every load, because then the setting never changes.
+    None when the map needs two methods, because an engine has one, and when one setting is best at every load, because
+    then the setting never changes.
     """
     methods = {point.setting.method for point in operating_map.points} - {"off"}
     if len(methods) != 1 or len({point.setting for point in operating_map.points}) == 1:
         return None
-    trees = ",".join(f"{point.concurrency}={point.setting.tree.label() if point.setting.tree else 'off'}"
-                     for point in operating_map.points)
-    return BatchSizeSchedule(methods.pop(), trees)
+    return methods.pop(), {point.concurrency: point.setting.tree for point in operating_map.points}
 
 
 @dataclass(frozen=True)
@@ -58,13 +53,7 @@ class EngineCommand:
     """Hugging Face directory, Hub id, or quickstart."""
 
     model: str
-    drafter: Path | None = None
-    setting: Setting | None = None
-    """The methods n-gram and off do not use `drafter`."""
-
-    map: OperatingMap | None = None
-    """Change the tree with the number of running requests, if `batch_size_schedule` supports the map."""
-
+    use: DrafterUse = _OFF
     host: str = "127.0.0.1"
     port: int = 0
     max_concurrency: int = 8
@@ -77,18 +66,8 @@ class EngineCommand:
         argv = [sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(self.target),
                 "--model", self.model, "--host", self.host, "--port", str(self.port),
                 "--max-concurrency", str(self.max_concurrency), "--dtype", self.dtype]
-        schedule = batch_size_schedule(self.map) if self.map is not None else None
-        method = schedule.method if schedule is not None else self.setting.method if self.setting is not None else None
-        if method is not None:
-            argv += ["--method", method]
-        if self.drafter is not None and method in (None, "drafter"):
-            argv += ["--drafter", str(self.drafter)]
-        if schedule is not None:
-            argv += ["--trees-by-batch-size", schedule.trees]
-        elif self.setting is not None and self.setting.tree is not None:
-            tree = self.setting.tree
-            argv += ["--num-steps", str(tree.num_steps), "--top-k", str(tree.top_k),
-                     "--num-draft-tokens", str(tree.num_draft_tokens)]
+        if self.use != _OFF:
+            argv += ["--use", self.use.model_dump_json(exclude_defaults=True)]
         if self.threads is not None:
             argv += ["--threads", str(self.threads)]
         if self.drain_s is not None:

@@ -38,7 +38,7 @@ from eyrie_workers.engines.openai_api import (
 )
 from eyrie_workers.speculation.engine import Request, StepOutput
 from eyrie_workers.speculation.requests import TracedRound
-from eyrie_workers.targets.templates import REPLACEMENT, TokenText
+from eyrie_workers.targets.templates import REPLACEMENT, TokenText, parse_answer
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
 _SEED_MASK = 2**63 - 1
@@ -256,9 +256,6 @@ class ResponseBuilder:
     generation: GenerationRequest
     metadata: ResponseMetadata
     decode: Callable[[list[int]], str]
-    parse: Callable[[str], dict[str, Any]]
-    """Text to an assistant message, with `tool_calls` when the text contains any."""
-
     token_text: Callable[[int], TokenText]
     """A token alone, for log probabilities."""
 
@@ -347,7 +344,7 @@ class ResponseBuilder:
         assert self.finish is not None
         message = self._message()
         calls = message.get("tool_calls") or ()
-        # `parse` strips the content around tool calls; what was released already is a prefix of it, except for spaces.
+        # `parse_answer` strips the content around calls; what was released is a prefix of it, except for spaces.
         remaining = self._text.held_back
         if calls:
             remaining = (message["content"] or "").removeprefix(self._text.released.strip())
@@ -370,7 +367,7 @@ class ResponseBuilder:
         text = self._text.text
         if not self.generation.has_tools:
             return {"content": text}
-        message = self.parse(text)
+        message = parse_answer(text)
         if not message.get("tool_calls"):
             return {"content": text}
         # Call ids are unique across responses, because the tool results of a later turn refer to them.

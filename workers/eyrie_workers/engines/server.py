@@ -2,10 +2,10 @@
 
 One process serves one target with at most one drafter.
 
-    python -m eyrie_workers.engines.server --target DIR [--drafter DIR --num-steps N --top-k K --num-draft-tokens M]
+    python -m eyrie_workers.engines.server --target DIR --use '{"drafter_dir": "D", "setting": {"tree": {...}}}'
 
-`--method ngram` drafts without a drafter directory; `--trees-by-batch-size 1=5/1/6,8=off` changes the draft tree with
-the number of running requests instead of using one tree.
+`--use` is a `DrafterUse`, as for SGLang (`sglang.serve`). With an operating map the draft tree changes with the number
+of running requests, where one drafting method serves all loads (`process.batch_size_schedule`).
 
 The port is bound first, so that a port in use is reported within a second and not after the model is loaded. Then the
 target loads in the engine thread while /health already answers 503. On SIGTERM the server drains: it accepts no new
@@ -33,11 +33,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from eyrie_api.artifacts import code_version, write_atomically
@@ -46,8 +47,9 @@ from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import Method
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.engine_thread import EngineCrashed, EngineMetrics, EngineThread, LoadedEngine
 from eyrie_workers.engines.openai_api import (
     BodyTooLarge,
@@ -62,6 +64,7 @@ from eyrie_workers.engines.openai_api import (
     parse_completion,
     read_object,
 )
+from eyrie_workers.engines.process import batch_size_schedule
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder, build_generation_request
 from eyrie_workers.speculation.engine import Engine, StepOutput
 
@@ -106,8 +109,7 @@ class Service:
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         generation = await asyncio.to_thread(build_generation_request, body, request_id, loaded)
         metadata = ResponseMetadata(request_id, self.model, int(time.time()), chat, self._fingerprint)
-        response = ResponseBuilder(generation, metadata, loaded.tokenizer.decode, loaded.tokenizer.parse_answer,
-                                   loaded.tokenizer.token_text)
+        response = ResponseBuilder(generation, metadata, loaded.tokenizer.decode, loaded.tokenizer.token_text)
         return ActiveRequest(self, generation, response)
 
 
@@ -245,7 +247,12 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 async def _respond(service: Service, request: Request,
                    parse: Callable[[Mapping[str, Any]], ChatCompletionRequest | CompletionRequest]) -> Response:
-    active = await service.submit(parse(await _read_json(request)))
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes", "send a shorter conversation")
+    active = await service.submit(parse(read_object(bytes(body))))
     if active.generation.stream:
         return StreamingResponse(_server_sent_events(active), media_type="text/event-stream",
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -278,27 +285,13 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _read_json(request: Request) -> Mapping[str, Any]:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes", "send a shorter conversation")
-    return read_object(bytes(body))
-
-
 @dataclass(frozen=True)
 class ServerOptions:
     """The parsed command line."""
 
     target: str
     model: str
-    method: str
-    drafter: Path | None
-    tree: DraftTreeShape | None
-    trees_by_batch_size: dict[int, DraftTreeShape | None]
-    """Number of running requests -> the tree from that number on, None for no drafting; empty: `tree` always."""
-
+    use: DrafterUse
     host: str
     port: int
     max_concurrency: int
@@ -338,11 +331,14 @@ def load(options: ServerOptions) -> LoadedEngine:
     directory = resolve(TargetSpec(model=options.target))
     tokenizer = ChatTokenizer(directory)
     target = load_target(directory, options.dtype)
-    drafter = open_method(options.method, options.drafter, target)
-    engine = Engine(target, drafter, max_concurrency=options.max_concurrency, max_length=options.max_length,
-                    tree=options.tree)
-    if options.trees_by_batch_size:
-        slots = sorted(options.trees_by_batch_size.items())
+    use = options.use
+    schedule = batch_size_schedule(use.map) if use.map is not None else None
+    method = use.setting.method if schedule is None else schedule[0]
+    drafter_dir = Path(use.drafter_dir) if use.drafter_dir is not None and method == "drafter" else None
+    engine = Engine(target, open_method(method, drafter_dir, target), max_concurrency=options.max_concurrency,
+                    max_length=options.max_length, tree=use.setting.tree if schedule is None else None)
+    if schedule is not None:
+        slots = sorted(schedule[1].items())
 
         def choose(num_rows: int) -> DraftTreeShape | None:
             return next((shape for rows, shape in reversed(slots) if rows <= num_rows), slots[0][1])
@@ -411,19 +407,12 @@ def serve(options: ServerOptions, listening: socket.socket) -> int:
 
 
 def parse_options(argv: list[str] | None = None) -> ServerOptions:
-    """Parse the command line. Raises InvalidInput for an impossible tree, or a method without its drafter."""
+    """Parse the command line. Raises InvalidInput for an impossible tree, or a setting without its drafter."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.engines.server",
                                      description="OpenAI-compatible server over Eyrie's reference engine.")
     parser.add_argument("--target", required=True, help="Hugging Face directory, Hub id, or quickstart")
     parser.add_argument("--model", help="model name in requests; default: the directory's name")
-    parser.add_argument("--method", choices=get_args(Method),
-                        help="drafting method; default: drafter when --drafter is given, else off")
-    parser.add_argument("--drafter", type=Path, help="drafter directory")
-    parser.add_argument("--num-steps", type=int, default=5, help="drafter passes per round (depth)")
-    parser.add_argument("--top-k", type=int, default=1, help="children kept per node; 1 is a chain")
-    parser.add_argument("--num-draft-tokens", type=int, help="nodes verified, root included; default for a chain")
-    parser.add_argument("--trees-by-batch-size",
-                        help="trees by number of running requests instead of one tree: 1=5/1/6,4=3/1/4,16=off")
+    parser.add_argument("--use", default="{}", help="a DrafterUse in JSON; default: no speculation")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 selects a free port")
     parser.add_argument("--max-concurrency", type=int, default=8, help="requests decoded at once")
@@ -441,40 +430,17 @@ def parse_options(argv: list[str] | None = None) -> ServerOptions:
         value = getattr(parsed, name)
         if value is not None and value < least:
             raise InvalidInput(f"--{name.replace('_', '-')} {value} is too small", f"give at least {least}")
-    method = parsed.method or ("off" if parsed.drafter is None else "drafter")
-    if method == "drafter" and parsed.drafter is None:
-        raise InvalidInput("--method drafter has no drafter", "give --drafter DIR, or another --method")
-    tree, trees_by_batch_size = None, {}
-    if method != "off" and parsed.trees_by_batch_size:
-        trees_by_batch_size = _parse_trees_by_batch_size(parsed.trees_by_batch_size)
-    elif method != "off":
-        tree = _tree_shape(parsed.num_steps, parsed.top_k, parsed.num_draft_tokens or parsed.num_steps + 1)
-    return ServerOptions(
-        target=parsed.target, model=parsed.model or Path(parsed.target).name, method=method, drafter=parsed.drafter,
-        tree=tree, trees_by_batch_size=trees_by_batch_size, host=parsed.host, port=parsed.port,
-        max_concurrency=parsed.max_concurrency, max_waiting=parsed.max_waiting, max_length=parsed.max_length,
-        dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file, drain_s=parsed.drain_s)
-
-
-def _parse_trees_by_batch_size(text: str) -> dict[int, DraftTreeShape | None]:
-    """`1=5/1/6,8=off` as a mapping."""
-    trees: dict[int, DraftTreeShape | None] = {}
-    for slot in text.split(","):
-        batch_size, _, tree = slot.partition("=")
-        numbers = tree.split("/")
-        if not batch_size.isdigit() or (tree != "off" and (len(numbers) != 3 or not all(n.isdigit() for n in numbers))):
-            raise InvalidInput(f"--trees-by-batch-size: {slot!r} is not a slot",
-                               "write BATCH_SIZE=NUM_STEPS/TOP_K/NUM_DRAFT_TOKENS or BATCH_SIZE=off, comma-separated")
-        trees[int(batch_size)] = None if tree == "off" else _tree_shape(*map(int, numbers))
-    return trees
-
-
-def _tree_shape(num_steps: int, top_k: int, num_draft_tokens: int) -> DraftTreeShape:
     try:
-        return DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=num_draft_tokens)
-    except ValueError as error:
-        reason = str(error).splitlines()[-2].strip() if "\n" in str(error) else str(error)
-        raise InvalidInput(f"invalid draft tree: {reason}", "see --num-steps, --top-k, --num-draft-tokens") from None
+        use = DrafterUse.model_validate_json(parsed.use)
+    except ValidationError as error:
+        raise InvalidInput(f"--use: {rule_of(error.errors()[0])}", "give a DrafterUse in JSON") from None
+    if use.setting.method == "drafter" and use.drafter_dir is None:
+        raise InvalidInput("--use has a setting with a drafter and no drafter_dir", "give one, or another method")
+    return ServerOptions(
+        target=parsed.target, model=parsed.model or Path(parsed.target).name, use=use, host=parsed.host,
+        port=parsed.port, max_concurrency=parsed.max_concurrency, max_waiting=parsed.max_waiting,
+        max_length=parsed.max_length, dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file,
+        drain_s=parsed.drain_s)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,8 +17,9 @@ from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
-from eyrie_workers.load.client import LoadEndpoint, LoadPrompt
+from eyrie_workers.load.client import LoadEndpoint
 from eyrie_workers.load.run import LoadTestResults, load_report, measure_in_turn, run_load
 from eyrie_workers.measurement.benchmark.session import read_suites
 from eyrie_workers.stage_program import Stage
@@ -72,8 +73,8 @@ def measure_in_turn_here(profiles: Sequence[HardwareProfile], proof: Proof, load
         servers.stop()
 
 
-def _prompts(proof: Proof, stage: Stage) -> list[LoadPrompt]:
-    return [LoadPrompt.of(prompt) for prompt in select_prompts(proof.spec, read_suites(proof.spec, stage))]
+def _prompts(proof: Proof, stage: Stage) -> list[Prompt]:
+    return select_prompts(proof.spec, read_suites(proof.spec, stage))
 
 
 def _uses(profiles: Sequence[HardwareProfile], proof: Proof) -> dict[str, tuple[HardwareProfile, DrafterUse]]:

@@ -22,13 +22,12 @@ from typing import TypeVar
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
-from eyrie_workers.load.client import LoadClient, LoadEndpoint, LoadPrompt, LoadRequest, RawResponse, RequestResult
+from eyrie_workers.conversations.suites import Prompt
+from eyrie_workers.load.client import LoadClient, LoadEndpoint, LoadRequest, RawResponse, RequestResult
 from eyrie_workers.load.http_client import RequestFailed
 from eyrie_workers.load.report_statistics import LevelResults, comparison, crossover, level_report
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
 from eyrie_workers.machine import client_environment, cpu_count
-
-__all__ = ["LoadEndpoint", "LoadPrompt", "run_load"]
 
 OnProgress = Callable[[int, int, str], None]
 PausePoint = Callable[[], None]
@@ -44,7 +43,7 @@ _SPARE_FILES = 64
 _MAX_UNPARSED = 1024
 
 
-def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
+def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec, baseline: str = "off",
              on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadReport:
     """Run the load test of `spec` on all variants and report.
 
@@ -66,7 +65,7 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], sp
     return load_report(models, run, spec, baseline, time.perf_counter() - started)
 
 
-def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[LoadPrompt],
+def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[Prompt],
                      spec: LoadSpec, baseline: str = "off", on_progress: OnProgress | None = None,
                      pause_point: PausePoint | None = None) -> LoadReport:
     """As `run_load` for servers that cannot run at the same time (`measure_in_turn`)."""
@@ -75,7 +74,7 @@ def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint],
     return load_report(model, run, spec, baseline, time.perf_counter() - started)
 
 
-def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[LoadPrompt],
+def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[Prompt],
                     spec: LoadSpec, baseline: str, on_progress: OnProgress | None = None,
                     pause_point: PausePoint | None = None) -> tuple[str, "LoadTestResults"]:
     """Send all requests, one variant after the other. Returns the name of the model too.
@@ -136,7 +135,7 @@ class LoadTestResults:
     notes: list[str] = field(default_factory=list)
 
 
-def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadTestResults:
     """Send all requests. Raises like `run_load`."""
     names = [variant.name for variant in variants]
@@ -150,7 +149,7 @@ def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spe
 
 
 class _LoadTest:
-    def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+    def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
                  on_progress: OnProgress | None, pause_point: PausePoint | None) -> None:
         self._clients = {variant.name: LoadClient(variant, spec) for variant in variants}
         self._prompts = prompts

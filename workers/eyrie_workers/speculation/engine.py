@@ -269,6 +269,7 @@ class Engine:
         row = RequestState(request, heapq.heappop(self._free_drafter_rows), submitted_at=submitted_at,
                            tokens=list(request.prompt_ids), noise=noise)
         self._rows.append(row)
+        # The whole prompt in one pass, alone: with and without drafting the sums are then the same (see the module).
         num_prompt = len(row.tokens)
         self._cache.reserve(num_prompt + 1)
         prompt = upload(row.tokens)
@@ -276,6 +277,7 @@ class Engine:
         positions = torch.arange(num_prompt)
         aux, last = self.target.run(prompt, positions, attend, self._aux_layers())
         logits = self.target.logits(last[-1:])[None]
+        # The first token is sampled as that of a tree of one node: one rule for prefill and verification.
         root = torch.zeros(1, 1, dtype=torch.int64)
         first = sample_target_tokens(logits, root, [request.sampling], self._noise([row], 1))
         taken = self._take(row, first.flatten().tolist())
@@ -284,6 +286,7 @@ class Engine:
             self._leave(slot)
         elif self._max_shape is not None:
             self._begin_drafting(row, aux)
+        # The row may have left its slot; its log probabilities are read from the logits of this pass, not from it.
         [logprobs] = _logprobs([row], logits, [[0]], [taken])
         self._clock.count("prefill_s", began, self._clock.mark())
         return row.progress(taken, [], [], logprobs, [TracedRound([], [], [], taken)] if request.trace else [])
@@ -353,6 +356,7 @@ class Engine:
         drafting = [index for index, row in enumerate(self._rows) if row.drafting]
         if shape is None or self.drafter is None or not drafting:
             return DraftTree(roots, torch.zeros_like(roots), torch.zeros_like(roots, dtype=torch.float32))
+        # A row keeps its drafter row while it moves between slots: the drafter's state is never copied.
         rows = [self._rows[index].drafter_row for index in drafting]
         if len(drafting) == len(self._rows):
             drafts = _trimmed(self.drafter.propose(self._state(), rows, shape, noise))
@@ -375,7 +379,8 @@ class Engine:
         else:
             seen = ancestors(tree.parents, shape.num_steps)
             depths = seen.sum(dim=2) - 1
-        attend = TreeAttention(self._cache, starts, seen, depths, target.dtype, self._longest())
+        attend = TreeAttention(self._cache, starts, seen, depths, target.dtype,
+                               max_start=max(len(row.tokens) for row in self._rows) - 1)
         # Padding nodes (NO_TOKEN) run as token 0; they match no target token, so no accepted path contains them.
         aux, last = target.run(tree.tokens.clamp(min=0).flatten(), (starts[:, None] + depths).flatten(), attend,
                                self._aux_layers())
@@ -396,8 +401,9 @@ class Engine:
         if not unfinished:
             return
         longest, num_nodes = max(len(paths[index].nodes) for index in unfinished), aux.shape[1]
-        nodes = upload([index * num_nodes + node for index in unfinished
-                        for node in _padded(paths[index].nodes, longest)])
+        # One gather for all rows: shorter paths repeat their last node, which the drafter reads as padding.
+        nodes = upload([index * num_nodes + node for index in unfinished for node in (
+            *paths[index].nodes, *paths[index].nodes[-1:] * (longest - len(paths[index].nodes)))])
         self.drafter.extend(self._state(), CommittedTokens(
             rows=[self._rows[index].drafter_row for index in unfinished],
             starts=[starts[index] for index in unfinished], tokens=[paths[index].tokens for index in unfinished],
@@ -420,6 +426,7 @@ class Engine:
         heapq.heappush(self._free_drafter_rows, self._rows[slot].drafter_row)
         if self._rows[slot].error is not None:
             self._cache.clear_slot(slot)
+        # Race-free without a lock: one thread owns the engine, and rows move between rounds alone.
         last = self._rows.pop()
         if slot < len(self._rows):
             self._rows[slot] = last
@@ -433,9 +440,6 @@ class Engine:
         assert self.drafter is not None
         assert self._max_shape is not None
         return row.request.draft and len(row.tokens) + self._max_shape.num_steps <= self.drafter.max_length
-
-    def _longest(self) -> int:
-        return max(len(row.tokens) for row in self._rows) - 1
 
     def _state(self) -> DrafterState:
         assert self.drafter is not None
@@ -479,10 +483,6 @@ def _trimmed(tree: DraftTree) -> DraftTree:
     if num_nodes is None:
         return tree
     return DraftTree(tree.tokens[:, :num_nodes], tree.parents[:, :num_nodes], tree.scores[:, :num_nodes])
-
-
-def _padded(values: list[int], length: int) -> list[int]:
-    return values + values[-1:] * (length - len(values))
 
 
 def _spread(tree: DraftTree, rows: Tensor, num_rows: int) -> DraftTree:

@@ -56,7 +56,7 @@ from eyrie_workers.engines.sglang.servers import (
     command_line,
 )
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.load.client import EndpointUnusable, LoadEndpoint, LoadPrompt
+from eyrie_workers.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.load.report_statistics import crossover
 from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.machine import environment
@@ -174,7 +174,7 @@ class Proof:
     def measure(self, spec: LoadSpec, variants: Iterable[str]) -> LoadReport:
         """A load test of some variants."""
         assert self.pool is not None
-        names, prompts = list(variants), [LoadPrompt.of(prompt) for prompt in self.prompts]
+        names, prompts = list(variants), self.prompts
         if self.pool.capacity < len(names):
             return run_load_in_turn(names, self.endpoint, prompts, spec, BASELINE, self.report_progress,
                                     self.stage.pause_point)
@@ -406,7 +406,7 @@ def _drafted_variant(proof: Proof) -> str:
 def parity_prompts(proof: Proof, system_prompt: str | None = None) -> list[list[int]]:
     """Token ids of the prompts for parity; with a system prompt in place of their own, if one is given."""
     tokenizer = ChatTokenizer(resolve(proof.spec.target))
-    chosen = [LoadPrompt.of(prompt) for prompt in proof.prompts[: proof.spec.prove.parity_prompts]]
+    chosen = proof.prompts[: proof.spec.prove.parity_prompts]
     return [tokenizer.render(prompt.messages_with(system_prompt), list(prompt.tools) or None) for prompt in chosen]
 
 

@@ -166,17 +166,14 @@ def refuse_unusable_gpus(environment: Mapping[str, str], built_for: str | None, 
     """
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if built_for is not None and nodes and not hidden:
+        try:
+            driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        except (OSError, IndexError):
+            driver = "no NVIDIA driver is loaded"
         raise InvalidInput(f"this machine has {len(nodes)} GPUs, and torch {torch.__version__}, built for CUDA "
-                           f"{built_for}, can use none of them ({_driver()})",
+                           f"{built_for}, can use none of them ({driver})",
                            f"install a driver that supports CUDA {built_for}, or the torch for the driver's CUDA; "
                            "EYRIE_DEVICE=cpu computes on processors")
-
-
-def _driver() -> str:
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return "no NVIDIA driver is loaded"
 
 
 def device_scope(device: torch.device) -> AbstractContextManager[object]:

@@ -55,7 +55,12 @@ def resolve(spec: TargetSpec) -> Path:
                                  "run `python -m tests.benchmarks.quickstart.pretrain`, or name another target")
         return _QUICKSTART_DIR
     if spec.model in TRAINED_HERE:
-        return _trained_here(spec.model)
+        path, card = trained_here(spec.model), trained_here(spec.model) / "card.json"
+        if not card.exists() or not read_json(card).get("finished"):
+            raise TargetNotFound(
+                f"target.model {spec.model!r} is not {'finished' if card.exists() else 'there'} in {path}",
+                f"run `{TRAINED_HERE[spec.model]}`, which resumes an unfinished run (below EYRIE_HOME)")
+        return path
     local = Path(spec.model).expanduser()
     if local.is_dir():
         if not (local / "config.json").exists():
@@ -69,14 +74,6 @@ def resolve(spec: TargetSpec) -> Path:
     if cache is not None:
         return require_cached(cache, spec)
     return fetch_snapshot("target.model", spec.model, spec.revision)
-
-
-def _trained_here(name: str) -> Path:
-    path, card = trained_here(name), trained_here(name) / "card.json"
-    if not card.exists() or not read_json(card).get("finished"):
-        raise TargetNotFound(f"target.model {name!r} is not {'finished' if card.exists() else 'there'} in {path}",
-                             f"run `{TRAINED_HERE[name]}`, which resumes an unfinished run (below EYRIE_HOME)")
-    return path
 
 
 def fetch_snapshot(field: str, name: str, revision: str | None) -> Path:
@@ -211,10 +208,10 @@ def target_digest(path: Path) -> str:
     names = {file.name for file in weight_files(path)} | {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     recorded = recorded_digests(path)
-    found = [name for name in sorted(names) if (path / name).exists()]
+    present = [name for name in sorted(names) if (path / name).exists()]
     with ThreadPoolExecutor(min(_HASHING_THREADS, cpu_count()), thread_name_prefix="eyrie-digests") as pool:
-        digests = pool.map(lambda name: recorded.get(name) or known_digest(path / name), found)
-        entries = [*zip(found, digests, strict=True)]
+        digests = pool.map(lambda name: recorded.get(name) or known_digest(path / name), present)
+        entries = [*zip(present, digests, strict=True)]
     return "sha256:" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
@@ -238,9 +235,12 @@ class KnownDigest(Frozen):
 def known_digest(path: Path) -> Digest:
     """The digest of a file: the known one of a large file that has not changed, else computed."""
     file = path.resolve()
-    before, directory = _identity(file), _directory()
-    if before[2] < _LARGE or directory is None:
+    before, home = _identity(file), os.environ.get("HOME")
+    caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
+    # A user without a home has none: a directory that others may write is none to believe.
+    if before[2] < _LARGE or not caches:
         return digest_file(file)
+    directory = Path(caches, "eyrie", "digests")
     record = directory / f"{digest_bytes(os.fsencode(file)).removeprefix('sha256:')}.json"
     with contextlib.suppress(OSError, ValueError):
         known = read_sealed(record.read_bytes(), KnownDigest)
@@ -254,13 +254,6 @@ def known_digest(path: Path) -> Digest:
     return sha256
 
 
-def _directory() -> Path | None:
-    """None for a user without a home: a directory that others may write is none to believe."""
-    home = os.environ.get("HOME")
-    caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
-    return Path(caches, "eyrie", "digests") if caches else None
-
-
 def _identity(file: Path) -> tuple[int, int, int, int, int]:
-    found = file.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    stat = file.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -92,16 +92,6 @@ _PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 """Stands in the rendered text for a special token that a message spells."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class _Codec(Protocol):
-    """Text to ids and back."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def encode_plain(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-    def token_id(self, token: str) -> int | None: ...
-    def piece(self, token_id: int) -> str | None: ...
 
 
 class _FastCodec:
@@ -182,7 +172,7 @@ class ChatTokenizer:
         file = path / "tokenizer_config.json"
         settings = read_json(file) if file.exists() else {}
         fast = path / "tokenizer.json"
-        self._codec: _Codec = _FastCodec(fast) if fast.is_file() else _TransformersCodec(path)
+        self._codec = _FastCodec(fast) if fast.is_file() else _TransformersCodec(path)
         self._special = _special_tokens(path, settings)
         self._templates = _read_templates(path, settings)
         self.eos_ids = self._end_ids()
@@ -241,10 +231,6 @@ class ChatTokenizer:
         """Text and bytes of one token alone, special tokens included."""
         return token_text(self.decode([token_id], skip_special_tokens=False), self._codec.piece(token_id))
 
-    def parse_answer(self, text: str) -> Message:
-        """The assistant message in a decoded answer, with `tool_calls` in OpenAI form if it has any."""
-        return parse_answer(text)
-
     def _end_ids(self) -> tuple[int, ...]:
         ids = list(read_config(self.path).eos_token_ids) if (self.path / "config.json").exists() else []
         token = self._special.get("eos_token")
@@ -255,7 +241,8 @@ class ChatTokenizer:
 
 
 def parse_answer(text: str) -> Message:
-    """See `ChatTokenizer.parse_answer`. Text that only looks like a call stays text."""
+    """The assistant message in a decoded answer, with `tool_calls` in OpenAI form if it has any. Text that only looks
+    like a call stays text."""
     calls, rest = [], text
     for match in _CALL.finditer(text):
         call = _as_call(match.group(1))

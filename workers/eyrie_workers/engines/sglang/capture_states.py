@@ -78,7 +78,10 @@ class SglangStates:
         # Without any layer SGLang captures nothing: one in the middle where only the final state is read.
         self._inner = (tuple(layer for layer in aux_layers if layer < self._config.num_layers)
                        or (self._config.num_layers // 2,))
-        self._files = _memory_directory(directory)
+        # In memory where there is such a file system. The same at every start with the same directory, so that a start
+        # removes what a killed process has left.
+        place = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+        self._files = _IN_MEMORY / f"eyrie-states-{place}" if _IN_MEMORY.is_dir() else directory / "states"
         ids = sglang_layer_ids(architecture, self._config.num_layers, self._inner)
         self._pool = ServerPool(
             replace(plan, captured=CapturedStates(ids, str(self._files))),
@@ -179,11 +182,3 @@ def texts_that_fit(lengths: Sequence[int], token_bytes: int, free_bytes: int) ->
     token_bytes  of the states of one token
     """
     return sum(size <= free_bytes for size in accumulate(length * token_bytes + _FILE_BYTES for length in lengths))
-
-
-def _memory_directory(directory: Path) -> Path:
-    """In memory, or in the directory itself where there is no file system in memory. The same at every start with the
-    same directory, so that a start removes what a killed process has left."""
-    if not _IN_MEMORY.is_dir():
-        return directory / "states"
-    return _IN_MEMORY / f"eyrie-states-{hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]}"

@@ -168,9 +168,8 @@ def shared_context_length(plan: ServerPlan, uses: DrafterUses) -> int:
 
 def _engine_command(plan: ServerPlan, use: DrafterUse) -> EngineCommand:
     return EngineCommand(
-        target=resolve(plan.target), model=plan.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
-        setting=use.setting, map=use.map, max_concurrency=plan.max_concurrency, dtype=plan.target.dtype,
-        threads=plan.threads)
+        target=resolve(plan.target), model=plan.model, use=use, max_concurrency=plan.max_concurrency,
+        dtype=plan.target.dtype, threads=plan.threads)
 
 
 def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path, port: int,
