@@ -49,6 +49,8 @@ class ContextTooLong(InvalidRequest):
 
 
 class UnknownModel(InvalidRequest):
+    """The request names a model that is not served here."""
+
     http_status = 404
     reason = "UnknownModel"
 
@@ -61,6 +63,8 @@ class BodyTooLarge(InvalidRequest):
 
 
 class Overloaded(EyrieError):
+    """The queue of waiting requests is full."""
+
     http_status = 429
     reason = "Overloaded"
 

@@ -178,6 +178,8 @@ class TreeAttention:
         rows, nodes, groups, size = self._num_rows, self._num_nodes, config.num_kv_heads, config.head_dim
         repeats = config.num_heads // groups
         kept = self._cache.layer(layer)
+        # The nodes' keys and values are stored behind the committed text before attention reads both. With one row they
+        # are a slice; several rows have different lengths, so each node has an index of its own.
         if self._first is not None:
             kept[0, self._first:self._length] = heads[:, config.num_heads:]
         else:

@@ -198,6 +198,7 @@ def _build_chain(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vo
     num_rows = logits.shape[0]
     tokens, scores = [logits.new_full((num_rows, 1), NO_TOKEN, dtype=torch.int64)], [logits.new_zeros(num_rows, 1)]
     for depth in range(1, shape.num_steps + 1):
+        # A chain proposes the most confident token; under noise that is the one the target will most likely draw.
         best, ids = _confidence(logits, depth, vocabulary, noise).max(dim=-1)
         tokens.append(ids if vocabulary is None else vocabulary.index_select(0, ids.flatten()).view_as(ids))
         scores.append(scores[-1] + best)

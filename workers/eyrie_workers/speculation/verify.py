@@ -113,6 +113,7 @@ def accept_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence
     """
     nodes, emitted = [0], [choices[0]]
     for node in range(1, len(tokens)):
+        # Parents come first, so one pass over the nodes follows the path; its last node decides which child is next.
         if parents[node] == nodes[-1] and tokens[node] == emitted[-1]:
             nodes.append(node)
             emitted.append(choices[node])
@@ -143,11 +144,12 @@ def emitted_logprobs(logits: Tensor, nodes: Sequence[Sequence[int]], tokens: Seq
     num_top  per row: alternatives to return with each token, at most V; None for a row that gets no log probabilities
     returns  per row: one entry per token, none for a row without
     """
+    # Rows of the flattened logits that chose an emitted token; accepted nodes beyond the answer's end are left out.
     places = [row * logits.shape[1] + node for row, top in enumerate(num_top) if top is not None
               for node, _ in zip(nodes[row], tokens[row], strict=False)]
-    found: list[list[TokenLogprobs]] = [[] for _ in num_top]
+    by_row: list[list[TokenLogprobs]] = [[] for _ in num_top]
     if not places:
-        return found
+        return by_row
     logprobs_TV = logits.flatten(0, 1).index_select(0, upload(places)).float().log_softmax(dim=-1)
     emitted = upload([token for row, top in enumerate(num_top) if top is not None for token in tokens[row]])
     own = logprobs_TV.gather(1, emitted[:, None])[:, 0].tolist()
@@ -159,6 +161,6 @@ def emitted_logprobs(logits: Tensor, nodes: Sequence[Sequence[int]], tokens: Seq
     for row, top in enumerate(num_top):
         if top is not None:
             end = at + len(tokens[row])
-            found[row] = [TokenLogprobs(own[place], best[place][:top]) for place in range(at, end)]
+            by_row[row] = [TokenLogprobs(own[place], best[place][:top]) for place in range(at, end)]
             at = end
-    return found
+    return by_row

@@ -125,12 +125,12 @@ class _FastCodec:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        known_id: int | None = self._tokenizer.token_to_id(token)
+        return known_id
 
     def piece(self, token_id: int) -> str | None:
-        found: str | None = self._tokenizer.id_to_token(token_id)
-        return found
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        return piece
 
 
 class _TransformersCodec:
@@ -155,12 +155,12 @@ class _TransformersCodec:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.convert_tokens_to_ids(token)
-        return found
+        known_id: int | None = self._tokenizer.convert_tokens_to_ids(token)
+        return known_id
 
     def piece(self, token_id: int) -> str | None:
-        found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
-        return found
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return piece
 
 
 class ChatTokenizer:
@@ -294,8 +294,8 @@ def _marker_pattern(file: Path) -> re.Pattern[str] | None:
 def _place_markers(value: Any, markers: re.Pattern[str], spelled: list[str]) -> Any:
     """The value with every special token in its strings replaced by a place, and appended to `spelled`."""
     if isinstance(value, str):
-        def place(found: re.Match[str]) -> str:
-            spelled.append(found[0])
+        def place(marker: re.Match[str]) -> str:
+            spelled.append(marker[0])
             return f"{_OPEN}{len(spelled) - 1}{_CLOSE}"
         return markers.sub(place, value)
     if isinstance(value, Mapping):
