@@ -2,7 +2,7 @@
 
 A fan-out of kfp.local runs two tasks at most, so the first benchmark task of a run measures all checkpoints, each in a
 child process (`one_benchmark`) whose CUDA_VISIBLE_DEVICES is its share; the other tasks then find their manifests. The
-measuring lock is one of each GPU for such a child (`eyrie_workers.machine.machine_lock`).
+measuring lock is one of each GPU for such a child (`eyrie_workers.machine`).
 
 On a cluster each benchmark task is a pod with GPUs of its own, and nothing is shared.
 """

@@ -71,7 +71,8 @@ def two_engines(directory: Path) -> Iterator[Engines]:
         for name, setting in (("drafting", NGRAM), ("plain", OFF)):
             (directory / name).mkdir()
             started.append(start_engine(EngineCommand(target="quickstart", model="quickstart", threads=1,
-                                                      max_concurrency=2, setting=setting), directory / name))
+                                                      max_concurrency=2, use=DrafterUse(setting=setting)),
+                                        directory / name))
         drafting, plain = (engine.wait_ready(120) for engine in started)
         with behind_gateway(drafting, "quickstart", directory / "gateway") as served:
             yield Engines(drafting, plain, served, directory / "gateway")

@@ -26,7 +26,7 @@ from eyrie_workers.features.shard_file import ShardFile
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, shard_name
 from eyrie_workers.features.target_pass import compute_pass
 from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target

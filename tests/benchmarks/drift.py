@@ -34,7 +34,7 @@ from eyrie_api.artifacts import code_version
 from eyrie_api.client import Client
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_workers.machine.environment import client_environment
+from eyrie_workers.machine import client_environment
 from tests.walkthrough.test_one_machine import drafted, finished, plane, wait_for
 
 CONVERSATIONS = Path(eyrie_workers.quickstart.__file__).parent / "conversations.jsonl.gz"

@@ -49,6 +49,8 @@ from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.training.batches import cut_evenly
+from eyrie_workers.machine import environment
+from eyrie_workers.training.packing import cut_evenly
 
 _SHARD_BYTES = 32 * 2**20
 _BUCKET = "eyrie-bench"

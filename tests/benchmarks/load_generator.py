@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_workers.load.client import RequestResult
+from eyrie_workers.conversations.suites import Prompt
+from eyrie_workers.load.client import LoadEndpoint, RequestResult
 from eyrie_workers.load.completion_stream import FloatArray
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.report_statistics import LevelResults
 from eyrie_workers.load.run import measure
-from eyrie_workers.machine.environment import client_environment
+from eyrie_workers.machine import client_environment
 
 _START_TIMEOUT_S = 30.0
 
@@ -54,7 +54,7 @@ def stub_server(directory: Path, *options: str) -> Iterator[str]:
 
 def run_closed_loop(url: str, streams: int, requests: int, tokens: int) -> LevelResults:
     """One closed loop."""
-    prompts = [LoadPrompt(f"p{i}", "bench", ({"role": "user", "content": f"question {i}"},)) for i in range(64)]
+    prompts = [Prompt(f"p{i}", "bench", ({"role": "user", "content": f"question {i}"},)) for i in range(64)]
     spec = LoadSpec(concurrencies=(streams,), requests=requests, max_new_tokens=tokens, warmup_requests=streams)
     return measure([LoadEndpoint("responder", url, "responder")], prompts, spec).levels[0]
 

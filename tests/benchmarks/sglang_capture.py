@@ -7,6 +7,7 @@ alternates; the capturing one's states are read, the other answers one token per
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -19,10 +20,10 @@ import torch
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
 from eyrie_workers.engines.sglang.capture_states import SglangStates
-from eyrie_workers.targets.config import read_config
-from eyrie_workers.targets.layers import choose_aux_layers
+from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.targets.config import choose_aux_layers, read_config
 from eyrie_workers.targets.loading import resolve
 
 
@@ -43,8 +44,11 @@ def main() -> int:
     generator, seconds = torch.Generator().manual_seed(0), {"capture": list[float](), "prefill": list[float]()}
     # Both servers have the same context length, and so the same memory pool.
     uses = {"prefill": DrafterUse(context_length=options.tokens + 8)}
-    with managed_servers(plan, uses, work, lambda: None) as servers, \
-            SglangStates(plan, layers, options.tokens, work / "captured", lambda: None) as source:
+    pool = ServerPool(plan, uses, work, Stage(work), capacity=1)
+    with contextlib.ExitStack() as opened:
+        opened.callback(pool.stop)
+        url = pool.server("prefill").server.url
+        source = opened.enter_context(SglangStates(plan, layers, options.tokens, work / "captured", Stage(work)))
         for number in range(options.rounds + 1):
             texts = [torch.randint(3, config.vocab_size, (options.tokens,), generator=generator)
                      for _ in range(options.texts)]
@@ -53,9 +57,9 @@ def main() -> int:
                 if name == "capture":
                     source.packed_states(texts, layers)
                 else:
-                    _flush(servers["prefill"].server.url)
+                    _flush(url)
                     began = time.perf_counter()
-                    _prefill(servers["prefill"].server.url, texts)
+                    _prefill(url, texts)
                 if number:  # the first round warms up
                     seconds[name].append(time.perf_counter() - began)
     ratios = [one / other for one, other in zip(seconds["capture"], seconds["prefill"], strict=True)]

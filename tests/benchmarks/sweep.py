@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.catalog import command, sweep_command
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 
 _START_UPS = 3
 

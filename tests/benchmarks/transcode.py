@@ -12,7 +12,7 @@ from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_sh
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.topk_logits import compute_topk_logits
 from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 
 _SHARD_BYTES = 64 * 2**20
 

@@ -10,7 +10,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, start_engine
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in
 from tests.workers.engines.request_fields import behind_gateway
@@ -34,7 +34,8 @@ WATCHED = """() => {
 @pytest.fixture(scope="module")
 def endpoint_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     engine = start_engine(EngineCommand(target="quickstart", model="quickstart", threads=1, max_concurrency=2,
-                                        setting=Setting(method="ngram", tree=TREE)), tmp_path_factory.mktemp("engine"))
+                                        use=DrafterUse(setting=Setting(method="ngram", tree=TREE))),
+                          tmp_path_factory.mktemp("engine"))
     try:
         with behind_gateway(engine.wait_ready(120), "quickstart", tmp_path_factory.mktemp("gateway")) as served:
             yield f"{str(served.client.base_url).rstrip('/')}/v1"

@@ -30,11 +30,11 @@ from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
-from eyrie_workers.targets.agreement import compare, reference_states
 from eyrie_workers.targets.causal_attention import packed_causal
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.state_source import compare, reference_states
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import StepContext
 from tests.benchmarks import training_step as training_bench

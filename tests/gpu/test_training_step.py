@@ -24,6 +24,9 @@ from eyrie_workers.targets.output_head import OutputHead
 from eyrie_workers.training import attention
 from eyrie_workers.training import objective as objectives
 from eyrie_workers.training.batches import BatchLoader, Schedule, StepBatch
+from eyrie_workers.targets.operators import OutputHead
+from eyrie_workers.training import attention, losses
+from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
 from eyrie_workers.training.evaluation import count_hits
 from eyrie_workers.training.loop import Trainer
 from eyrie_workers.training.objective import (

@@ -55,7 +55,7 @@ def served_hub(files: dict[str, bytes]) -> Iterator[ServedHub]:
         def _answer(self, *, body: bool) -> None:
             hub.requests += 1
             path = self.path.partition("?")[0]
-            if hub.failures > 0:
+            if hub.failures > 0 and "/org/model" in path:  # the client also asks for other things, once per process
                 hub.failures -= 1
                 return self._json(503, {"error": "busy"})
             if hub.token is not None and self.headers.get("authorization") != f"Bearer {hub.token}":

@@ -20,17 +20,16 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.sglang.capture_states import SglangStates
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.generate import generate
-from eyrie_workers.engines.sglang.launch import launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.managed_engine import generate
 from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.engines.sglang.servers import ServerPlan
 from eyrie_workers.speculation.requests import Request
-from eyrie_workers.targets.agreement import reference_states
-from eyrie_workers.targets.state_source import open_local
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.targets.state_source import open_local, reference_states
 from tests.architectures.catalog import ARCHITECTURES, COMMON, RUN_IN_SGLANG
 from tests.sglang.fitted_drafter import fit_drafter
 from tests.sglang.servers import READY_S, ROOT, STAND_IN, environment, let_stages_start_it, program
@@ -80,7 +79,7 @@ def served(target: Path, drafter: Path | None, setting: Setting, logs: Path) -> 
         drafter=None if drafter is None else read_drafter(
             str(drafter), json.loads((drafter / "config.json").read_text())),
         machine=profile("cpu"), served_model_name="target", port=free_port(), dtype="float32",
-        max_running_requests=4, max_total_tokens=4096, plugin_root=f"{STAND_IN}{os.pathsep}{ROOT / 'workers'}")
+        max_running_requests=4, plugin_root=f"{STAND_IN}{os.pathsep}{ROOT / 'workers'}")
     server = start_sglang((*launch_arguments(plan), "--skip-server-warmup"), logs, prefix=program(),
                           environment=environment() | launch_environment(plan))
     try:
@@ -110,7 +109,7 @@ def test_states_are_those_of_transformers_and_drafting_changes_no_answer(target:
     texts = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (7, 100)]
     wanted = reference_states(target, "float32", texts, LAYERS, torch.device("cpu"))
     plan = ServerPlan("sglang", TargetSpec(model=str(target), dtype="float32"), 2)
-    with SglangStates(plan, LAYERS, 100, tmp_path / "servers", lambda: None) as source:
+    with SglangStates(plan, LAYERS, 100, tmp_path / "servers", Stage(tmp_path, quiet=True)) as source:
         aux, _ = source.packed_states(texts, LAYERS)
     theirs = torch.cat([torch.stack([row[layer] for layer in LAYERS], dim=1) for row in wanted])
     torch.testing.assert_close(aux, theirs, atol=2e-3, rtol=1e-3)

@@ -17,9 +17,9 @@ from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.sglang.capture_states import SglangStates
-from eyrie_workers.stage_program import run_program
+from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
+from eyrie_workers.stage_program import Stage, run_program
 from eyrie_workers.stages.capture import capture, is_whole
 from eyrie_workers.targets.loading import load_target, resolve
 from tests.sglang.servers import descendants, let_stages_start_it
@@ -45,21 +45,21 @@ def test_states_of_every_layer_are_those_of_the_reference_and_a_killed_server_is
              for length in (1, 7, 300, 42)]
     wanted = reference.packed_states(texts, layers)
     before = descendants(os.getpid())  # the servers that other tests of this run share
-    ends: list[str] = []
-    with SglangStates(ServerPlan("sglang", TARGET, 4), layers, 300, tmp_path, lambda: None, ends.append) as source:
+    stage, history = Stage(tmp_path, quiet=True), ServerHistory(tmp_path, "d")
+    with SglangStates(ServerPlan("sglang", TARGET, 4), layers, 300, tmp_path, stage, history) as source:
         found = source.packed_states(texts, layers)
         for child in descendants(os.getpid()) - before:
             with suppress(ProcessLookupError):  # it ended with one killed before it
                 os.kill(child, signal.SIGKILL)
         again = source.packed_states(texts, layers)
-        assert len(ends) == 1
+        assert history.restarts == 1
         logits = source.output_head.logits(found[1])
         torch.testing.assert_close(logits, reference.logits(wanted[1]), atol=2e-3, rtol=1e-3)
     for mine, theirs, repeated in zip(found, wanted, again, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(repeated, mine, atol=0.0, rtol=0.0)
     with pytest.raises(InvalidInput, match="layer 0"):
-        SglangStates(ServerPlan("sglang", TARGET, 4), (0, 2), 300, tmp_path, lambda: None)
+        SglangStates(ServerPlan("sglang", TARGET, 4), (0, 2), 300, tmp_path, stage)
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import launch_arguments
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
 from tests.sglang.servers import MODEL, TARGET, serving
@@ -34,7 +33,7 @@ def served(drafter: Path, tree: DraftTreeShape, directory: Path) -> Iterator[Sgl
     plan = LaunchPlan(
         target=read_target(str(TARGET), read_config(TARGET)), drafter=read_drafter(str(drafter), read_config(drafter)),
         machine=profile("cpu"), served_model_name=MODEL, setting=Setting(tree=tree), dtype="float32", port=free_port(),
-        max_running_requests=8, context_length=1024, max_total_tokens=8192)
+        max_running_requests=8, context_length=1024)
     # A cached prefix ends, for a drafter, with the token that followed it in another text; for EAGLE SGLang keeps them
     # apart by pairs of tokens, for STANDALONE not. So the second is compared without the cache.
     more = ("--disable-radix-cache",) if plan.drafter and plan.drafter.algorithm == "STANDALONE" else ()

@@ -19,13 +19,12 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import (
+    LaunchPlan,
     adaptive_config,
     launch_arguments,
     launch_environment,
 )
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, profile
-from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 from tests.workers.engines.sglang.variants import comparison_commands
@@ -54,7 +53,6 @@ DRAFT_BACKENDS = {"a10": "flashinfer", "h100": "fa3", "b200": "flashinfer", "mi3
 """What a drafter of blocks is computed with, by machine."""
 
 KINDS = {"chain": (), "tree": (TREE, NGRAM), "ngram-tree": (NGRAM_TREE,)}
-PAGES = (None, 16)
 PINNED = {"--attention-backend": "attention_backend", "--page-size": "page_size",
           "--mem-fraction-static": "mem_fraction_static", "--max-running-requests": "max_running_requests",
           "--context-length": "context_length", "--random-seed": "random_seed"}
@@ -82,7 +80,6 @@ class Matrix:
         self.others = {algorithm: write_drafter(root, f"drafter-{algorithm}", **changes)
                        for algorithm, changes in ALGORITHMS.items()}
         self.cases: list[dict[str, Any]] = []
-        self.left_out: dict[str, str] = {}
 
     def plan(self, machine: str, target: str, setting: Setting = CHAIN, **more: Any) -> LaunchPlan:
         drafter = read_drafter(str(self.drafter), json.loads((self.drafter / "config.json").read_text()))
@@ -129,13 +126,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     found = Matrix(root)
     for machine, target in FAMILIES:
         for kind, settings in KINDS.items():
-            for page in PAGES:
-                plan = found.plan(machine, target, page_size=page)
-                name = f"{machine} {target} {kind} {page}"
-                try:
-                    found.add_variants(name, plan, settings)
-                except Unlaunchable as refused:
-                    found.left_out[name] = refused.message
+            found.add_variants(f"{machine} {target} {kind}", found.plan(machine, target), settings)
     for machine in MACHINES:
         for algorithm in ALGORITHMS:
             if (algorithm, machine) == ("DFLASH", "cpu"):
@@ -151,22 +142,19 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 def add_features(found: Matrix, root: Path) -> None:
     """One of each of what a plan can ask for besides."""
-    adaptive, key, lora = root / "adaptive.json", root / "key.yaml", root / "adapter"
+    adaptive, key = root / "adaptive.json", root / "key.yaml"
     followed = found.plan("h100", "llama", map=ADAPTIVE, adaptive_path=str(adaptive))
     adaptive.write_text(adaptive_config(followed) or "")
     key.write_text("api-key: hidden\n")
-    lora.mkdir()
     found.add_variants("adaptive", followed)
     found.add("key", found.plan("h100", "llama", key_file=str(key)))
-    found.add("lora chain", found.plan("h100", "llama", lora_paths=(f"one={lora}",)))
-    found.add("lora tree", found.plan("a10", "qwen3", TREE, lora_paths=(f"one={lora}", f"two={lora}")))
-    found.add("fp8 flag", found.plan("h100", "qwen3-moe", quantization="fp8"))
-    found.add("fp8 flag untold", found.plan("h100", "qwen3-moe", quantization="fp8"),
-              without(launch_arguments(found.plan("h100", "qwen3-moe", quantization="fp8")),
-                      "--speculative-draft-model-quantization"))
+    quantised = found.plan("h100", "qwen3-moe")
+    quantised = replace(quantised, target=replace(quantised.target, quantised="fp8"))
+    line = (*launch_arguments(quantised), "--quantization", "fp8")  # as the checkpoint of a quantised target says
+    found.add("fp8", quantised, line)
+    found.add("fp8 untold", quantised, without(line, "--speculative-draft-model-quantization"))
     windowed = replace(found.plan("h100", "llama").drafter or pytest.fail("no drafter"), sliding_window=512)
     found.add("window", found.plan("h100", "llama", drafter=windowed))
-    found.add("attention dp", found.plan("h100", "deepseek-v3", tp_size=4, attn_dp_size=2))
     found.add("tp", found.plan("h200", "qwen3", tp_size=2))
     found.add("short context", found.plan("gb200", "llama", context_length=1024))
     short = write_drafter(root, "short-drafter", max_position_embeddings=2048)
@@ -177,10 +165,8 @@ def add_features(found: Matrix, root: Path) -> None:
 def rejected_commands(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, tuple[str, ...]]]:
     """By name: a permitted plan and the line made of it by what we refuse."""
     chain, tree = found.plan("h100", "llama"), found.plan("h100", "llama", TREE)
-    blackwell, b200_tree = found.plan("b200", "llama"), found.plan("b200", "llama", TREE)
-    mla, mla_tree = found.plan("b200", "deepseek-v3"), found.plan("b200", "deepseek-v3", TREE)
-    cpu_tree, hybrid = found.plan("cpu", "llama", TREE), found.plan("cpu", "qwen3-next")
-    ngram, ngram_tree = (found.plan("a10", "gemma3", one) for one in (NGRAM, NGRAM_TREE))
+    b200_tree, cpu_tree, hybrid = (found.plan(machine, target, setting) for machine, target, setting in (
+        ("b200", "llama", TREE), ("cpu", "llama", TREE), ("cpu", "qwen3-next", CHAIN)))
     adaptive = found.plan("h100", "llama", map=ADAPTIVE, adaptive_path=str(root / "adaptive.json"))
     short = str(root / "short-drafter")
     standalone, blocks = (found.other(algorithm, "h100") for algorithm in ("STANDALONE", "DFLASH"))
@@ -190,32 +176,14 @@ def rejected_commands(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, 
 
     return {
         "trtllm_mha tree": line(b200_tree, attention_backend="trtllm_mha", page_size="64"),
-        "trtllm_mha page 1": line(blackwell, page_size="1"),
-        "trtllm_mha on ampere": line(found.plan("a10", "llama"), attention_backend="trtllm_mha", page_size="64"),
-        "fa4 tree paged": line(b200_tree, attention_backend="fa4", page_size="64"),
-        "fa4 chain page 1": line(blackwell, attention_backend="fa4", page_size="1"),
-        "trtllm_mla tree": line(mla_tree, attention_backend="trtllm_mla", page_size="64"),
-        "flashmla tree": line(found.plan("h100", "deepseek-v3", TREE), attention_backend="flashmla", page_size="64"),
-        "trtllm_mla on hopper": line(found.plan("h100", "deepseek-v3"), attention_backend="trtllm_mla",
-                                     page_size="64"),
-        "cutedsl_mla page 1": line(mla, attention_backend="cutedsl_mla", page_size="1"),
         "intel_amx tree paged": line(cpu_tree, page_size="16"),
         "cpu recurrent paged": line(hybrid, page_size="16"),
         "aiter tree paged": line(found.plan("mi300x", "llama", TREE), attention_backend="aiter", page_size="16"),
-        "ngram tree paged": line(ngram_tree, page_size="16"),
-        "ngram attention dp": line(ngram, tp_size="2", attn_dp_size="2"),
-        "adaptive lora": line(adaptive, lora_paths=f"one={root / 'adapter'}"),
         "adaptive tree": line(adaptive, speculative_eagle_topk="4"),
-        "adaptive attention dp": line(adaptive, tp_size="2", attn_dp_size="2"),
-        "pipeline": line(chain, pp_size="2"),
-        "attention dp uneven": line(chain, tp_size="3", attn_dp_size="2"),
         "short drafter, long context": line(chain, speculative_draft_model_path=short),
         "long context": line(tree, context_length="8192"),
-        "standalone attention dp": line(standalone, tp_size="2", attn_dp_size="2"),
-        "standalone lora": line(standalone, lora_paths=f"one={root / 'adapter'}"),
         "standalone adaptive": (standalone, (*launch_arguments(standalone), "--speculative-adaptive",
                                              "--speculative-adaptive-config", str(root / "adaptive.json"))),
-        "blocks attention dp": line(blocks, tp_size="2", attn_dp_size="2"),
         "blocks on cpu": line(found.plan("cpu", "llama"), speculative_algorithm="DFLASH",
                               speculative_draft_model_path=blocks.drafter.directory if blocks.drafter else ""),
         "blocks tree": line(blocks, speculative_eagle_topk="4", speculative_num_steps="5",
@@ -224,20 +192,13 @@ def rejected_commands(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, 
 
 
 REJECTED_BY_SGLANG = {
-    "trtllm_mha tree": "topk = 1", "trtllm_mha on ampere": "TRTLLM MHA", "fa4 tree paged": "page_size > 1",
-    "trtllm_mla tree": "page_size > 1", "flashmla tree": "page_size > 1", "trtllm_mla on hopper": "Blackwell",
-    "intel_amx tree paged": "page_size > 1", "cpu recurrent paged": "extra_buffer",
-    "aiter tree paged": "page_size > 1", "ngram tree paged": "flashinfer", "ngram attention dp": "dp attention",
-    "adaptive lora": "speculative-adaptive", "pipeline": "Pipeline", "attention dp uneven": "AssertionError",
-    "short drafter, long context": "context_length", "long context": "context_length",
-    "standalone attention dp": "dp attention", "standalone lora": "LoRA", "blocks attention dp": "dp-lm-head",
-    "blocks on cpu": "not supported",
+    "trtllm_mha tree": "topk = 1", "intel_amx tree paged": "page_size > 1", "cpu recurrent paged": "extra_buffer",
+    "aiter tree paged": "page_size > 1", "short drafter, long context": "context_length",
+    "long context": "context_length", "blocks on cpu": "not supported",
 }
 CHANGED_BY_SGLANG = {  # accepted, and something else is served
-    "trtllm_mha page 1": ("page_size", 64), "fa4 chain page 1": ("page_size", 128), "cutedsl_mla page 1": (
-        "page_size", 64), "adaptive tree": ("speculative_adaptive", False),
-    "adaptive attention dp": ("speculative_adaptive", False),
-    "standalone adaptive": ("speculative_adaptive", False), "blocks tree": ("speculative_eagle_topk", 1),
+    "adaptive tree": ("speculative_adaptive", False), "standalone adaptive": ("speculative_adaptive", False),
+    "blocks tree": ("speculative_eagle_topk", 1),
 }
 
 
@@ -282,18 +243,15 @@ def test_variants_differ_in_speculation_and_in_no_other_resolved_argument(
     machine: str, target: str, matrix: Matrix, answers: dict[str, Any]
 ) -> None:
     for kind in KINDS:
-        for page in PAGES:
-            name = f"{machine} {target} {kind} {page}"
-            if name in matrix.left_out:
-                continue
-            variants = {case["name"].removeprefix(f"{name} "): resolved(answers, case["name"])
+        name = f"{machine} {target} {kind}"
+        variants = {case["name"].removeprefix(f"{name} "): resolved(answers, case["name"])
                     for case in matrix.cases if case["name"].startswith(f"{name} ")}
-            off = variants.pop("off")
-            assert off["speculative_algorithm"] is None
-            assert variants
-            for label, variant in variants.items():
-                differing = {one for one, value in variant["everything"].items() if value != off["everything"][one]}
-                assert differing == set(), (name, label)
+        off = variants.pop("off")
+        assert off["speculative_algorithm"] is None
+        assert variants
+        for label, variant in variants.items():
+            differing = {one for one, value in variant["everything"].items() if value != off["everything"][one]}
+            assert differing == set(), (name, label)
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
@@ -321,45 +279,36 @@ def test_every_family_uses_its_algorithm_and_tree_and_equals_the_variant_without
                 setting.tree.num_steps, setting.tree.top_k)
 
 
-def test_only_page_sizes_are_ever_left_out(matrix: Matrix) -> None:
-    assert matrix.left_out
-    assert all(name.endswith(" 16") for name in matrix.left_out)
-    assert all("page size" in message for message in matrix.left_out.values())
-
-
 def test_the_setting_is_resolved_as_given(answers: dict[str, Any]) -> None:
     def shape(name: str) -> tuple[Any, ...]:
         found = resolved(answers, name)
         return tuple(found[f"speculative_{key}"] for key in ("algorithm", "num_steps", "eagle_topk",
                                                              "num_draft_tokens"))
 
-    assert shape("h100 llama tree None 5/1/6") == ("EAGLE3", 5, 1, 6)
-    assert shape("h100 llama tree None 4/4/12") == ("EAGLE3", 4, 4, 12)
-    assert shape("h100 llama tree None ngram 3/1/4") == ("NGRAM", 3, 1, 4)
-    assert shape("h100 llama ngram-tree None ngram 3/4/12") == ("NGRAM", 3, 4, 12)
+    assert shape("h100 llama tree 5/1/6") == ("EAGLE3", 5, 1, 6)
+    assert shape("h100 llama tree 4/4/12") == ("EAGLE3", 4, 4, 12)
+    assert shape("h100 llama tree ngram 3/1/4") == ("NGRAM", 3, 1, 4)
+    assert shape("h100 llama ngram-tree ngram 3/4/12") == ("NGRAM", 3, 4, 12)
     assert shape("adaptive adaptive") == ("EAGLE3", 5, 1, 6)
     assert resolved(answers, "adaptive adaptive")["speculative_adaptive"] is True
 
 
 def test_optional_features_of_a_plan_are_accepted(answers: dict[str, Any]) -> None:
     assert resolved(answers, "key")["api_key"] == "hidden"
-    assert resolved(answers, "lora chain")["enable_lora"] is True
-    assert resolved(answers, "lora tree")["speculative_eagle_topk"] == 4
     assert resolved(answers, "window")["speculative_draft_window_size"] == 511
-    assert resolved(answers, "attention dp")["attn_dp_size"] == 2
     assert resolved(answers, "tp")["attention_backend"] == "fa3"
     assert resolved(answers, "short context")["context_length"] == 1024
     assert resolved(answers, "short drafter")["context_length"] == 2048
 
 
 def test_an_unquantised_drafter_would_be_quantised_without_our_flag(answers: dict[str, Any]) -> None:
-    assert resolved(answers, "fp8 flag untold")["speculative_draft_model_quantization"] == "fp8"
-    assert resolved(answers, "fp8 flag")["speculative_draft_model_quantization"] is None
+    assert resolved(answers, "fp8 untold")["speculative_draft_model_quantization"] == "fp8"
+    assert resolved(answers, "fp8")["speculative_draft_model_quantization"] is None
 
 
 def test_olmo3_is_the_class_our_model_package_replaces(answers: dict[str, Any]) -> None:
-    assert resolved(answers, "h100 olmo3 chain None 5/1/6")["architecture"] == "Olmo2ForCausalLM"
-    assert resolved(answers, "h100 deepseek-v3 chain None 5/1/6")["mla"] is True
+    assert resolved(answers, "h100 olmo3 chain 5/1/6")["architecture"] == "Olmo2ForCausalLM"
+    assert resolved(answers, "h100 deepseek-v3 chain 5/1/6")["mla"] is True
 
 
 @pytest.mark.parametrize("name", list(REJECTED_BY_SGLANG))

@@ -14,15 +14,16 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.capture_states import SglangStates
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.process import SglangServer, plugin_root, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.engines.sglang.servers import ServerPlan
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.targets.agreement import reference_states
-from eyrie_workers.targets.state_source import open_local
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.targets.state_source import open_local, reference_states
 from tests.sglang.mixture_target import write_mixture
 from tests.sglang.servers import MODEL, READY_S, STAND_IN, environment, let_stages_start_it, program
 from tests.sglang.test_parity import NARROW_TREE, assert_proven, parity
@@ -38,7 +39,7 @@ def test_states_of_a_mixture_are_those_of_transformers_expert_by_expert(
     texts = [torch.randint(3, 2048, (length,), generator=generator) for length in (7, 120)]
     wanted = reference_states(target, "float32", texts, LAYERS, torch.device("cpu"))
     plan = ServerPlan("sglang", TargetSpec(model=str(target), dtype="float32"), 2)
-    with SglangStates(plan, LAYERS, 120, tmp_path / "servers", lambda: None) as source:
+    with SglangStates(plan, LAYERS, 120, tmp_path / "servers", Stage(tmp_path, quiet=True)) as source:
         aux, _ = source.packed_states(texts, LAYERS)
     theirs = torch.cat([torch.stack([row[layer] for layer in LAYERS], dim=1) for row in wanted])
     torch.testing.assert_close(aux, theirs, atol=2e-3, rtol=1e-3)
@@ -63,7 +64,7 @@ def test_drafts_for_a_mixture_are_accepted_as_the_reference_engine_accepts_them_
     plan = LaunchPlan(
         target=read_target(str(target), read_config(target)), drafter=read_drafter(str(drafter), read_config(drafter)),
         machine=profile("cpu"), served_model_name=MODEL, setting=Setting(tree=NARROW_TREE), dtype="float32",
-        port=free_port(), max_running_requests=8, context_length=1024, max_total_tokens=8192,
+        port=free_port(), max_running_requests=8, context_length=1024,
         plugin_root=f"{STAND_IN}:{plugin_root(tmp_path)}")
     server = start_sglang((*launch_arguments(plan), "--skip-server-warmup"), tmp_path / "logs", prefix=program(),
                           environment=environment() | launch_environment(plan))

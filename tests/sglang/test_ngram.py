@@ -10,8 +10,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.sglang.checkpoints import read_target
-from eyrie_workers.engines.sglang.launch import launch_arguments
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.intervals import acceptance_length, add_histograms
@@ -33,7 +32,7 @@ def ngram(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     plan = LaunchPlan(
         target=read_target(str(TARGET), read_config(TARGET)), machine=profile("cpu"), served_model_name=MODEL,
         setting=Setting(method="ngram", tree=TREE), dtype="float32", port=free_port(), max_running_requests=8,
-        context_length=1024, max_total_tokens=8192)
+        context_length=1024)
     with serving((*launch_arguments(plan), "--skip-server-warmup"), tmp_path_factory.mktemp("ngram")) as server:
         yield server
 

@@ -17,13 +17,12 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.measurement.parity.parity import prove_parity
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.targets.layers import choose_aux_layers
+from eyrie_workers.targets.config import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.sglang.fitted_drafter import fit_drafter
@@ -75,7 +74,7 @@ def serve(target: TargetModel, drafter: Path, setting: Setting, logs: Path) -> S
         target=read_target(str(target.path), json.loads((target.path / "config.json").read_text())),
         drafter=read_drafter(str(drafter), json.loads((drafter / "config.json").read_text())), setting=setting,
         machine=profile("cpu"), served_model_name="olmo", port=free_port(), dtype="float32", max_running_requests=4,
-        max_total_tokens=4096, plugin_root=f"{STAND_IN}{os.pathsep}{ROOT / 'workers'}")
+        plugin_root=f"{STAND_IN}{os.pathsep}{ROOT / 'workers'}")
     return start_sglang((*launch_arguments(plan), "--skip-server-warmup"), logs, prefix=program(),
                         environment=environment() | launch_environment(plan))
 

@@ -12,8 +12,7 @@ from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import launch_arguments
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.measurement.parity.parity import prove_parity
@@ -33,7 +32,7 @@ def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     plan = LaunchPlan(
         target=read_target(str(TARGET), read_config(TARGET)), drafter=read_drafter(str(drafter), read_config(drafter)),
         machine=profile("cpu"), served_model_name=MODEL, setting=Setting(tree=CHAIN), dtype="float32", port=free_port(),
-        max_running_requests=8, context_length=1024, max_total_tokens=8192)
+        max_running_requests=8, context_length=1024)
     with serving((*launch_arguments(plan), "--skip-server-warmup"), tmp_path_factory.mktemp("chain")) as server:
         yield server
 

@@ -9,11 +9,9 @@ import pytest
 
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines import server_pool
-from eyrie_workers.engines.managed_servers import ServerPlan
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.server_history import ServerHistory
-from eyrie_workers.engines.server_pool import ServerPool
+from eyrie_workers.engines.sglang import servers as managed
+from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan, ServerPool
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.session import read_suites
 from eyrie_workers.stage_program import Stage
@@ -50,7 +48,7 @@ def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ende
         assert answered is not None
         assert [one.token_ids for one in answered.plain] == [one.token_ids for one in answered.drafted]
         assert pool.history.restarts == 1
-        monkeypatch.setattr(server_pool, "MOST_RESTARTS", 0)
+        monkeypatch.setattr(managed, "MOST_RESTARTS", 0)
         [server] = servers_of(tmp_path)
         os.kill(server, signal.SIGKILL)
         with pytest.raises(EngineFailed, match=r"ended \d times"):  # what the check found before counts for nothing

@@ -83,6 +83,9 @@ class Stage:
     quiet: bool = False
     """Write events to the log alone, not to stdout."""
 
+    on_metric: Callable[[MetricRecord], None] | None = None
+    """Called with each point of a series after it is logged."""
+
     _started: float = field(default_factory=time.monotonic)
     _last_progress: float = 0.0
     _first_done: float | None = None
@@ -122,7 +125,10 @@ class Stage:
 
     def metric(self, name: str, step: int, value: float) -> None:
         """Log one point of a series."""
-        self._write(MetricRecord(time=_now(), name=name, step=step, value=value))
+        record = MetricRecord(time=_now(), name=name, step=step, value=value)
+        self._write(record)
+        if self.on_metric is not None:
+            self.on_metric(record)
 
     def event(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Log an event, and print it."""

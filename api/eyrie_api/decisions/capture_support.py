@@ -1,4 +1,6 @@
-"""Targets for which SGLang supports EAGLE-3 drafters, and its numbering of their layers. Data about SGLang 0.5.23.
+"""Targets for which SGLang supports EAGLE-3 drafters, its numbering of layers, and the longest text that it allows.
+
+Data about SGLang 0.5.23.
 
 An EAGLE-3 drafter reads hidden states of the target and shares its embedding, so the target's model class must have
 the methods `set_eagle3_layers_to_capture` and `get_embed_and_head`. Without one of them, the server exits after loading
@@ -18,7 +20,8 @@ otherwise use the ids unchanged, so there v = k (the wrong choice cost 0.1 token
 that norm or not at all. (Only GPT-OSS can capture it, with ids that include its number of layers.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 
@@ -70,6 +73,12 @@ RAW_UNLESS_FIRST_IS_ONE: tuple[str, ...] = (
 """Families that add 1 to explicit layer ids only when the first id is 1."""
 
 SUPPORTED_BY_SGLANG: tuple[str, ...] = tuple(sorted((*CAPTURED_ARCHITECTURES, *PLUGIN_ARCHITECTURES)))
+
+
+class Unlaunchable(InvalidInput):
+    """A combination of target, drafter, setting and machine that SGLang refuses, or serves wrongly without an error."""
+
+    reason = "Unlaunchable"
 
 
 def require_capture(architecture: str) -> None:
@@ -132,3 +141,27 @@ def captured_inputs(architecture: str, ids: Sequence[int], num_layers: int | Non
     if architecture in RAW_UNLESS_FIRST_IS_ONE and not (ids and ids[0] == 1):
         return tuple(ids)
     return tuple(value + 1 for value in ids)
+
+
+def context_length(config: Mapping[str, Any], name: str) -> int:
+    """The longest text SGLang allows for a config: rope scaling counts, unless the config gives the original length.
+
+    `get_context_length` of SGLang's hf_transformers: a `factor` multiplies max_position_embeddings, except with
+    `original_max_position_embeddings` (the length given is then the scaled one) and for llama3.
+    """
+    longest = positive_integer(config, "max_position_embeddings", name)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping) or "original_max_position_embeddings" in scaling:
+        return longest
+    if (scaling.get("rope_type") or scaling.get("type")) == "llama3":
+        return longest
+    factor = scaling.get("factor")
+    return int(longest * factor) if isinstance(factor, int | float) else longest
+
+
+def positive_integer(config: Mapping[str, Any], field: str, name: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise Unlaunchable(f"{name!r}: config.json has {field} = {value!r}, not a positive integer",
+                           "give a decoder-only text model's config")
+    return value

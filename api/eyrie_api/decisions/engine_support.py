@@ -2,7 +2,7 @@
 
 SGLang refuses some of this itself, after it has loaded the weights; other combinations it serves differently with only
 a warning in its log. Limits of single launch lines, which depend on the GPU's generation, are in
-`eyrie_workers.engines.sglang.launch_checks`.
+`eyrie_workers.engines.sglang.launch`.
 
 On a CPU, SGLang 0.5.23 verifies drafts greedily whatever the temperature (`_verify_uses_greedy` in its source): output
 at a temperature above 0 would not be the target's. Sampled generation without a drafter is not affected, so

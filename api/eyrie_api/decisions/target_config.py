@@ -111,7 +111,7 @@ def language_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def logit_transform(text: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Factor and bound of the logits (`eyrie_workers.targets.output_head`), under the names that configs use."""
+    """Factor and bound of the logits (`eyrie_workers.targets.operators`), under the names that configs use."""
     scale = float(text.get("logit_scale") or 1.0) / float(text.get("logits_scaling") or 1.0)
     soft_cap = text.get("final_logit_softcapping")
     return scale, float(soft_cap) if soft_cap else None

@@ -11,7 +11,7 @@ PLAIN_ATTENTION; for others it raises Undeployable with a hint.
 
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import EyrieError
@@ -41,7 +41,7 @@ from eyrie_operator.manifests.deployment import (
 from eyrie_operator.manifests.engines import ANY_HOST
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import TargetCheckpoint, read_drafter, read_target
-from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
+from eyrie_workers.engines.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile as machine_profile
 from eyrie_workers.targets.model_cache import revision_link
 
@@ -126,8 +126,7 @@ class Deployments:
 
         def argv(use: DrafterUse, port: int) -> tuple[str, ...]:
             command = EngineCommand(
-                target=path, model=endpoint.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
-                setting=use.setting, map=use.map, host=ANY_HOST, port=port,
+                target=path, model=endpoint.model, use=use, host=ANY_HOST, port=port,
                 max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY, dtype=target.dtype,
                 drain_s=drain_within(self._given.drain_timeout_s, self._given.leave_delay_s))
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one

@@ -21,12 +21,13 @@ from eyrie_api.artifacts import MANIFEST, parse_manifest
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import ArtifactMissing
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, WorkArea
 from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
 from eyrie_operator.manifests.names import digest
 from eyrie_pipelines.work_area import split_drafter
-from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, family_algorithm, read_drafter
+from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, read_drafter
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Drafters:
             facts = DrafterCheckpoint(directory, context_length=1)  # not read
         elif job is not None and job.drafter.max_position_embeddings is not None and not job.sweep.families:
             facts = DrafterCheckpoint(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window,
-                                  algorithm=family_algorithm(job.drafter.family))
+                                  algorithm=FAMILIES[job.drafter.family].sglang_algorithm)
         else:
             raise Undeployable(f"{directory}/{CONFIG} cannot be read by the operator, and the drafter's job does not "
                                "say drafter.max_position_embeddings, or trains several families",

@@ -72,7 +72,7 @@ from eyrie_operator.endpoints.traffic_recording import (
 )
 from eyrie_pipelines.processes import ProcessId, identify
 from eyrie_workers.engines.openai_api import InvalidRequest, error_body, read_object
-from eyrie_workers.engines.sglang.plugin.paths import OTHERS, is_inference
+from eyrie_workers.engines.request_rules import OTHERS, is_inference
 
 T = TypeVar("T")
 

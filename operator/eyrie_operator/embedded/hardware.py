@@ -11,7 +11,7 @@ from pathlib import Path
 
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
+from eyrie_workers.engines.sglang.profiles import PROCESSES_BYTES, weights_on_disk
 
 _GIB = 2**30
 _WORKSPACE_BYTES = 4 * _GIB

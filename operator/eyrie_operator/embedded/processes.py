@@ -209,9 +209,8 @@ def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path)
     target, serve = resolve_target(serving.target), serving.serve
     if serve.engine.kind == "embedded":
         return EngineCommand(
-            target=target, model=model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
-            setting=use.setting, map=use.map, host=HOST, max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY,
-            dtype=serving.target.dtype, drain_s=serve.drain_s).argv(ready_file)
+            target=target, model=model, use=use, host=HOST, dtype=serving.target.dtype, drain_s=serve.drain_s,
+            max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY).argv(ready_file)
     argv = [sys.executable, "-m", "eyrie_workers.engines.sglang.serve", "--target", str(target), "--model", model,
             "--use", use.model_dump_json(), "--host", HOST, "--dtype", serving.target.dtype,
             "--tp-size", str(serve.engine.tp_size), "--ready-file", str(ready_file)]

@@ -16,7 +16,7 @@ from eyrie_api.v1alpha1.placement import ObjectName, Placement, S3Work
 from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan
 
 LWS_API = "leaderworkerset.x-k8s.io/v1"
 
@@ -154,7 +154,7 @@ class EndpointDeployment:
     as soon as its canary has passed."""
 
     num_nodes: int = 1
-    """Nodes of one engine; above 1 by LeaderWorkerSet. tp_size x pp_size must equal num_nodes x placement.num_gpus."""
+    """Nodes of one engine; above 1 by LeaderWorkerSet. tp_size must equal num_nodes x placement.num_gpus."""
 
     port: int = 30000
     startup_timeout_s: float = 1800.0
@@ -251,15 +251,15 @@ class EndpointDeployment:
             raise Undeployable(f"num_nodes {self.num_nodes}: the embedded engine runs on one", "use engine sglang")
 
     def _check_gpus(self, plan: LaunchPlan) -> None:
-        wanted, given = plan.tp_size * plan.pp_size, self.num_nodes * self.placement.num_gpus
+        given = self.num_nodes * self.placement.num_gpus
         if plan.machine.platform == "cpu":
             if given:
                 raise Undeployable(f"placement.num_gpus {self.placement.num_gpus} with hardware profile "
                                    f"{plan.machine.name!r}", "give the GPU's profile, or num_gpus 0")
-        elif wanted != given:
+        elif plan.tp_size != given:
             raise Undeployable(
-                f"tp_size {plan.tp_size} x pp_size {plan.pp_size} = {wanted} GPUs, and {self.num_nodes} node(s) with "
-                f"placement.num_gpus {self.placement.num_gpus} have {given}", "make them equal")
+                f"tp_size {plan.tp_size}, and {self.num_nodes} node(s) with placement.num_gpus "
+                f"{self.placement.num_gpus} have {given} GPUs", "make them equal")
 
 
 def fetched(files: DrafterFiles, placement: Placement) -> StoredDrafter | None:

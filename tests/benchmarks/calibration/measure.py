@@ -18,7 +18,7 @@ and would hide the rest. Nodes of one tree are not independent, so the intervals
 needs ordered confidences; calibrated ones make its products acceptance rates.
 
 `by_rank` counts, where the parent was accepted, how often the best candidate was accepted, the second best, and so on:
-the prior of static trees (`speculation.static_tree`). Nodes beyond the end of an answer are not counted: their
+the prior of static trees (`speculation.tree`). Nodes beyond the end of an answer are not counted: their
 acceptance is unknown.
 
 The trees have every node that `--num-steps` and `--top-k` can grow, 5/4/69 by default. Works for any family that
@@ -37,7 +37,7 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import Environment
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.conversations.suites import load_suite, select
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree

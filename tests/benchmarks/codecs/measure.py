@@ -40,7 +40,7 @@ from eyrie_workers.features.codecs import decode_into, encode, relative_error
 from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.topk_logits import compute_topk_logits, rebuild_distribution
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Result, SpecT, Stage, run_program
 from eyrie_workers.stages.capture import capture
@@ -50,7 +50,7 @@ from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.codecs.report import CodecReport, SeedResult, WayResult
 from tests.benchmarks.transcode import transcode

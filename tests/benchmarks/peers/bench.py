@@ -54,13 +54,12 @@ from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.family import save_drafter
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.features.shard_format import FeatureRow
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
-from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.config import choose_aux_layers, read_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer

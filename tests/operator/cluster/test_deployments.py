@@ -83,9 +83,11 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
 def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:
     made = deployed(tmp_path, EndpointServeSpec(max_concurrency=5), python=["/opt/python", "-X", "dev"])
     assert isinstance(made.engine, EmbeddedEngine)
-    line = list(made.engine.argv(DrafterUse(drafter_dir="/d", setting=CHAIN), 30000))
+    use = DrafterUse(drafter_dir="/d", setting=CHAIN)
+    line = list(made.engine.argv(use, 30000))
+    assert DrafterUse.model_validate_json(line[line.index("--use") + 1]) == use
     assert line[:5] == ["/opt/python", "-X", "dev", "-m", "eyrie_workers.engines.server"]
-    for pair in (["--host", "0.0.0.0"], ["--port", "30000"], ["--drafter", "/d"], ["--max-concurrency", "5"],
+    for pair in (["--host", "0.0.0.0"], ["--port", "30000"], ["--max-concurrency", "5"],
                  ["--target", "quickstart"], ["--model", "model"]):
         at = line.index(pair[0])
         assert line[at:at + 2] == pair

@@ -27,7 +27,7 @@ from eyrie_operator.manifests.deployment import (
 )
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -96,8 +96,8 @@ def two_nodes(**changes: Any) -> EndpointDeployment:
 def embedded(**changes: Any) -> EndpointDeployment:
     """The reference engine, without a GPU."""
     def argv(use: DrafterUse, port: int) -> list[str]:
-        return ["python3", *EngineCommand(target="quickstart", model="q", setting=use.setting, map=use.map,
-                                          host="0.0.0.0", port=port).argv()[1:]]
+        return ["python3", *EngineCommand(target="quickstart", model="q", use=use, host="0.0.0.0",
+                                          port=port).argv()[1:]]
 
     return deployment(**({"engine": EmbeddedEngine("quickstart", argv),
                           "placement": Placement(image="eyrie-workers:test")} | changes))

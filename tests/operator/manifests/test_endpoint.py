@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.decisions.capture_support import Unlaunchable
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
 from eyrie_api.v1alpha1.targets import JobTarget
@@ -27,7 +28,6 @@ from eyrie_operator.manifests.endpoint import render_endpoint
 from eyrie_operator.manifests.names import object_name
 from eyrie_workers.engines.sglang.plugin_files import PACKAGE
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.operator.manifests.samples import (
     ADAPTIVE,
     CHAIN,
@@ -338,7 +338,7 @@ def test_long_endpoint_names_keep_apart() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpus", {"engine": SglangEngine(replace(PLAN, tp_size=2))}, "= 2 GPUs.*num_gpus 1"),
+    ("gpus", {"engine": SglangEngine(replace(PLAN, tp_size=2))}, "tp_size 2.*num_gpus 1 have 1 GPUs"),
     ("cpu with gpus", {"engine": SglangEngine(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
     ("no group controller", {"num_nodes": 2, "engine": SglangEngine(replace(PLAN, tp_size=2))}, "leaderworkerset"),
     ("no replicas", {"replicas": 0}, "at least 1"), ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),
@@ -453,4 +453,6 @@ def test_the_embedded_engine_is_started_by_its_own_line() -> None:
     line = engine(pod)["command"]
     assert line[:3] == ["python3", "-m", "eyrie_workers.engines.server"]
     assert flag(engine(pod), "--host") == "0.0.0.0"
-    assert flag(engine(pod), "--num-steps") == "5"
+    use = DrafterUse.model_validate_json(str(flag(engine(pod), "--use")))
+    assert use.setting.tree is not None
+    assert use.setting.tree.num_steps == 5

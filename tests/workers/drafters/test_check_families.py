@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eyrie_api.decisions.capture_support import Unlaunchable
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -17,12 +18,10 @@ from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import launch_arguments
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.targets.config import parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.tiny import tiny_target
 
 SHAPE = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)

@@ -37,7 +37,7 @@ from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import Rotary
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.unroll_plan import plan_unroll
 from tests.packed_rows import pack_rows

@@ -16,7 +16,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import Rotary
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 from tests.workers.drafters.allocations import largest
 

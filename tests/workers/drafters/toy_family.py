@@ -27,11 +27,11 @@ from eyrie_workers.drafters.heads import UNLIMITED_LENGTH, last_states
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
-from eyrie_workers.speculation.upload import upload
+from eyrie_workers.speculation.tree import build_tree_from_marginals
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.numerics import linear

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.engines.detokenizer import Detokenizer, ResponseText, StopMatcher
+from eyrie_workers.engines.responses import Detokenizer, ResponseText, StopMatcher
 
 
 def decode_bytes(ids: list[int]) -> str:

@@ -8,7 +8,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_workers.engines.embedded import EmbeddedEngine
+from eyrie_workers.engines.decoding_engine import EmbeddedEngine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.targets.loading import load_target
 from tests.workers.engines.engine_contract import DRAFTED, LOOKUP, OFF, check_contract

@@ -2,8 +2,8 @@
 
 import json
 
-from eyrie_workers.engines.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
-from eyrie_workers.targets.token_text import TokenText
+from eyrie_workers.engines.responses import LogprobEntry, chat_logprobs, completion_logprobs
+from eyrie_workers.targets.templates import TokenText
 
 A, PART, UNKNOWN = TokenText("a", b"a"), TokenText("\ufffd", b"\xe2\x82"), TokenText("\ufffd", None)
 

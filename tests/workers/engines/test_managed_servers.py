@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.decisions.capture_support import Unlaunchable
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_workers.engines.managed_servers import DrafterUses, ServerPlan, command_line
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.targets.sglang_limits import Unlaunchable
+from eyrie_workers.engines.sglang.servers import DrafterUses, ServerPlan, command_line
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
 TREE = Setting(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8))
@@ -81,8 +81,9 @@ def test_the_embedded_engine_gets_a_map_that_one_drafter_can_apply(
     plan = plan_for("embedded", target, "cpu")
     assert plan.is_adaptive(candidate)
     line = command_line(plan, "candidate", {"candidate": candidate}, tmp_path)
-    assert value(line, "--trees-by-batch-size") == "1=2/1/3,4=off"
-    assert value(command_line(plan, "candidate", uses, tmp_path), "--num-steps") == "2"
+    assert DrafterUse.model_validate_json(value(line, "--use") or "") == candidate
+    fixed = value(command_line(plan, "candidate", uses, tmp_path), "--use")
+    assert DrafterUse.model_validate_json(fixed or "") == uses["candidate"]
     assert not plan_for("sglang", target, "h100").is_adaptive(candidate)  # the map has no adaptive form
 
 

@@ -1,6 +1,6 @@
 """Metrics of verify rounds."""
 
-from eyrie_workers.engines.metrics import EngineMetrics
+from eyrie_workers.engines.engine_thread import EngineMetrics
 
 
 def counted(metrics: EngineMetrics) -> dict[str, float]:

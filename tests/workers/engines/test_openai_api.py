@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from eyrie_workers.engines.openai_api import (
     ContextTooLong,
     InvalidRequest,
-    SpecDetails,
     error_body,
     fit_context,
     parse_chat,
     parse_completion,
     read_object,
+    spec_tokens_details,
 )
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -139,7 +139,7 @@ def test_prompt_and_response_never_exceed_the_context(num_prompt: int, asked: in
 
 
 def test_spec_details_agree_with_their_histogram() -> None:
-    details = SpecDetails(rounds=4, proposed=12, histogram=(1, 1, 0, 2)).as_sglang()
+    details = spec_tokens_details((1, 1, 0, 2), 12)
     assert details == {"spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 7,
                        "spec_accept_length": 2.75, "spec_correct_drafts_histogram": [1, 1, 0, 2]}
-    assert SpecDetails(rounds=0, histogram=()).acceptance_length == 1.0
+    assert spec_tokens_details((), 0)["spec_accept_length"] == 1.0

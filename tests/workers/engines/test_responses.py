@@ -11,9 +11,8 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.engines.openai_api import ResponseMetadata
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Request, StepOutput
-from eyrie_workers.speculation.logprobs import TokenLogprobs
-from eyrie_workers.targets.templates import parse_answer
-from eyrie_workers.targets.token_text import token_text
+from eyrie_workers.speculation.verify import TokenLogprobs
+from eyrie_workers.targets.templates import token_text
 
 EOS = 3  # no byte of the texts below
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -27,7 +26,7 @@ def new_builder(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool 
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
     generation = GenerationRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
                                    include_usage=True, continuous_usage=True, token_ids=True, spec_details=True)
-    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer,
+    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode,
                            lambda token: token_text(decode([token]), None))
 
 
@@ -144,6 +143,7 @@ def test_details_add_up_over_rounds() -> None:
     builder = new_builder(chat=False)
     for tokens, accepted in (([97], []), ([97, 98, 99], [2]), ([97], [0])):
         builder.append(StepOutput("r", tokens, accepted))
-    details = builder.details()
-    assert (details.rounds, details.histogram, details.accepted) == (2, (1, 0, 1), 2)
-    assert details.acceptance_length == 2.0
+    builder.append(StepOutput("r", [], [], "length"))
+    details = builder.response()["sglext"]["spec_tokens_details"]
+    assert (details["spec_verify_ct"], details["spec_correct_drafts_histogram"]) == (2, [1, 0, 1])
+    assert (details["spec_num_correct_drafts"], details["spec_accept_length"]) == (2, 2.0)

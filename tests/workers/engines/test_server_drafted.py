@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from tests.workers.engines.conftest import chat_body
 from tests.workers.engines.test_server import CHAT, events, metric
@@ -14,8 +15,8 @@ from tests.workers.engines.test_server import CHAT, events, metric
 def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
         http: httpx.Client, target: Path, drafter: Path, tmp_path: Path) -> None:
     tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
-    drafted = start_engine(EngineCommand(target=target, model="tiny", drafter=drafter, tree=tree, max_concurrency=2,
-                                         threads=1), tmp_path)
+    use = DrafterUse(drafter_dir=str(drafter), setting=Setting(tree=tree))
+    drafted = start_engine(EngineCommand(target=target, model="tiny", use=use, max_concurrency=2, threads=1), tmp_path)
     try:
         with httpx.Client(base_url=drafted.wait_ready(120), timeout=120) as client:
             assert client.get("/v1/models").json()["data"][0]["speculation"] == tree.model_dump()
@@ -72,6 +73,8 @@ def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
 
 
 def test_a_drafter_that_is_not_there_is_reported_by_name(target: Path, tmp_path: Path) -> None:
-    started = start_engine(EngineCommand(target=target, model="tiny", drafter=tmp_path / "nowhere"), tmp_path)
+    tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
+    use = DrafterUse(drafter_dir=str(tmp_path / "nowhere"), setting=Setting(tree=tree))
+    started = start_engine(EngineCommand(target=target, model="tiny", use=use), tmp_path)
     with pytest.raises(EngineFailed, match="nowhere"):
         started.wait_ready(120)

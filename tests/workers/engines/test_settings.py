@@ -7,10 +7,10 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.engines.process import EngineCommand, batch_size_schedule
-from eyrie_workers.engines.server import ServerOptions, load, parse_options
+from eyrie_workers.engines.server import load, parse_options
 from eyrie_workers.speculation.engine import Engine, Request
 from tests.tiny import tiny_target
 
@@ -19,8 +19,10 @@ TREE = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
 DRAFTER = Path("/drafter")
 
 
-def parsed(**what: Any) -> ServerOptions:
-    return parse_options(EngineCommand(target="t", model="m", **what).argv()[3:])
+def loaded(target: Path, **use: Any) -> Engine:
+    """The engine of a server that is started with a `DrafterUse`."""
+    argv = EngineCommand(target=target, model="m", use=DrafterUse(**use), max_concurrency=3, threads=1).argv()[3:]
+    return load(parse_options(argv)).engine
 
 
 def operating_map(*settings: Setting) -> OperatingMap:
@@ -29,24 +31,21 @@ def operating_map(*settings: Setting) -> OperatingMap:
         for i, setting in enumerate(settings)))
 
 
-@pytest.mark.parametrize(("command", "method", "tree", "drafter"), [
-    ({}, "off", None, None),
-    ({"drafter": DRAFTER, "tree": TREE}, "drafter", TREE, DRAFTER),
-    ({"drafter": DRAFTER, "setting": Setting(tree=CHAIN), "tree": TREE}, "drafter", CHAIN, DRAFTER),
-    ({"drafter": DRAFTER, "setting": Setting(method="ngram", tree=TREE)}, "ngram", TREE, None),
-    ({"drafter": DRAFTER, "setting": OFF}, "off", None, None),
-])
-def test_the_server_parses_the_rendered_command(command: dict[str, Any], method: str, tree: DraftTreeShape | None,
-                                                 drafter: Path | None) -> None:
-    options = parsed(**command)
-    assert (options.method, options.tree, options.drafter) == (method, tree, drafter)
-    assert not options.trees_by_batch_size
+def test_the_server_decodes_with_the_setting_of_the_rendered_command(target: Path, drafter: Path) -> None:
+    plain = loaded(target)
+    assert (plain.drafter, plain.tree) == (None, None)
+    drafted = loaded(target, drafter_dir=str(drafter), setting=Setting(tree=TREE))
+    assert drafted.drafter is not None
+    assert not isinstance(drafted.drafter, NgramDrafter)
+    assert drafted.tree == TREE
+    ngram = loaded(target, drafter_dir=str(drafter), setting=Setting(method="ngram", tree=TREE))
+    assert isinstance(ngram.drafter, NgramDrafter)
+    assert loaded(target, drafter_dir=str(drafter), setting=OFF).drafter is None
 
 
 def test_a_map_with_one_drafter_becomes_a_batch_size_schedule() -> None:
-    options = parsed(drafter=DRAFTER, map=operating_map(Setting(tree=TREE), Setting(tree=CHAIN), OFF))
-    assert options.method == "drafter"
-    assert options.trees_by_batch_size == {1: TREE, 2: CHAIN, 4: None}
+    assert batch_size_schedule(operating_map(Setting(tree=TREE), Setting(tree=CHAIN), OFF)) == (
+        "drafter", {1: TREE, 2: CHAIN, 4: None})
 
 
 def test_a_map_with_two_methods_or_one_setting_has_no_schedule() -> None:
@@ -54,15 +53,14 @@ def test_a_map_with_two_methods_or_one_setting_has_no_schedule() -> None:
     assert batch_size_schedule(operating_map(ngram, trained, OFF)) is None
     assert batch_size_schedule(operating_map(trained, trained)) is None
     assert batch_size_schedule(operating_map(OFF, OFF)) is None
-    options = parsed(drafter=DRAFTER, setting=trained, map=operating_map(trained, ngram))
-    assert (options.tree, options.trees_by_batch_size) == (TREE, {})
 
 
 def test_a_loaded_engine_changes_its_tree_with_the_batch_size(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target", "llama", initializer_range=0.05)
-    options = parse_options(["--target", str(target), "--method", "ngram", "--trees-by-batch-size", "1=3/1/4,3=off",
-                             "--max-concurrency", "3", "--threads", "1"])
-    engine = load(options).engine
+    ngram = Setting(method="ngram", tree=CHAIN)
+    points = tuple(OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+                   for load, setting in ((1, ngram), (3, OFF)))
+    engine = loaded(target, setting=ngram, map=OperatingMap(points=points))
     assert isinstance(engine.drafter, NgramDrafter)
     assert engine.tree == CHAIN  # at one row
     requests = [Request(f"r{i}", [7 + i, 8, 9], 20 + 10 * i) for i in range(3)]
@@ -83,9 +81,9 @@ def test_a_loaded_engine_changes_its_tree_with_the_batch_size(tmp_path: Path) ->
     assert 3 not in drafted_at
 
 
-@pytest.mark.parametrize("argv", [["--method", "drafter"], ["--method", "ngram", "--trees-by-batch-size", "1=deep"],
-                                  ["--method", "ngram", "--trees-by-batch-size", "many=3/1/4"],
-                                  ["--method", "ngram", "--trees-by-batch-size", "1=3/1/9"]])
-def test_an_invalid_command_line_is_rejected(argv: list[str]) -> None:
-    with pytest.raises(InvalidInput):
-        parse_options(["--target", "t", *argv])
+@pytest.mark.parametrize("use", [
+    '{"setting": {"tree": {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}}}', "no JSON",
+    '{"setting": {"method": "ngram", "tree": {"num_steps": 3, "top_k": 1, "num_draft_tokens": 9}}}'])
+def test_an_invalid_command_line_is_rejected(use: str) -> None:
+    with pytest.raises(InvalidInput, match="--use"):
+        parse_options(["--target", "t", "--use", use])

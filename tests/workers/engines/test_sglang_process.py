@@ -16,7 +16,6 @@ from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.sglang.process import (
     SglangServer,
-    last_error,
     launcher_command,
     merged_environment,
     plugin_root,
@@ -41,7 +40,7 @@ MEASURED = """
     from pathlib import Path
     from eyrie_workers.engines.parent_death_signal import adopt_orphans
     from eyrie_workers.engines.sglang.process import start_sglang
-    from eyrie_workers.machine.machine_lock import ProcessorTime
+    from eyrie_workers.machine import ProcessorTime
     adopt_orphans()
     before = ProcessorTime.now()
     server = start_sglang((), Path(sys.argv[1]), prefix=(sys.executable, "-c", sys.argv[2]))
@@ -157,9 +156,11 @@ def test_an_interpreter_without_eyrie_can_import_the_model_package_only(tmp_path
 def test_the_last_error_is_the_last_lines_without_an_exception(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\n\nthree\nfour\n")
-    assert last_error(log) == "two | three | four"
+    server = SglangServer(subprocess.Popen(["true"]), "", log)
+    assert server.last_error() == "two | three | four"
     log.write_text("")
-    assert last_error(log) == "no output"
+    assert server.last_error() == "no output"
+    assert server.process.wait() == 0
 
 
 def test_the_launcher_command_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,16 +169,3 @@ def test_the_launcher_command_is_read_from_the_environment(monkeypatch: pytest.M
     words = ("/opt/sglang/bin/python", "/opt/with space/serve.py")
     monkeypatch.setenv(SGLANG_PROGRAM, shlex.join(words))
     assert launcher_command() == words
-
-
-@pytest.mark.parametrize(("arguments", "url"), [
-    (("--host", "0.0.0.0", "--port", "30001"), "http://127.0.0.1:30001"),
-    (("--port", "30001", "--host", "::1"), "http://[::1]:30001"),
-    ((), "http://127.0.0.1:30000"),
-])
-def test_the_address_follows_from_the_arguments(arguments: tuple[str, ...], url: str, tmp_path: Path) -> None:
-    server = started(tmp_path, "", *arguments)
-    try:
-        assert server.url == url
-    finally:
-        server.stop(0.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_workers.load.endpoints import LoadPrompt
+from eyrie_workers.conversations.suites import Prompt
 from tests.servers.stub_openai_server import Timing, serve
 
 GENEROUS_S = 60.0
@@ -106,12 +106,12 @@ def certified(directory: Path, name: str) -> tuple[Path, ssl.SSLContext]:
     return certificate, context
 
 
-def prompts(num: int, categories: str = "ab") -> list[LoadPrompt]:
+def prompts(num: int, categories: str = "ab") -> list[Prompt]:
     """Prompts of several categories in turn."""
-    return [LoadPrompt(f"p{i}", categories[i % len(categories)], ({"role": "user", "content": f"question {i}"},))
+    return [Prompt(f"p{i}", categories[i % len(categories)], ({"role": "user", "content": f"question {i}"},))
             for i in range(num)]
 
 
-def fault(kind: str) -> LoadPrompt:
+def fault(kind: str) -> Prompt:
     """A prompt the responder meets with this trouble."""
-    return LoadPrompt(kind, "fault", ({"role": "user", "content": f"fault: {kind}"},))
+    return Prompt(kind, "fault", ({"role": "user", "content": f"fault: {kind}"},))

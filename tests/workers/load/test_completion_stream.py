@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eyrie_workers.load.completion_stream import read_stream
-from eyrie_workers.load.endpoint_url import RequestFailed
+from eyrie_workers.load.http_client import RequestFailed
 
 Pieces = list[tuple[float, bytes]]
 

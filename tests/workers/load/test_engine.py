@@ -6,9 +6,9 @@ import pytest
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
-from eyrie_workers.load.endpoints import LoadEndpoint
+from eyrie_workers.load.client import LoadEndpoint
 from eyrie_workers.load.run import run_load
 from tests.tiny import tiny_target
 from tests.workers.load.servers import prompts
@@ -18,8 +18,8 @@ from tests.workers.load.servers import prompts
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     target = tiny_target(tmp_path_factory.mktemp("target") / "tiny")
     setting = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
-    started = start_engine(EngineCommand(target=target, model="tiny", setting=setting, max_concurrency=4, threads=1),
-                           tmp_path_factory.mktemp("engine"))
+    started = start_engine(EngineCommand(target=target, model="tiny", use=DrafterUse(setting=setting),
+                                         max_concurrency=4, threads=1), tmp_path_factory.mktemp("engine"))
     try:
         started.wait_ready(120)
         yield started

@@ -112,8 +112,8 @@ def test_options_of_unknown_variants_are_rejected(options: list[str]) -> None:
 def test_prompts_are_read_from_suites_and_files_with_their_category(tmp_path: Path) -> None:
     file = tmp_path / "My Traffic.jsonl"
     file.write_text(json.dumps({"prompt": "hello"}) + "\n" + json.dumps({"question": "why?"}) + "\n")
-    assert {prompt.category for prompt in read_prompts([], 0)} == {"chat", "math", "code", "tools"}
-    assert {prompt.category for prompt in read_prompts([str(file)], 0)} == {"my-traffic"}
+    assert {prompt.suite for prompt in read_prompts([], 0)} == {"chat", "math", "code", "tools"}
+    assert {prompt.suite for prompt in read_prompts([str(file)], 0)} == {"my-traffic"}
     assert len(read_prompts([f"mine={file}"], 0)) == 2
     with pytest.raises(InvalidInput, match="no valid category name"):
         read_prompts([f"={file}"], 0)

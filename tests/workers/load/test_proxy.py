@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
-from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
-from eyrie_workers.load.proxy import proxy_for
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse, RequestFailed, parse_url, proxy_for
 from tests.workers.load.servers import GENEROUS_S, certified
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -9,8 +9,7 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadLevel, LoadReport, LoadSpec, ServiceLevel
-from eyrie_workers.load.client import EndpointUnusable, LoadClient, LoadRequest, RequestResult
-from eyrie_workers.load.endpoints import LoadEndpoint
+from eyrie_workers.load.client import EndpointUnusable, LoadClient, LoadEndpoint, LoadRequest, RequestResult
 from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.load.schedule import Level, arrivals
 from tests.servers.stub_openai_server import DIALECTS, FAULTS, Timing

@@ -3,8 +3,8 @@
 import pytest
 
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.load.client import LoadRequest
-from eyrie_workers.load.endpoints import LoadPrompt
 from eyrie_workers.load.schedule import Level, arrivals, blocks, draw_prompts, levels, num_requests, total_requests
 from tests.workers.load.servers import prompts
 
@@ -29,7 +29,7 @@ def test_all_variants_receive_the_same_requests_and_the_next_repeat_continues() 
 
 
 def test_prompts_are_drawn_from_the_categories_in_turn_however_many_each_has() -> None:
-    mixed = [LoadPrompt(f"{category}{i}", category, ()) for category, num in (("a", 1), ("b", 3)) for i in range(num)]
+    mixed = [Prompt(f"{category}{i}", category, ()) for category, num in (("a", 1), ("b", 3)) for i in range(num)]
     assert [prompt.id for prompt in draw_prompts(mixed, 0, 7)] == ["a0", "b0", "a0", "b1", "a0", "b2", "a0"]
 
 
@@ -58,9 +58,9 @@ def test_arrivals_are_a_poisson_process_fixed_by_the_seed() -> None:
 
 def test_another_system_prompt_replaces_the_prompts_own() -> None:
     messages = ({"role": "system", "content": "old"}, {"role": "user", "content": "hello"})
-    request = LoadRequest(LoadPrompt("p", "a", messages), 0, 0)
-    assert request.messages(LoadSpec()) == list(messages)
-    assert request.messages(LoadSpec(system_prompt="new")) == [
+    request = LoadRequest(Prompt("p", "a", messages), 0, 0)
+    assert request.prompt.messages_with(None) == list(messages)
+    assert request.prompt.messages_with("new") == [
         {"role": "system", "content": "new"}, {"role": "user", "content": "hello"}]
 
 

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_workers.machine.environment import cpu_count, describe_cpuinfo, environment
-from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock, share_of_other_processes
+from eyrie_workers.machine import (
+    ProcessorTime,
+    cpu_count,
+    describe_cpuinfo,
+    environment,
+    interference,
+    machine_lock,
+    share_of_other_processes,
+)
 
 
 def _hold(directory: Path, pipe: Connection) -> None:

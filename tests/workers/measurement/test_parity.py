@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, start_engine
 from eyrie_workers.measurement.parity.evidence import Evidence
 from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations
@@ -235,8 +236,9 @@ def test_our_own_engine_passes_and_a_dead_one_fails(target_dir: Path, tmp_path: 
     prompts = [[(7 * i + 3 * j) % vocab for j in range(5 + i)] for i in range(4)]
     plain = start_engine(EngineCommand(target=target_dir, model="tiny", max_concurrency=2, threads=1),
                          tmp_path / "plain")
-    drafted = start_engine(EngineCommand(target=target_dir, model="tiny", drafter=drafter, tree=TREE,
-                                         max_concurrency=2, threads=1), tmp_path / "drafted")
+    use = DrafterUse(drafter_dir=str(drafter), setting=Setting(tree=TREE))
+    drafted = start_engine(EngineCommand(target=target_dir, model="tiny", use=use, max_concurrency=2, threads=1),
+                           tmp_path / "drafted")
     try:
         paused: list[int] = []
         urls = plain.wait_ready(180.0), drafted.wait_ready(180.0)

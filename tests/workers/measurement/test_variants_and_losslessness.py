@@ -12,8 +12,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.engines.decoding_engine import EngineRun
-from eyrie_workers.engines.embedded import EmbeddedEngine
+from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry

@@ -120,7 +120,7 @@ def test_greedy_output_equals_hugging_face_generate(family: str, targets: dict[s
 
 
 def test_verification_reproduces_plain_decoding_bit_for_bit(targets: dict[str, TargetModel]) -> None:
-    """The claim of `cache` and `linear`, counted: the states the drafter is given are those of plain decoding."""
+    """The claim of `cache` and `Linear`, counted: the states the drafter is given are those of plain decoding."""
     target = targets["qwen3"]
     aux_layers = tuple(range(target.config.num_layers + 1))
 

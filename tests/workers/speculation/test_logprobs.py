@@ -12,7 +12,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.speculation.logprobs import TokenLogprobs, emitted_logprobs
+from eyrie_workers.speculation.verify import TokenLogprobs, emitted_logprobs
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target

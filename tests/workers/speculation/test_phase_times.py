@@ -3,7 +3,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
+from eyrie_workers.speculation.engine import EngineStats, PhaseClock
 
 
 class StreamEvent:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep
-from eyrie_workers.speculation.static_tree import accepted_at, static_topology
-from eyrie_workers.speculation.tree import build_draft_tree
+from eyrie_workers.speculation.tree import accepted_at, build_draft_tree, static_topology
 from tests.workers.speculation.test_tree import ToyDrafter, paths_of, toy_logits
 
 

@@ -34,8 +34,8 @@ from eyrie_workers.features.topk_logits import rebuild_distribution
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.stage_program import Stage, run_program
 from eyrie_workers.stages.capture import capture, is_whole, plan_rows, write_shards
-from eyrie_workers.targets.agreement import LayersDisagree, compare
 from eyrie_workers.targets.loading import load_target, target_digest
+from eyrie_workers.targets.state_source import LayersDisagree, compare
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import random_drafter
 

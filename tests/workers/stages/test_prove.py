@@ -21,7 +21,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.catalog import command
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
+from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
 from eyrie_workers.measurement.parity.served_answers import Served
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
 from eyrie_workers.stages.prove import FIXED, prove, record_answers, select_use, tuned_rival, variants_to_compare
@@ -227,10 +227,9 @@ def test_an_incumbent_whose_drafter_is_gone_is_left_out_and_reported(tmp_path: P
 
 
 def test_asked_to_stop_while_servers_come_up_none_is_left(tmp_path: Path) -> None:
-    def stop() -> None:
-        raise Interrupted
-
+    stage = Stage(tmp_path, quiet=True)
+    stage.stop_requested = True
     plan = ServerPlan("embedded", stage_specs(tmp_path)[0].target, 2)
-    with pytest.raises(Interrupted), managed_servers(plan, {"off": DrafterUse()}, tmp_path / "variants", stop):
-        pytest.fail("it was asked to stop before any server answered")
+    with pytest.raises(Interrupted):
+        ServerPool(plan, {"off": DrafterUse()}, tmp_path / "variants", stage, capacity=1).make_ready(["off"])
     assert servers_of(tmp_path) == []

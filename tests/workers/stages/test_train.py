@@ -30,7 +30,7 @@ from eyrie_workers.drafters.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
 from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.machine.environment import cpu_count
+from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.train import main as train_program
 from eyrie_workers.stages.train import train

@@ -88,7 +88,7 @@ def _is_in_tensorboard(out: Path) -> None:
     written = Counter((value.tag, event.step) for event in EventFileLoader(str(file)).Load()
                       for value in event.summary.value)
     assert set(written.values()) == {1}
-    [settings] = read.Tensors("settings")
+    [settings] = read.Tensors("settings/text_summary")
     text = settings.tensor_proto.string_val[0].decode()
     assert "job/c0" in text
     assert "| ttt_length | 3 |" in text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.machine.versions import other_versions
+from eyrie_workers.machine import other_versions
 from eyrie_workers.targets.device import (
     CPU,
     choose_device,

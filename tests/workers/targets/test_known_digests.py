@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_bytes, digest_file
-from eyrie_workers.targets import known_digests
-from eyrie_workers.targets.known_digests import known_digest
+from eyrie_workers.targets import loading
+from eyrie_workers.targets.loading import known_digest
 
 Hashed = list[Path]
 
@@ -18,9 +18,9 @@ def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hashed:
     """The files that were read for their digest, of a user with a home; every file is large and settled."""
     found: Hashed = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setattr(known_digests, "_LARGE", 1)
-    monkeypatch.setattr(known_digests, "_SETTLED_S", -1e9)
-    monkeypatch.setattr(known_digests, "digest_file", lambda path: (found.append(path), digest_file(path))[1])
+    monkeypatch.setattr(loading, "_LARGE", 1)
+    monkeypatch.setattr(loading, "_SETTLED_S", -1e9)
+    monkeypatch.setattr(loading, "digest_file", lambda path: (found.append(path), digest_file(path))[1])
     return found
 
 
@@ -63,15 +63,15 @@ def test_a_file_that_changed_is_read_again_although_its_size_and_time_are_the_sa
 def test_what_was_just_written_is_small_or_has_a_damaged_record_is_read(
         tmp_path: Path, hashed: Hashed, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path)
-    monkeypatch.setattr(known_digests, "_SETTLED_S", 1e9)
+    monkeypatch.setattr(loading, "_SETTLED_S", 1e9)
     known_digest(path)
     assert not (tmp_path / "caches").exists()
-    monkeypatch.setattr(known_digests, "_SETTLED_S", -1e9)
+    monkeypatch.setattr(loading, "_SETTLED_S", -1e9)
     known_digest(path)
     (record,) = (tmp_path / "caches/eyrie/digests").iterdir()
     record.write_text(record.read_text().replace(digest_bytes(b"weights")[-4:], "0000"))
     assert known_digest(path) == digest_bytes(b"weights")
-    monkeypatch.setattr(known_digests, "_LARGE", 1000)
+    monkeypatch.setattr(loading, "_LARGE", 1000)
     known_digest(path)
     assert hashed == [path] * 4
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.decisions.capture_support import sglang_layer_ids
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.targets.layers import choose_aux_layers, default_aux_layers
+from eyrie_workers.targets.config import choose_aux_layers, default_aux_layers
 
 
 def test_the_default_is_low_middle_high() -> None:

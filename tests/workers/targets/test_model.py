@@ -6,8 +6,8 @@ import torch
 
 from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.loading import load_target, resolve, target_digest
+from eyrie_workers.targets.operators import Linear, rms_normalise
 from tests.tiny import tiny_target
 
 VARIANTS: dict[str, dict[str, Any]] = {

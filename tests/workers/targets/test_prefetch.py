@@ -15,7 +15,7 @@ import pytest
 
 from eyrie_api.errors import DiskTooSmall, InvalidInput, TargetNotFound, Transient
 from eyrie_api.v1alpha1.targets import QUICKSTART, TargetSpec, is_hub_id
-from eyrie_workers.targets import known_digests, prefetch
+from eyrie_workers.targets import loading, prefetch
 from eyrie_workers.targets.loading import resolve, target_digest
 from eyrie_workers.targets.model_cache import cached_snapshot, record_path
 from eyrie_workers.targets.prefetch import fill
@@ -146,8 +146,8 @@ def test_the_weights_are_not_hashed_again_until_a_file_changes(
     shutil.copytree(snapshot, copy)
     computed = target_digest(copy)
     hashed: list[Path] = []
-    digest_file = known_digests.digest_file
-    monkeypatch.setattr(known_digests, "digest_file", lambda path: (hashed.append(path), digest_file(path))[1])
+    digest_file = loading.digest_file
+    monkeypatch.setattr(loading, "digest_file", lambda path: (hashed.append(path), digest_file(path))[1])
     assert target_digest(snapshot) == computed
     assert hashed == []
     blob = (snapshot / WEIGHTS[0]).resolve()

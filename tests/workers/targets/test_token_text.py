@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.targets.templates import ChatTokenizer
-from eyrie_workers.targets.token_text import TokenText, token_text
+from eyrie_workers.targets.templates import ChatTokenizer, TokenText, token_text
 from tests.tiny import tiny_target
 
 

@@ -10,10 +10,14 @@ from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.targets.state_source import open_source
-from eyrie_workers.targets.transformers_model import is_spread
-from eyrie_workers.targets.transformers_target import TransformersTarget, load_transformers_target, similar_lengths
+from eyrie_workers.targets.operators import OutputHead
+from eyrie_workers.targets.state_source import (
+    TransformersTarget,
+    is_spread,
+    load_transformers_target,
+    open_source,
+    similar_lengths,
+)
 from tests.tiny import tiny_target
 
 LAYERS = (0, 2, 4)

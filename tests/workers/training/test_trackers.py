@@ -1,8 +1,8 @@
-"""What is sent to trackers: each row once, complete, in order; and what a tracker lacks is said before training."""
+"""What is sent to trackers: each point once, in order; what a tracker lacks is said before training, and one that fails
+or hangs is left out within a limited time."""
 
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,71 +11,44 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.stage_program import Stage
-from eyrie_workers.training.tracker_process import Following, RecordedRows, TrackerProcess, start_trackers
-from eyrie_workers.training.trackers import TrackedRun, require_trackers, shown
+from eyrie_workers.training import trackers
+from eyrie_workers.training.trackers import Trackers, recorded_metrics, require_trackers, shown
 from tests.servers.mlflow_server import mlflow_server
 from tests.servers.processes import Server
 from tests.workers.events import stage_records
 
 
-def record(directory: Path, *steps: int, names: tuple[str, ...] = ("loss", "accuracy")) -> None:
-    stage = Stage(directory, quiet=True)
+def record(stage: Stage, *steps: int, names: tuple[str, ...] = ("loss", "accuracy")) -> None:
     for step in steps:
         stage.progress(step, None, "tokens")
         for name in names:
             stage.metric(name, step, float(step))
 
 
-def reader(directory: Path, *, resumed_from: int = 0) -> RecordedRows:
-    path = directory / "events.jsonl"
-    run = TrackedRun(key="k", job_id="job", candidate="c0", settings={}, directory=str(directory))
-    return RecordedRows(Following(run=run, stage_dir=str(directory), resumed_from=resumed_from,
-                                  recorded_bytes=path.stat().st_size if path.exists() else 0))
+def points(directory: Path, resumed_from: int) -> list[tuple[int, str]]:
+    return [(point.step, point.name) for point in recorded_metrics(directory / "events.jsonl", resumed_from)]
 
 
-def steps(rows: RecordedRows, *, ended: bool = False) -> list[int]:
-    return [row.step for row in rows.complete(ended=ended)]
+def test_a_training_that_begins_has_no_earlier_points(tmp_path: Path) -> None:
+    assert points(tmp_path, 0) == []
+    record(Stage(tmp_path, quiet=True), 1, 2)
+    assert points(tmp_path, 0) == []
 
 
-def test_a_row_is_sent_when_the_next_step_begins_and_the_last_one_at_the_end(tmp_path: Path) -> None:
-    rows = reader(tmp_path)
-    assert steps(rows) == []
-    record(tmp_path, 1, names=("loss",))
-    assert steps(rows) == []
-    record(tmp_path, 1, names=("accuracy",))
-    record(tmp_path, 2)
-    [row] = rows.complete(ended=False)
-    assert (row.step, row.values) == (1, {"loss": 1.0, "accuracy": 1.0})
-    assert steps(rows) == []
-    assert steps(rows, ended=True) == [2]
-
-
-def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    rows = reader(tmp_path)
-    record(tmp_path, 1, 2)
+def test_steps_that_a_resumed_training_repeats_are_no_earlier_points_and_half_a_line_is_none(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, quiet=True)
+    record(stage, 1, 2, 3)
+    record(stage, 4, names=("loss",))  # killed in the middle of a step; the last save was after step 2
     whole = (tmp_path / "events.jsonl").read_bytes()
     (tmp_path / "events.jsonl").write_bytes(whole[:-10])
-    assert steps(rows) == [1]
-    (tmp_path / "events.jsonl").write_bytes(whole)
-    [row] = rows.complete(ended=True)
-    assert row.values == {"loss": 2.0, "accuracy": 2.0}
-
-
-def test_steps_that_a_resumed_training_repeats_are_sent_once_and_complete(tmp_path: Path) -> None:
-    record(tmp_path, 1, 2, 3)
-    record(tmp_path, 4, names=("loss",))  # killed in the middle of a step; the last save was after step 2
-    rows = reader(tmp_path, resumed_from=2)
-    assert steps(rows) == [1]
-    record(tmp_path, 3, 4, 5)
-    assert [(row.step, len(row.values)) for row in rows.complete(ended=True)] == [(2, 2), (3, 2), (4, 2), (5, 2)]
+    assert points(tmp_path, 2) == [(1, "loss"), (1, "accuracy"), (2, "loss"), (2, "accuracy")]
 
 
 def test_a_record_of_several_interrupted_runs_is_one_series(tmp_path: Path) -> None:
-    record(tmp_path, 1, 2, 3, 4)
-    record(tmp_path, 3, 4, 5, 6)
-    rows = reader(tmp_path, resumed_from=5)
-    record(tmp_path, 6, 7)
-    assert steps(rows, ended=True) == [1, 2, 3, 4, 5, 6, 7]
+    stage = Stage(tmp_path, quiet=True)
+    record(stage, 1, 2, 3, 4, names=("loss",))
+    record(stage, 3, 4, 5, 6, names=("loss",))
+    assert points(tmp_path, 5) == [(step, "loss") for step in (1, 2, 3, 4, 5)]
 
 
 @pytest.mark.parametrize(("name", "environment", "said", "hint"), [
@@ -104,70 +77,63 @@ def test_an_error_is_shown_in_one_line_without_the_credentials_in_it() -> None:
     assert len(shown(error, {})) == 300
 
 
-def begin(name: str, directory: Path, *, resumed_from: int = 0) -> TrackerProcess:
-    [process] = start_trackers((name,), Stage(directory, quiet=True), key="k", job_id="job", candidate="c0",
-                               settings={"ttt_length": 3}, resumed_from=resumed_from)
-    return process
+def begin(name: str, stage: Stage, *, resumed_from: int = 0) -> Trackers:
+    return Trackers((name,), stage, key="k", job_id="job", candidate="c0", settings={"ttt_length": 3},
+                    resumed_from=resumed_from)
+
+
+def failures(directory: Path) -> list[str]:
+    return [entry.message for entry in stage_records(directory / "events.jsonl") if entry.kind == "event"]
 
 
 def test_tensorboard_shows_a_resumed_training_as_one_run(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, quiet=True)
     for resumed_from in (0, 2):
-        process = begin("tensorboard", tmp_path, resumed_from=resumed_from)
-        record(tmp_path, resumed_from + 1, resumed_from + 2)
-        process.end(finished=resumed_from == 2)
-        process.wait(finished=True)
+        sending = begin("tensorboard", stage, resumed_from=resumed_from)
+        record(stage, resumed_from + 1, resumed_from + 2)
+        sending.close(finished=resumed_from == 2)
     read = EventAccumulator(str(tmp_path / "trackers/tensorboard")).Reload()
     assert [event.step for event in read.Scalars("loss")] == [1, 2, 3, 4]
-    assert reasons(tmp_path) == []
+    assert failures(tmp_path) == []
 
 
-@pytest.fixture
-def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """An MLflow server that has not been started, which is the address of the trackers here."""
-    server = mlflow_server(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.port}")
-    yield server
-    server.kill()
-
-
-def reasons(directory: Path) -> list[str]:
-    return [record.reason for record in stage_records(directory / "events.jsonl") if record.kind == "event"]
-
-
-def wait_for(reason: str, directory: Path) -> None:
-    deadline = time.monotonic() + 120
-    while reason not in reasons(directory):
-        assert time.monotonic() < deadline, reasons(directory)
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_a_tracker_that_answers_again_during_training_gets_what_it_missed(tmp_path: Path, away: Server) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    process = begin("mlflow", out)
-    record(out, 1, 2)
-    wait_for("TrackerFailed", out)
-    away.start()
-    wait_for("TrackerRecovered", out)
-    record(out, 3)
-    process.end(finished=True)
-    process.wait(finished=True)
-    assert reasons(out) == ["TrackerFailed", "TrackerRecovered"]
-    client = MlflowClient(f"http://127.0.0.1:{away.port}")
-    experiment = client.get_experiment_by_name("eyrie")
-    assert experiment is not None
-    [run] = client.search_runs([experiment.experiment_id])
-    assert [one.step for one in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_a_tracker_that_accepts_connections_and_never_answers_ends_with_the_training(
+def test_a_tracker_that_accepts_connections_and_never_answers_delays_the_start_by_its_limit_and_is_left_out(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "START_S", 0.5)
+    stage = Stage(tmp_path, quiet=True)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{listening.getsockname()[1]}")
-        process = begin("mlflow", tmp_path)
-        record(tmp_path, 1)
-        process.end(finished=True)
-        process.wait(finished=True)
-    assert reasons(tmp_path) == ["TrackerFailed"]
+        began = time.monotonic()
+        sending = begin("mlflow", stage)
+        record(stage, 1)
+        sending.close(finished=True)
+        assert time.monotonic() - began < 10
+    [failure] = failures(tmp_path)
+    assert failure.startswith("mlflow: TimeoutError: no answer within 0.5 s")
+
+
+@pytest.mark.slow
+def test_a_tracker_that_goes_away_delays_no_step_and_is_reported_once_at_the_end(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = mlflow_server(tmp_path)
+    server.start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.port}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    stage = Stage(tmp_path, quiet=True)
+    try:
+        sending = begin("mlflow", stage)
+        record(stage, 1, 2)
+        client = MlflowClient(f"http://127.0.0.1:{server.port}")
+        [run] = client.search_runs([client.get_experiment_by_name("eyrie").experiment_id])  # type: ignore[union-attr]
+        deadline = time.monotonic() + 60
+        while [point.step for point in client.get_metric_history(run.info.run_id, "accuracy")] != [1, 2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        server.kill()
+    began = time.monotonic()
+    record(stage, *range(3, 50))
+    assert time.monotonic() - began < 5
+    sending.close(finished=True)
+    [failure] = failures(tmp_path)
+    assert failure.startswith("mlflow: MlflowException")

@@ -55,6 +55,13 @@ class Prompt:
     further: tuple[str, ...] = ()
     """Texts of the user's later turns."""
 
+    def messages_with(self, system_prompt: str | None) -> list[Message]:
+        """The messages; with `system_prompt` in place of their own system message, if one is given."""
+        if system_prompt is None:
+            return list(self.messages)
+        kept = [message for message in self.messages if message.get("role") not in ("system", "developer")]
+        return [{"role": "system", "content": system_prompt}, *kept]
+
 
 def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0) -> list[Prompt]:
     """Every prompt of a suite, duplicates removed, ordered as the module's docstring says.

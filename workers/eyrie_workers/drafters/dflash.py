@@ -20,7 +20,7 @@ tokens after it, so early positions count more (the paper's exp(-s / gamma); 0.8
 blocks of 8 and 5 for blocks of 10).
 
 A marginal does not depend on the tokens chosen before it. Drafting a chain is DFlash; drafting a tree is DDTree
-(arXiv:2604.12989), the most probable prefixes under the product of marginals (`speculation.marginals`), from the same
+(arXiv:2604.12989), the most probable prefixes under the product of marginals (`speculation.tree`), from the same
 weights.
 
 The mask is a token of the target's vocabulary, since the embedding is the target's: the last special token of the
@@ -72,15 +72,16 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_p
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.speculation.tree import build_tree_from_marginals
+from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import Linear, Rotary, rms_normalise
 from eyrie_workers.training.attention import SharedKeys, attend_block
 from eyrie_workers.training.numerics import linear, rms_norm
 from eyrie_workers.training.objective import Objective, Prediction, StepContext, draw_positions

@@ -76,9 +76,8 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import Linear, Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
 from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, round_up_rows
 from eyrie_workers.training.objective import (

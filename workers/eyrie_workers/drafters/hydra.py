@@ -60,13 +60,15 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import build_draft_tree
-from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
+from eyrie_workers.targets.operators import Linear
+from eyrie_workers.training.matmul import linear
+from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 _INITIAL_STD = 0.02

@@ -19,7 +19,7 @@ from eyrie_api.errors import ArtifactCorrupt, UnsupportedTarget
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import special_token_ids, weight_files
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 
 _INITIAL_STD = 0.02
 
@@ -48,7 +48,7 @@ class TargetEmbeddings:
     """Ids of the tokenizer's special tokens, ascending."""
 
     soft_cap: float | None = None
-    """Bound of the target's logits (`targets.output_head`). Their scale is part of `lm_head`."""
+    """Bound of the target's logits (`targets.operators`). Their scale is part of `lm_head`."""
 
     _converted: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False, repr=False)
 

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
-from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.causal_attention import causal
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.device import upload
 
 
 class RowLengths(NamedTuple):

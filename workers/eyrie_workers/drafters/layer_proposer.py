@@ -9,7 +9,7 @@ Caches and the table of rotations grow with the longest text. With a window only
 
 A draft step is many small operations, so the `InferenceLayer` precomputes what it can: norm weights are folded into the
 matrices that follow them, the two elements of each rotary pair are adjacent so that a rotation is one complex product,
-matrices are packed (`targets.linear`), and where the vocabulary is small enough the token's share of the layer's input
+matrices are packed (`Linear`), and where the vocabulary is small enough the token's share of the layer's input
 is a table. The result equals that of training up to rounding; tests/workers/drafters compare the two.
 
     B rows, T pairs, A aux layers, H hidden, Q = q + k + v widths, L keys, M scratch keys, N nodes of this step,
@@ -32,9 +32,9 @@ from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, Dr
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import pairs_together
 from eyrie_workers.training.numerics import PostAttention
+from eyrie_workers.targets.operators import Linear, rms_normalise
 
 # Largest table [V, Q] of a `TokenProjection`, on every device. For larger vocabularies the product is computed for each
 # token instead: the table of a 128k vocabulary would take more memory than the drafter.

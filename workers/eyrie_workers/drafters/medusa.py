@@ -11,7 +11,7 @@ of x_{i+1}. Only the heads are trained (Medusa-1); their losses are weighted by 
 k).
 
 No head reads x_{i+1} or the choices of earlier heads. One pass therefore predicts all depths, and the probability of a
-path is the product of the marginals of its depths, from which trees are built (`speculation.marginals`). In Hydra
+path is the product of the marginals of its depths, from which trees are built (`speculation.tree`). In Hydra
 (`drafters.hydra`) the heads read the tokens.
 
 Each head has its own output matrix, as in the paper. Measured on the quickstart target (295 answers of 16 k
@@ -55,16 +55,18 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layer_proposer import target_ids
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
-from eyrie_workers.speculation.upload import upload
+from eyrie_workers.speculation.tree import build_tree_from_marginals
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
+from eyrie_workers.targets.operators import Linear, OutputHead
+from eyrie_workers.training.matmul import linear
+from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 

@@ -27,7 +27,7 @@ import torch
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree
-from eyrie_workers.speculation.upload import upload
+from eyrie_workers.targets.device import upload
 
 # Longer suffixes have better continuations, shorter ones match more often. A single token recurs too often to predict
 # its continuation: at least two tokens, at most four.

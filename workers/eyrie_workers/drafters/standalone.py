@@ -74,12 +74,13 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
-from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.causal_attention import packed_causal, starts_of
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import Attend, TargetModel
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import Rotary
 from eyrie_workers.training.attention import gather_rows
 from eyrie_workers.training.numerics import rms_norm
 from eyrie_workers.training.objective import Objective, Prediction, StepContext

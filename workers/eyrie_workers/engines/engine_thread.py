@@ -1,4 +1,4 @@
-"""The thread that owns the engine: requests arrive through a queue, tokens leave through callbacks.
+"""The thread that owns the engine: requests arrive through a queue, tokens leave through callbacks; and its metrics.
 
 Torch and the engine's caches are used by this thread only; the HTTP side never accesses them. The thread loads the
 target and then repeats: take commands from the queue (blocking only when there are no requests), step the engine once,
@@ -6,23 +6,106 @@ pass each request its tokens. Requests beyond the engine's slots wait here in a 
 server answers 429 at once instead of after a minute. If a step raises, the state of the engine is unknown: every
 listener receives the error, the thread ends, /health reports it, and the process exits so that its supervisor starts a
 new one.
+
+Metrics. Tokens and verify rounds are counted when they happen, in the engine thread, so that a scrape during a long
+response is correct. Acceptance length is a gauge over the last rounds instead of over the life of the process. For any
+other window divide the `rate()` of two counters: `eyrie_generated_tokens_total` by `eyrie_verify_rounds_total` for all
+rounds, `eyrie_drafted_round_tokens_total` by `eyrie_drafted_rounds_total` for the rounds that drafted. A controller
+watches the latter to detect that the traffic has moved away from the drafter's training data. The former also falls
+when an engine disables drafting under load, where every round yields one token.
 """
 
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from eyrie_api.errors import EyrieError
-from eyrie_workers.engines.metrics import EngineMetrics
 from eyrie_workers.engines.openai_api import NotReady, Overloaded
 from eyrie_workers.speculation.engine import Engine, Request, StepOutput
 from eyrie_workers.targets.templates import ChatTokenizer
 
+# Rounds in the gauge's window: at a few tens of rounds per second and request, tens of seconds of traffic.
+WINDOW_ROUNDS = 512
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
 State = Literal["loading", "ready", "failed", "stopped"]
+
+
+class EngineMetrics:
+    """The metrics of one server, in their own registry."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._window: deque[int] = deque(maxlen=WINDOW_ROUNDS)
+        self._tokens = Counter("eyrie_generated_tokens", "Tokens generated, prompt not included.",
+                               registry=self._registry)
+        self._prompt_tokens = Counter("eyrie_prompt_tokens", "Prompt tokens of accepted requests.",
+                                      registry=self._registry)
+        self._rounds = Counter("eyrie_verify_rounds", "Target passes over a draft tree; plain decode steps count too.",
+                               registry=self._registry)
+        self._drafted = Counter("eyrie_drafted_rounds", "Target passes with draft tokens.",
+                                registry=self._registry)
+        self._drafted_tokens = Counter("eyrie_drafted_round_tokens", "Tokens of those passes, bonus token included.",
+                                       registry=self._registry)
+        self._accepted = Counter("eyrie_accepted_tokens", "Draft tokens accepted, by their position in the draft.",
+                                 ["position"], registry=self._registry)
+        self._acceptance = Gauge("eyrie_acceptance_length",
+                                 f"Mean tokens per target pass over the last {WINDOW_ROUNDS} rounds, bonus token "
+                                 "included; NaN before the first round.", registry=self._registry)
+        self._acceptance.set(float("nan"))
+        self._requests = Counter("eyrie_requests", "Finished requests, by finish reason.", ["finish_reason"],
+                                 registry=self._registry)
+        self._first = Histogram("eyrie_time_to_first_token_seconds", "From acceptance of a request to its first token.",
+                                buckets=_TTFT_BUCKETS, registry=self._registry)
+        self._between = Histogram("eyrie_inter_token_latency_seconds",
+                                  "Time between tokens; a round's time is shared evenly by the tokens it yields.",
+                                  buckets=_ITL_BUCKETS, registry=self._registry)
+        self._running = Gauge("eyrie_running_requests", "Requests being decoded.", registry=self._registry)
+        self._queued = Gauge("eyrie_queued_requests", "Requests waiting for a slot.", registry=self._registry)
+
+    def accepted_request(self, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def tokens(self, count: int, since_s: float, *, first: bool) -> None:
+        """Count tokens that arrived `since_s` after the request was accepted (first) or after its previous tokens."""
+        self._tokens.inc(count)
+        if first:
+            self._first.observe(since_s)
+            return
+        for _ in range(count):
+            self._between.observe(since_s / count)
+
+    def rounds(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
+        """Count verify rounds, given the draft tokens accepted and proposed in each."""
+        if not accepted:
+            return
+        self._rounds.inc(len(accepted))
+        of_drafted = [count for count, proposed in zip(accepted, drafted, strict=True) if proposed]
+        self._drafted.inc(len(of_drafted))
+        self._drafted_tokens.inc(sum(of_drafted) + len(of_drafted))
+        for count in accepted:
+            for position in range(1, count + 1):
+                self._accepted.labels(str(position)).inc()
+        self._window.extend(accepted)
+        self._acceptance.set(1.0 + sum(self._window) / len(self._window))
+
+    def ended(self, finish_reason: str) -> None:
+        """Count a finished request by its reason: stop, length, tool_calls, cancelled or error."""
+        self._requests.labels(finish_reason).inc()
+
+    def load(self, running: int, queued: int) -> None:
+        self._running.set(running)
+        self._queued.set(queued)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
 
 
 @dataclass(frozen=True)
@@ -59,7 +142,6 @@ class _QueuedRequest:
     """It has passed an end token, which the request ignores: what follows is no text that a drafter was trained on."""
 
 
-
 class EngineThread:
     """Runs an engine in its own thread."""
 
@@ -81,7 +163,6 @@ class EngineThread:
         """Called in the engine thread when the state changes."""
 
     def start(self) -> None:
-        """Start the thread, which begins to load."""
         self._thread.start()
 
     @property
@@ -111,7 +192,8 @@ class EngineThread:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread after its current step."""
-        self._commands.put(self._stop)
+        self._commands.put(lambda: self._end("stopped", NotReady(
+            "the engine was stopped", "send the request again when it has restarted")))
         self._thread.join(timeout_s)
 
     # Everything below runs in the engine thread only.
@@ -169,7 +251,7 @@ class EngineThread:
         # The request may have finished between the client's disconnect and this command.
         if request_id not in self._requests:
             return
-        if request_id in self._running:
+        if request_id in self._running:  # else it waits here, and the engine does not know it
             assert self.loaded is not None
             self.loaded.engine.cancel(request_id)
         self._remove(request_id)
@@ -185,6 +267,7 @@ class EngineThread:
     def _deliver(self, progress: StepOutput) -> None:
         queued = self._requests[progress.id]
         now = time.monotonic()
+        # A round's tokens arrive together: their latency is one interval, shared by them (`EngineMetrics.tokens`).
         if progress.token_ids:
             self._metrics.tokens(len(progress.token_ids), now - queued.since, first=not queued.has_tokens)
             queued.since, queued.has_tokens = now, True
@@ -192,12 +275,10 @@ class EngineThread:
             self._metrics.rounds(progress.accepted, progress.drafted)
             assert self.loaded is not None
             queued.past_end = not set(self.loaded.tokenizer.eos_ids).isdisjoint(progress.token_ids)
+        # Removed before the listener is called: a client that has its whole answer finds its slot free.
         if progress.finish_reason is not None or progress.error is not None:
             self._remove(progress.id)
         queued.listener(progress if progress.error is None else progress.error)
-
-    def _stop(self) -> None:
-        self._end("stopped", NotReady("the engine was stopped", "send the request again when it has restarted"))
 
     def _fail(self, error: EyrieError) -> None:
         self.failure = error
@@ -206,6 +287,7 @@ class EngineThread:
     def _end(self, state: State, error: EyrieError) -> None:
         with self._lock:  # no request is accepted from here on, see `submit`
             self.state = state
+        # Requests that were put into the queue before the state changed are in it now: their listeners are called too.
         self._run_commands(block=False)
         for queued in self._requests.values():
             queued.listener(error)

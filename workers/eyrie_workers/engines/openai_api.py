@@ -11,8 +11,6 @@ Three extensions have the names that SGLang and vLLM use, so that one client can
 
 The field `eyrie` is ours (`Extension`): a request without the drafter, and the draft tree of every round in the chunks
 of a stream.
-
-Response objects leave `logprobs` null; `responses` fills it in where it is requested, in the shapes of `logprobs`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.engines.sglang.plugin.request_values import RefusedBody, read_values
+from eyrie_workers.engines.request_rules import RefusedBody, read_values
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 256
@@ -202,7 +200,6 @@ class _SharedFields(_Closed):
         return value
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self) -> SamplingSpec:
@@ -313,20 +310,18 @@ def _parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
         if name in _IGNORED:
             continue
         if name in _UNSUPPORTED and name not in kind.model_fields:
-            _reject_unless_default(name, value)
+            # Equal and of the same type: `False` is not the 0 of a penalty.
+            if value is not None and not any(value == default and type(value) is type(default)
+                                             for default in _UNSUPPORTED[name]):
+                raise InvalidRequest(f"{name} = {value!r} is not supported by the embedded engine",
+                                     f"leave {name} out, or serve with `engine: sglang`", param=name,
+                                     code="unsupported_parameter")
             continue
         known[name] = value
     try:
         return kind.model_validate(known)
     except ValidationError as error:
         raise _invalid_request(error) from error
-
-
-def _reject_unless_default(name: str, value: Any) -> None:
-    if value is None or any(value == default and type(value) is type(default) for default in _UNSUPPORTED[name]):
-        return
-    raise InvalidRequest(f"{name} = {value!r} is not supported by the embedded engine",
-                         f"leave {name} out, or serve with `engine: sglang`", param=name, code="unsupported_parameter")
 
 
 def _invalid_request(error: ValidationError) -> InvalidRequest:
@@ -365,35 +360,17 @@ def fit_context(num_prompt_tokens: int, requested: int | None, context: int) -> 
     return left if requested is None else requested
 
 
-@dataclass(frozen=True)
-class SpecDetails:
-    """Statistics of speculation for one request. Histogram index k: verify rounds that accepted k draft tokens."""
+def spec_tokens_details(histogram: Sequence[int], proposed: int) -> dict[str, Any]:
+    """Statistics of speculation for one request, as SGLang puts them under `sglext.spec_tokens_details`.
 
-    rounds: int
-    histogram: tuple[int, ...]
-    proposed: int = 0
-    """Draft tokens proposed, as SGLang counts them: the size of the tree without its root, for each round that drafted.
-    Distinguishes a drafter whose tokens are never accepted from no drafter."""
-
-    @property
-    def accepted(self) -> int:
-        """Draft tokens accepted."""
-        return sum(k * count for k, count in enumerate(self.histogram))
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens per target pass, bonus token included; 1 without speculation."""
-        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
-
-    def as_sglang(self) -> dict[str, Any]:
-        """The object SGLang puts under `sglext.spec_tokens_details`."""
-        return {
-            "spec_verify_ct": self.rounds,
-            "spec_num_proposed_drafts": self.proposed,
-            "spec_num_correct_drafts": self.accepted,
-            "spec_accept_length": self.acceptance_length,
-            "spec_correct_drafts_histogram": list(self.histogram),
-        }
+    histogram  [k]: verify rounds that accepted k draft tokens
+    proposed   draft tokens proposed, as SGLang counts them: the size of the tree without its root, for each round that
+               drafted. Distinguishes a drafter whose tokens are never accepted from no drafter
+    """
+    rounds, accepted = sum(histogram), sum(k * count for k, count in enumerate(histogram))
+    return {"spec_verify_ct": rounds, "spec_num_proposed_drafts": proposed, "spec_num_correct_drafts": accepted,
+            "spec_accept_length": 1.0 + accepted / rounds if rounds else 1.0,
+            "spec_correct_drafts_histogram": list(histogram)}
 
 
 @dataclass(frozen=True)
@@ -415,22 +392,8 @@ class ResponseMetadata:
                 "system_fingerprint": self.fingerprint, "choices": choices}
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
-    """OpenAI's usage object."""
-    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_completion_tokens,
-            "total_tokens": num_prompt_tokens + num_completion_tokens}
-
-
-def completion_choice(metadata: ResponseMetadata, message: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
-    """The choice of a response without `stream`. `message` has `content` and optionally `tool_calls`."""
-    if not metadata.chat:
-        return {"index": 0, "text": message.get("content") or "", "finish_reason": reason, "logprobs": None}
-    return {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason, "logprobs": None}
-
-
 def chunk_choice(metadata: ResponseMetadata, *, text: str | None = None, role: str | None = None,
                  tool_calls: Sequence[Mapping[str, Any]] = (), reason: FinishReason | None = None) -> dict[str, Any]:
-    """The choice of a chunk."""
     if not metadata.chat:
         return {"index": 0, "text": text or "", "finish_reason": reason, "logprobs": None}
     delta: dict[str, Any] = {}

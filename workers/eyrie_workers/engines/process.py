@@ -1,53 +1,48 @@
-"""The embedded engine as a child process: command line, start, readiness, health, stop.
+"""Engines as child processes: start, readiness, stop; and the command line of the embedded engine.
 
 Does not import torch, so that the control plane, a test or a load generator can run an engine without loading a model.
-The child has its own process group and is stopped as a group: SIGTERM first, so that running requests can finish.
+SGLang's part is in `sglang.process`.
 """
 
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import Dtype
-from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
-from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
+from eyrie_api.v1alpha1.tuning import DrafterUse, Method, OperatingMap
+from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class BatchSizeSchedule:
-    """An operating map that one engine can apply while it serves."""
-
-    method: str
-    trees: str
-    """The value of --trees-by-batch-size: `batch_size=num_steps/top_k/num_draft_tokens` or `batch_size=off`, separated
-    by commas; each slot applies from that number of running requests on."""
+_OFF = DrafterUse()
+TreesByBatchSize = dict[int, DraftTreeShape | None]
+"""Number of running requests -> the tree from that number on, None for no drafting."""
 
 
-def batch_size_schedule(operating_map: OperatingMap) -> BatchSizeSchedule | None:
-    """The schedule of a map; None when the map needs two drafting methods, because an engine has one.
+def batch_size_schedule(operating_map: OperatingMap) -> tuple[Method, TreesByBatchSize] | None:
+    """The drafting method and the trees of a map that one engine can apply while it serves.
 
-    Also None when one setting is best at every load, because then the setting never changes.
+    None when the map needs two methods, because an engine has one, and when one setting is best at every load, because
+    then the setting never changes.
     """
     methods = {point.setting.method for point in operating_map.points} - {"off"}
     if len(methods) != 1 or len({point.setting for point in operating_map.points}) == 1:
         return None
-    trees = ",".join(f"{point.concurrency}={point.setting.tree.label() if point.setting.tree else 'off'}"
-                     for point in operating_map.points)
-    return BatchSizeSchedule(methods.pop(), trees)
+    return methods.pop(), {point.concurrency: point.setting.tree for point in operating_map.points}
 
 
 @dataclass(frozen=True)
@@ -58,16 +53,7 @@ class EngineCommand:
     """Hugging Face directory, Hub id, or quickstart."""
 
     model: str
-    drafter: Path | None = None
-    tree: DraftTreeShape | None = None
-    """The draft tree: an abbreviation for `setting` with method drafter."""
-
-    setting: Setting | None = None
-    """Takes precedence over `tree`. The methods n-gram and off do not use `drafter`."""
-
-    map: OperatingMap | None = None
-    """Change the tree with the number of running requests, if `batch_size_schedule` supports the map."""
-
+    use: DrafterUse = _OFF
     host: str = "127.0.0.1"
     port: int = 0
     max_concurrency: int = 8
@@ -77,22 +63,11 @@ class EngineCommand:
     """Time to finish running responses after SIGTERM; default: the server's."""
 
     def argv(self, ready_file: Path | None = None) -> list[str]:
-        """The command line of the engine server."""
         argv = [sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(self.target),
                 "--model", self.model, "--host", self.host, "--port", str(self.port),
                 "--max-concurrency", str(self.max_concurrency), "--dtype", self.dtype]
-        schedule = batch_size_schedule(self.map) if self.map is not None else None
-        method = schedule.method if schedule is not None else self.setting.method if self.setting is not None else None
-        tree = self.setting.tree if self.setting is not None else self.tree
-        if method is not None:
-            argv += ["--method", method]
-        if self.drafter is not None and method in (None, "drafter"):
-            argv += ["--drafter", str(self.drafter)]
-        if schedule is not None:
-            argv += ["--trees-by-batch-size", schedule.trees]
-        elif tree is not None:
-            argv += ["--num-steps", str(tree.num_steps), "--top-k", str(tree.top_k),
-                     "--num-draft-tokens", str(tree.num_draft_tokens)]
+        if self.use != _OFF:
+            argv += ["--use", self.use.model_dump_json(exclude_defaults=True)]
         if self.threads is not None:
             argv += ["--threads", str(self.threads)]
         if self.drain_s is not None:
@@ -110,50 +85,91 @@ class EngineFailed(EyrieError):
     reason = "EngineFailed"
 
 
-class StartupProbe(Protocol):
-    """What `wait_until_ready` needs of a starting server."""
+class ServerProcess(ABC):
+    """A server of either engine as a child process: its own session, killed as a group."""
 
-    @property
-    def log_file(self) -> Path: ...
+    process: subprocess.Popen[bytes]
+    log_file: Path
+    url: str
+    """Base URL, without /v1."""
 
-    def check(self) -> None:
-        """Raises EngineFailed when the process has ended."""
+    command: tuple[str, ...]
+    name: ClassVar[str]
 
+    @abstractmethod
     def ready(self) -> bool:
         """Whether it accepts requests."""
 
+    @abstractmethod
+    def phase(self) -> str:
+        """How far it has come while it starts."""
 
-def wait_until_ready(server: StartupProbe, name: str, timeout_s: float, poll_s: float) -> None:
-    """Poll until the server is ready. Raises EngineFailed when its process ends, Transient after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        server.check()
-        if server.ready():
-            return
-        time.sleep(poll_s)
-    raise Transient(f"{name} was not ready after {timeout_s:g} s", f"read {server.log_file}, or wait longer")
+    def last_error(self) -> str:
+        """From the log, once it has ended."""
+        return last_lines(self.log_file)
+
+    def check(self) -> None:
+        """Raises EngineFailed, with its last error, when the process has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise EngineFailed(f"{self.name} ended with exit code {code}: {self.last_error()}",
+                               f"read {self.log_file}; the command was: {shlex.join(self.command)}")
+
+    def wait_ready(self, timeout_s: float = 1800.0) -> str:
+        """Wait until it is ready; return `url`. Raises EngineFailed when it ends, Transient after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.check()
+            if self.ready():
+                return self.url
+            time.sleep(_POLL_S)
+        raise Transient(f"{self.name} was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
+
+    def ticks(self) -> dict[int, int]:
+        """Clock ticks that each process of its group has computed, by process id."""
+        ticks = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # a process that ends meanwhile
+                # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+                if int(fields[2]) == self.process.pid:
+                    ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
+        return ticks
+
+    def stop(self, timeout_s: float = 15.0) -> int:
+        """Stop it: SIGTERM, on which it finishes running requests, then SIGKILL to the rest of its process group.
+
+        Returns the exit code. With `timeout_s` 0 it is killed at once.
+        """
+        if self.process.poll() is None and timeout_s > 0:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+        children = self.ticks().keys() - {self.process.pid}
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # also children whose parent has ended
+        code = self.process.wait()
+        reap(children)
+        return code
+
+
+def start_process(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) \
+        -> subprocess.Popen[bytes]:
+    """Start a server, its output in `log_file`. It is killed when this process ends, even by SIGKILL."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("wb") as log:
+        return subprocess.Popen(with_parent_death_signal(command), stdout=log, stderr=subprocess.STDOUT,
+                                stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
 @dataclass
-class EngineProcess:
-    """A running engine server."""
-
+class EngineProcess(ServerProcess):
     process: subprocess.Popen[bytes]
     ready_file: Path
     log_file: Path
-    url: str = field(default="")
-
-    def wait_ready(self, timeout_s: float = 60.0) -> str:
-        """Wait until the engine is ready; return its base URL (without /v1). Raises EngineFailed or Transient."""
-        wait_until_ready(self, "the engine", timeout_s, _POLL_S)
-        return self.url
-
-    def check(self) -> None:
-        """Raises EngineFailed, with the last lines of the log, when the process has ended."""
-        code = self.process.poll()
-        if code is not None:
-            raise EngineFailed(f"the engine ended with exit code {code}: {last_lines(self.log_file)}",
-                               f"read {self.log_file}")
+    command: tuple[str, ...] = ()
+    url: str = ""
+    name = "the engine"
 
     def ready(self) -> bool:
         """Whether the ready file exists; sets `url` from it."""
@@ -162,44 +178,13 @@ class EngineProcess:
         return bool(self.url)
 
     def phase(self) -> str:
-        """As for `SglangServer`. A small model: the engine logs no phases of its start."""
+        """A small model: the engine logs no phases of its start."""
         return "ready" if self.ready() else "loading"
 
-    def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether /health answers 200 now."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
-    def stop(self, timeout_s: float = 15.0) -> int:
-        """Stop it: SIGTERM, after `timeout_s` SIGKILL to the process group. Returns the exit code."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
-
-
-def start_engine(command: EngineCommand, directory: Path, *, die_with_parent: bool = False) -> EngineProcess:
-    """Start an engine, with log and ready file in `directory`; does not wait until it is ready.
-
-    die_with_parent   the engine is killed when this process ends, even by SIGKILL (`parent_death_signal`)
-    """
-    directory.mkdir(parents=True, exist_ok=True)
+def start_engine(command: EngineCommand, directory: Path) -> EngineProcess:
+    """Start an engine, with log and ready file in `directory`; does not wait until it is ready."""
     ready_file, log_file = directory / "ready.json", directory / "engine.log"
     ready_file.unlink(missing_ok=True)  # of an earlier engine in this directory: it would be taken for this one's
-    argv = command.argv(ready_file)
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            with_parent_death_signal(argv) if die_with_parent else argv,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return EngineProcess(process, ready_file, log_file)
+    argv = tuple(command.argv(ready_file))
+    return EngineProcess(start_process(argv, log_file), ready_file, log_file, argv)

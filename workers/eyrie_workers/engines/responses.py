@@ -4,34 +4,205 @@
 on how they are grouped: they are appended one by one and cut at the first stop id or stop string, so that text, usage
 and finish reason are the same whether a round yields one token or seven. Speculation details count rounds as the engine
 ran them, including a round whose last tokens a stop string removed.
+
+Text is released only when no later token can change it (`ResponseText`). It is held back in three cases. A character
+whose bytes are split over tokens: the tokenizer decodes an incomplete character to U+FFFD, so U+FFFD at the end waits.
+A stop string that may have begun: the longest suffix that is a prefix of a stop string waits. A tool call that may have
+begun: when the request has tools, text from the first bracket on waits until the response is complete, because only
+then can a tool call be distinguished from content. Decoding uses a window: the tokens since the last release, with the
+few before them that a tokenizer needs to place spaces correctly (the method of text-generation servers: decode(window)
+minus decode(known part of the window)).
+
+Log probabilities: there is one entry for each token that `usage` counts. That includes tokens which are not part of the
+text: the end or stop token, special tokens, which are not shown, and those of a stop string, before which the text is
+cut. Joined, the tokens of the entries may therefore be longer than the text. What the values are:
+`speculation.verify`. Chat completions give a token's text and its bytes, since a token may hold part of a character.
+Completions have no field for bytes; a token that is not whole characters is spelled `bytes:\\xe2\\x82` there, as in
+OpenAI's API.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyrie_workers.engines.detokenizer import ResponseText
 from eyrie_workers.engines.engine_thread import LoadedEngine
-from eyrie_workers.engines.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from eyrie_workers.engines.openai_api import (
     ChatCompletionRequest,
     CompletionRequest,
     FinishReason,
     ResponseMetadata,
-    SpecDetails,
     chunk_choice,
-    completion_choice,
     fit_context,
-    usage,
+    spec_tokens_details,
 )
 from eyrie_workers.speculation.engine import Request, StepOutput
-from eyrie_workers.speculation.logprobs import TokenLogprobs
 from eyrie_workers.speculation.requests import TracedRound
-from eyrie_workers.targets.token_text import TokenText
+from eyrie_workers.targets.templates import REPLACEMENT, TokenText, parse_answer
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
 _SEED_MASK = 2**63 - 1
+
+# The first character of a tool call in all supported chat templates: <tool_call>, [TOOL_CALLS], {"name": ...}, <|...|>.
+_CALL_OPENERS = "<[{"
+
+_LEAST_LOGPROB = -9999.0
+"""OpenAI's value for a very improbable token. JSON has no infinity, which is what a logit of -inf yields."""
+
+
+@dataclass(frozen=True)
+class LogprobEntry:
+    """One emitted token."""
+
+    token: TokenText
+    logprob: float
+    top: tuple[tuple[TokenText, float], ...]
+    """The most probable tokens of the position, best first."""
+
+    text_offset: int
+    """Characters of the answer before the token. A token within a character has the offset of the character."""
+
+
+def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion or a chunk."""
+    return {"content": [{**_scored(entry.token, entry.logprob),
+                         "top_logprobs": [_scored(token, logprob) for token, logprob in entry.top]}
+                        for entry in entries], "refusal": None}
+
+
+def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion or a chunk. `top_logprobs` has the token itself besides the alternatives."""
+    by_spelling: list[dict[str, float]] = [{} for _ in entries]
+    for entry, logprobs in zip(entries, by_spelling, strict=True):
+        # Two ids may share a spelling: the more probable one comes first and stays.
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            logprobs.setdefault(_spelled(token), max(logprob, _LEAST_LOGPROB))
+    return {"tokens": [_spelled(entry.token) for entry in entries],
+            "token_logprobs": [max(entry.logprob, _LEAST_LOGPROB) for entry in entries],
+            "top_logprobs": by_spelling, "text_offset": [entry.text_offset for entry in entries]}
+
+
+def _scored(token: TokenText, logprob: float) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": None if token.bytes is None else list(token.bytes)}
+
+
+def _spelled(token: TokenText) -> str:
+    if token.is_whole or token.bytes is None:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
+
+
+class Detokenizer:
+    """Decodes a growing list of token ids; releases only whole characters."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._window = 0  # index of the first token that is decoded again
+        self._settled = 0  # the tokens before this index end with a complete character
+        self._released = 0  # characters of the window's text already released
+
+    def push(self, token_id: int) -> str:
+        """Append a token; return the text that is now final, possibly empty."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids[self._window:])
+        # All trailing U+FFFD are held back: decoders with byte fallback decode a whole run of bytes to U+FFFD while its
+        # last character is incomplete, and to text once it is complete.
+        certain = text.rstrip(REPLACEMENT)
+        fresh, self._released = certain[self._released:], max(self._released, len(certain))
+        if certain == text:
+            self._window, self._settled = self._settled, len(self._ids)
+            self._released = len(self._decode(self._ids[self._window:]))
+        return fresh
+
+    def flush(self) -> str:
+        """The text still held back; bytes that do not form a character remain U+FFFD."""
+        text = self._decode(self._ids[self._window:])
+        fresh, self._released = text[self._released:], len(text)
+        return fresh
+
+
+class StopMatcher:
+    """Cuts text before the first stop string, however the text is split over pushes."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """Append text; return what precedes every possible stop string. After a match nothing is released."""
+        if self.matched:
+            return ""
+        if not self._stops:
+            return text
+        pending = self._held + text
+        positions = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
+        if positions:
+            self.matched, self._held = True, ""
+            return pending[:min(positions)]
+        # The longest proper prefix of a stop string that ends the text may be its beginning.
+        keep = max((length for stop in self._stops for length in range(1, min(len(stop), len(pending) + 1))
+                    if pending.endswith(stop[:length])), default=0)
+        self._held = pending[len(pending) - keep:]
+        return pending[:len(pending) - keep]
+
+    def flush(self) -> str:
+        """The text still held back, at the end of the response."""
+        held, self._held = self._held, ""
+        return held
+
+
+class ResponseText:
+    """The text of one response: detokenisation, then stop strings, then holding back tool calls."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *,
+                 hold_tool_calls: bool = False) -> None:
+        self._characters = Detokenizer(decode)
+        self._stops = StopMatcher(stops)
+        self._hold_tool_calls = hold_tool_calls
+        self._text = ""
+        self._released = 0
+        self.num_decoded = 0
+        """Characters decoded so far, those of a stop string included."""
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.matched
+
+    @property
+    def text(self) -> str:
+        """The text so far, without the stop string and without what the detokenizer and the matcher hold back."""
+        return self._text
+
+    @property
+    def held_back(self) -> str:
+        """Text not released because it may be a tool call; it is content if it turns out not to be one."""
+        return self._text[self._released:]
+
+    @property
+    def released(self) -> str:
+        return self._text[:self._released]
+
+    def push(self, token_id: int) -> str:
+        characters = self._characters.push(token_id)
+        self.num_decoded += len(characters)
+        return self._release(self._stops.push(characters))
+
+    def finish(self) -> str:
+        """End of the tokens: return the remaining text to send. A possible tool call stays in `held_back`."""
+        rest = self._stops.push(self._characters.flush())
+        return self._release(rest + self._stops.flush())
+
+    def _release(self, text: str) -> str:
+        self._text += text
+        end = len(self._text)
+        if self._hold_tool_calls:
+            openers = [at for opener in _CALL_OPENERS if (at := self._text.find(opener)) >= 0]
+            end = min(openers, default=end)
+        released, self._released = self._text[self._released:end], max(end, self._released)
+        return released
 
 
 @dataclass(frozen=True)
@@ -59,7 +230,8 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         prompt_ids = loaded.tokenizer.render([message.for_template() for message in body.messages], tools,
                                              variables=body.chat_template_kwargs)
     else:
-        prompt_ids = _prompt_ids(body, loaded)
+        prompt = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
+        prompt_ids = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
     seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
     request = Request(
         id=request_id, prompt_ids=tuple(prompt_ids),
@@ -77,13 +249,6 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
     )
 
 
-def _prompt_ids(body: CompletionRequest, loaded: LoadedEngine) -> list[int]:
-    prompt = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
-    if isinstance(prompt, str):
-        return loaded.tokenizer.encode(prompt)
-    return [int(token) for token in prompt]
-
-
 @dataclass
 class ResponseBuilder:
     """One response while its tokens arrive."""
@@ -91,9 +256,6 @@ class ResponseBuilder:
     generation: GenerationRequest
     metadata: ResponseMetadata
     decode: Callable[[list[int]], str]
-    parse: Callable[[str], dict[str, Any]]
-    """Text to an assistant message, with `tool_calls` when the text contains any."""
-
     token_text: Callable[[int], TokenText]
     """A token alone, for log probabilities."""
 
@@ -123,7 +285,7 @@ class ResponseBuilder:
         text = self._push(progress)
         # A stop string cuts a round, whose trace then ends where the answer does.
         num_left = len(self.token_ids) - num_before
-        self._rounds += [self._round_object(one, num_left) for one in progress.rounds]
+        self._rounds += [self._round_object(traced, num_left) for traced in progress.rounds]
         return text
 
     def _push(self, progress: StepOutput) -> str:
@@ -131,7 +293,11 @@ class ResponseBuilder:
         for place, token in enumerate(progress.token_ids):
             self.token_ids.append(token)
             if progress.logprobs:
-                self._logprobs.append(self._logprob_entry(token, progress.logprobs[place]))
+                scored = progress.logprobs[place]
+                self._logprobs.append(LogprobEntry(
+                    self.token_text(token), scored.logprob,
+                    tuple((self.token_text(other), logprob) for other, logprob in scored.top),
+                    text_offset=self._text.num_decoded))
             if token in self.generation.engine_request.stop_ids:
                 break  # ends the response and is not part of its text
             text += self._text.push(token)
@@ -143,21 +309,19 @@ class ResponseBuilder:
             self.finish = "stop" if self._text.stopped else progress.finish_reason
         return text
 
-    def details(self) -> SpecDetails:
-        """Statistics of speculation so far."""
-        return SpecDetails(rounds=sum(self._histogram), proposed=self._drafted, histogram=tuple(self._histogram))
-
     def usage(self) -> dict[str, int]:
-        """OpenAI's usage object."""
-        return usage(len(self.generation.engine_request.prompt_ids), len(self.token_ids))
+        num_prompt, num_tokens = len(self.generation.engine_request.prompt_ids), len(self.token_ids)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
 
     def response(self) -> dict[str, Any]:
-        """The response object of a request without `stream`."""
+        """The object of a request without `stream`."""
         message = self._message()
         assert self.finish is not None
-        choice = completion_choice(self.metadata, message, "tool_calls" if message.get("tool_calls") else self.finish)
+        text = {"message": {"role": "assistant", **message}} if self.metadata.chat else {
+            "text": message["content"] or ""}
+        choice = {"index": 0, **text, "finish_reason": "tool_calls" if message.get("tool_calls") else self.finish,
+                  "logprobs": self._logprob_object(0)}
         response = self.metadata.wrap([choice], chunk=False) | {"usage": self.usage()}
-        choice["logprobs"] = self._logprob_object(0)
         if self.generation.token_ids:
             choice["token_ids"] = self.token_ids
             response["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
@@ -180,7 +344,7 @@ class ResponseBuilder:
         assert self.finish is not None
         message = self._message()
         calls = message.get("tool_calls") or ()
-        # `parse` strips the content around tool calls; what was released already is a prefix of it, except for spaces.
+        # `parse_answer` strips the content around calls; what was released is a prefix of it, except for spaces.
         remaining = self._text.held_back
         if calls:
             remaining = (message["content"] or "").removeprefix(self._text.released.strip())
@@ -203,7 +367,7 @@ class ResponseBuilder:
         text = self._text.text
         if not self.generation.has_tools:
             return {"content": text}
-        message = self.parse(text)
+        message = parse_answer(text)
         if not message.get("tool_calls"):
             return {"content": text}
         # Call ids are unique across responses, because the tool results of a later turn refer to them.
@@ -230,11 +394,6 @@ class ResponseBuilder:
             "tokens": [{"token_id": token, "token": self.token_text(token).text, "drafted": place < len(accepted)}
                        for place, token in enumerate(emitted)]}
 
-    def _logprob_entry(self, token: int, found: TokenLogprobs) -> LogprobEntry:
-        return LogprobEntry(self.token_text(token), found.logprob,
-                            tuple((self.token_text(other), logprob) for other, logprob in found.top),
-                            text_offset=self._text.num_decoded)
-
     def _logprob_object(self, first: int) -> dict[str, Any] | None:
         """The log probabilities from a token on; None when there are none."""
         entries = self._logprobs[first:]
@@ -246,4 +405,6 @@ class ResponseBuilder:
         return chunk | {"usage": self.usage()} if self.generation.continuous_usage else chunk
 
     def _extension(self) -> dict[str, Any]:
-        return {"sglext": {"spec_tokens_details": self.details().as_sglang()}} if self.generation.spec_details else {}
+        if not self.generation.spec_details:
+            return {}
+        return {"sglext": {"spec_tokens_details": spec_tokens_details(self._histogram, self._drafted)}}

@@ -2,15 +2,19 @@
 
 One process serves one target with at most one drafter.
 
-    python -m eyrie_workers.engines.server --target DIR [--drafter DIR --num-steps N --top-k K --num-draft-tokens M]
+    python -m eyrie_workers.engines.server --target DIR --use '{"drafter_dir": "D", "setting": {"tree": {...}}}'
 
-`--method ngram` drafts without a drafter directory; `--trees-by-batch-size 1=5/1/6,8=off` changes the draft tree with
-the number of running requests instead of using one tree.
+`--use` is a `DrafterUse`, as for SGLang (`sglang.serve`). With an operating map the draft tree changes with the number
+of running requests, where one drafting method serves all loads (`process.batch_size_schedule`).
 
 The port is bound first, so that a port in use is reported within a second and not after the model is loaded. Then the
 target loads in the engine thread while /health already answers 503. On SIGTERM the server drains: it accepts no new
 connections, finishes running responses and exits with 0. Responses that last longer than `--drain-s` end with an
 OpenAI-shaped 503, streams with the same as an event. A client that disconnects frees its slot at the next round.
+
+Tokenisation and response assembly run on the event loop, in one thread, because the tokenizer is not thread-safe; the
+computation runs in the engine thread (`engine_thread`). This module connects the two: request fields are defined in
+`openai_api`, response text in `responses`.
 """
 
 import argparse
@@ -20,33 +24,265 @@ import errno
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import get_args
+from typing import Any
 
 import uvicorn
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
-from eyrie_api.artifacts import write_atomically
+from eyrie_api.artifacts import code_version, write_atomically
 from eyrie_api.connection_limits import TimedProtocol
 from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
 from eyrie_api.program_exit import report_error
-from eyrie_api.request_origin import is_loopback_host
+from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import Method
-from eyrie_workers.engines.engine_thread import EngineThread, LoadedEngine
-from eyrie_workers.engines.http_app import Service, create_app
-from eyrie_workers.engines.metrics import EngineMetrics
-from eyrie_workers.speculation.engine import Engine
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines.engine_thread import EngineCrashed, EngineMetrics, EngineThread, LoadedEngine
+from eyrie_workers.engines.openai_api import (
+    BodyTooLarge,
+    ChatCompletionRequest,
+    CompletionRequest,
+    InvalidRequest,
+    NotReady,
+    ResponseMetadata,
+    UnknownModel,
+    error_body,
+    parse_chat,
+    parse_completion,
+    read_object,
+)
+from eyrie_workers.engines.process import batch_size_schedule
+from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder, build_generation_request
+from eyrie_workers.speculation.engine import Engine, StepOutput
 
 _DRAIN_S = 25.0
 """Without --drain-s: less than the 30 s after which containers are killed, since cut responses must get their error."""
 _DELIVER_S = 4
 """For the errors of cut responses to reach their clients."""
+
+# A conversation that fills a 128k context is well under a megabyte; 4 MiB leave room for tools and JSON escapes.
+MAX_BODY_BYTES = 4 * 2**20
+
+
+class Service:
+    """The engine as the HTTP handlers use it."""
+
+    def __init__(self, engine: EngineThread, metrics: EngineMetrics, model: str) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.model = model
+        self.created = int(time.time())
+        self._fingerprint = f"eyrie-{code_version()}"
+
+    def loaded(self) -> LoadedEngine:
+        """The loaded engine. Raises NotReady before loading has finished and after the engine thread has ended."""
+        if not self.engine.alive or self.engine.loaded is None:
+            raise NotReady(f"the engine is {self.engine.state}", "try again in a moment; GET /health reports the state")
+        return self.engine.loaded
+
+    def check_model(self, model: str) -> None:
+        """Raises UnknownModel for any model but the one served."""
+        if model != self.model:
+            raise UnknownModel(f"model {model!r} is not served here", f"ask for {self.model!r}", param="model",
+                               code="model_not_found")
+
+    async def submit(self, body: ChatCompletionRequest | CompletionRequest) -> "ActiveRequest":
+        """Check a request against this server and submit it to the engine. Other requests go on while its prompt is
+        encoded, which takes seconds for megabytes of text."""
+        loaded = self.loaded()
+        if body.model is not None:
+            self.check_model(body.model)
+        chat = isinstance(body, ChatCompletionRequest)
+        request_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        generation = await asyncio.to_thread(build_generation_request, body, request_id, loaded)
+        metadata = ResponseMetadata(request_id, self.model, int(time.time()), chat, self._fingerprint)
+        response = ResponseBuilder(generation, metadata, loaded.tokenizer.decode, loaded.tokenizer.token_text)
+        return ActiveRequest(self, generation, response)
+
+
+class ActiveRequest:
+    """A submitted request and its response while the engine generates it."""
+
+    def __init__(self, service: Service, generation: GenerationRequest, response: ResponseBuilder) -> None:
+        self.generation = generation
+        self._service = service
+        self._response = response
+        self._updates: asyncio.Queue[StepOutput | EyrieError] = asyncio.Queue()
+        event_loop = asyncio.get_running_loop()
+
+        def listener(update: StepOutput | EyrieError) -> None:
+            # Runs in the engine thread. asyncio.Queue is not thread-safe, so the update is put on the event loop. A
+            # RuntimeError means that the loop was closed in the meantime: the client's connection is gone too.
+            with contextlib.suppress(RuntimeError):
+                event_loop.call_soon_threadsafe(self._updates.put_nowait, update)
+
+        service.engine.submit(generation.engine_request, listener)
+
+    async def response(self) -> dict[str, Any]:
+        """The complete response object. Raises what the engine raised."""
+        async with self._engine_slot():
+            while self._response.finish is None:
+                self._response.append(await self._next())
+            return self._response.response()
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        async with self._engine_slot():
+            started = False
+            while self._response.finish is None:
+                text = self._response.append(await self._next())
+                if not started and self._response.metadata.chat:
+                    yield self._response.first_chunk()
+                started = True
+                if text or self._response.has_unsent:
+                    yield self._response.chunk(text)
+            for chunk in self._response.last_chunks():
+                yield chunk
+
+    async def _next(self) -> StepOutput:
+        update = await self._updates.get()
+        if isinstance(update, EyrieError):
+            raise update
+        return update
+
+    @contextlib.asynccontextmanager
+    async def _engine_slot(self) -> AsyncIterator[None]:
+        """Frees the engine's slot however the request ends: finished, stop string, client disconnected, engine failed.
+
+        A stop string is found here, not in the engine, which may have generated further tokens by then; cancelling a
+        request that has already ended is a no-op, so no case needs a check.
+        """
+        outcome = "cancelled"
+        try:
+            yield
+            outcome = self._response.finish or "error"
+        except EyrieError:
+            outcome = "error"
+            raise
+        finally:
+            self._service.engine.cancel(self.generation.engine_request.id)
+            self._service.metrics.ended(outcome)
+
+
+def create_app(service: Service, *, is_loopback: bool = False) -> FastAPI:
+    """The HTTP application around one engine. `is_loopback`: it listens on loopback only, so that Host must name this
+    machine."""
+
+    async def refuse_web_pages(request: Request) -> None:
+        if is_loopback:
+            check_host(request.headers)
+        check_origin(request.method, request.headers)
+        check_json(request.method, request.headers)
+
+    app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None,
+                  redirect_slashes=False,
+                  dependencies=[Depends(refuse_web_pages)])
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _respond(service, request, parse_chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _respond(service, request, parse_completion)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        service.check_model(model)
+        return _model_card(service)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": service.engine.state}, status_code=200 if service.engine.alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(EyrieError)
+    async def eyrie_error(_request: Request, error: EyrieError) -> Response:
+        headers = {"Retry-After": "1"} if error.http_status in (429, 503) else None
+        return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        body = error_body(InvalidRequest(f"{request.method} {request.url.path}: {error.detail}",
+                                         "POST /v1/chat/completions or /v1/completions; "
+                                         "GET /v1/models, /health, /metrics"))
+        return JSONResponse(body, status_code=error.status_code)
+
+    @app.exception_handler(Exception)
+    async def internal_error(_request: Request, error: Exception) -> Response:
+        # Starlette re-raises the exception, so the traceback reaches the log; the client gets a body it can parse.
+        body = error_body(EngineCrashed(f"internal error: {type(error).__name__}", "see the engine's log"))
+        return JSONResponse(body, status_code=500)
+
+    return app
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": service.model, "object": "model", "created": service.created, "owned_by": "eyrie"}
+    loaded = service.engine.loaded
+    if loaded is not None:
+        card["max_model_len"] = loaded.engine.max_length
+        card["speculation"] = loaded.engine.tree.model_dump() if loaded.engine.tree else None
+    return card
+
+
+async def _respond(service: Service, request: Request,
+                   parse: Callable[[Mapping[str, Any]], ChatCompletionRequest | CompletionRequest]) -> Response:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes", "send a shorter conversation")
+    active = await service.submit(parse(read_object(bytes(body))))
+    if active.generation.stream:
+        return StreamingResponse(_server_sent_events(active), media_type="text/event-stream",
+                                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    # Starlette cancels a StreamingResponse when the client disconnects, but not a handler that still computes its
+    # response. So the two are raced, and the generation is cancelled when the disconnect comes first.
+    generation = asyncio.ensure_future(active.response())
+    disconnect = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({generation, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if generation.done():
+            return JSONResponse(generation.result())
+        return Response(status_code=499)  # not delivered; nginx's status for a client that closed the connection
+    finally:
+        for task in (generation, disconnect):
+            task.cancel()
+        await asyncio.gather(generation, disconnect, return_exceptions=True)
+
+
+async def _server_sent_events(active: ActiveRequest) -> AsyncIterator[str]:
+    try:
+        async for chunk in active.chunks():
+            yield f"data: {json.dumps(chunk)}\n\n"
+    except EyrieError as error:  # the status line has been sent: report the error as an event
+        yield f"data: {json.dumps(error_body(error))}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass(frozen=True)
@@ -55,12 +291,7 @@ class ServerOptions:
 
     target: str
     model: str
-    method: str
-    drafter: Path | None
-    tree: DraftTreeShape | None
-    trees_by_batch_size: dict[int, DraftTreeShape | None]
-    """Number of running requests -> the tree from that number on, None for no drafting; empty: `tree` always."""
-
+    use: DrafterUse
     host: str
     port: int
     max_concurrency: int
@@ -100,11 +331,14 @@ def load(options: ServerOptions) -> LoadedEngine:
     directory = resolve(TargetSpec(model=options.target))
     tokenizer = ChatTokenizer(directory)
     target = load_target(directory, options.dtype)
-    drafter = open_method(options.method, options.drafter, target)
-    engine = Engine(target, drafter, max_concurrency=options.max_concurrency, max_length=options.max_length,
-                    tree=options.tree)
-    if options.trees_by_batch_size:
-        slots = sorted(options.trees_by_batch_size.items())
+    use = options.use
+    schedule = batch_size_schedule(use.map) if use.map is not None else None
+    method = use.setting.method if schedule is None else schedule[0]
+    drafter_dir = Path(use.drafter_dir) if use.drafter_dir is not None and method == "drafter" else None
+    engine = Engine(target, open_method(method, drafter_dir, target), max_concurrency=options.max_concurrency,
+                    max_length=options.max_length, tree=use.setting.tree if schedule is None else None)
+    if schedule is not None:
+        slots = sorted(schedule[1].items())
 
         def choose(num_rows: int) -> DraftTreeShape | None:
             return next((shape for rows, shape in reversed(slots) if rows <= num_rows), slots[0][1])
@@ -173,19 +407,12 @@ def serve(options: ServerOptions, listening: socket.socket) -> int:
 
 
 def parse_options(argv: list[str] | None = None) -> ServerOptions:
-    """Parse the command line. Raises InvalidInput for an impossible tree, or a method without its drafter."""
+    """Parse the command line. Raises InvalidInput for an impossible tree, or a setting without its drafter."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.engines.server",
                                      description="OpenAI-compatible server over Eyrie's reference engine.")
     parser.add_argument("--target", required=True, help="Hugging Face directory, Hub id, or quickstart")
     parser.add_argument("--model", help="model name in requests; default: the directory's name")
-    parser.add_argument("--method", choices=get_args(Method),
-                        help="drafting method; default: drafter when --drafter is given, else off")
-    parser.add_argument("--drafter", type=Path, help="drafter directory")
-    parser.add_argument("--num-steps", type=int, default=5, help="drafter passes per round (depth)")
-    parser.add_argument("--top-k", type=int, default=1, help="children kept per node; 1 is a chain")
-    parser.add_argument("--num-draft-tokens", type=int, help="nodes verified, root included; default for a chain")
-    parser.add_argument("--trees-by-batch-size",
-                        help="trees by number of running requests instead of one tree: 1=5/1/6,4=3/1/4,16=off")
+    parser.add_argument("--use", default="{}", help="a DrafterUse in JSON; default: no speculation")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 selects a free port")
     parser.add_argument("--max-concurrency", type=int, default=8, help="requests decoded at once")
@@ -203,44 +430,20 @@ def parse_options(argv: list[str] | None = None) -> ServerOptions:
         value = getattr(parsed, name)
         if value is not None and value < least:
             raise InvalidInput(f"--{name.replace('_', '-')} {value} is too small", f"give at least {least}")
-    method = parsed.method or ("off" if parsed.drafter is None else "drafter")
-    if method == "drafter" and parsed.drafter is None:
-        raise InvalidInput("--method drafter has no drafter", "give --drafter DIR, or another --method")
-    tree, trees_by_batch_size = None, {}
-    if method != "off" and parsed.trees_by_batch_size:
-        trees_by_batch_size = _parse_trees_by_batch_size(parsed.trees_by_batch_size)
-    elif method != "off":
-        tree = _tree_shape(parsed.num_steps, parsed.top_k, parsed.num_draft_tokens or parsed.num_steps + 1)
-    return ServerOptions(
-        target=parsed.target, model=parsed.model or Path(parsed.target).name, method=method, drafter=parsed.drafter,
-        tree=tree, trees_by_batch_size=trees_by_batch_size, host=parsed.host, port=parsed.port,
-        max_concurrency=parsed.max_concurrency, max_waiting=parsed.max_waiting, max_length=parsed.max_length,
-        dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file, drain_s=parsed.drain_s)
-
-
-def _parse_trees_by_batch_size(text: str) -> dict[int, DraftTreeShape | None]:
-    """`1=5/1/6,8=off` as a mapping."""
-    trees: dict[int, DraftTreeShape | None] = {}
-    for slot in text.split(","):
-        batch_size, _, tree = slot.partition("=")
-        numbers = tree.split("/")
-        if not batch_size.isdigit() or (tree != "off" and (len(numbers) != 3 or not all(n.isdigit() for n in numbers))):
-            raise InvalidInput(f"--trees-by-batch-size: {slot!r} is not a slot",
-                               "write BATCH_SIZE=NUM_STEPS/TOP_K/NUM_DRAFT_TOKENS or BATCH_SIZE=off, comma-separated")
-        trees[int(batch_size)] = None if tree == "off" else _tree_shape(*map(int, numbers))
-    return trees
-
-
-def _tree_shape(num_steps: int, top_k: int, num_draft_tokens: int) -> DraftTreeShape:
     try:
-        return DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=num_draft_tokens)
-    except ValueError as error:
-        reason = str(error).splitlines()[-2].strip() if "\n" in str(error) else str(error)
-        raise InvalidInput(f"invalid draft tree: {reason}", "see --num-steps, --top-k, --num-draft-tokens") from None
+        use = DrafterUse.model_validate_json(parsed.use)
+    except ValidationError as error:
+        raise InvalidInput(f"--use: {rule_of(error.errors()[0])}", "give a DrafterUse in JSON") from None
+    if use.setting.method == "drafter" and use.drafter_dir is None:
+        raise InvalidInput("--use has a setting with a drafter and no drafter_dir", "give one, or another method")
+    return ServerOptions(
+        target=parsed.target, model=parsed.model or Path(parsed.target).name, use=use, host=parsed.host,
+        port=parsed.port, max_concurrency=parsed.max_concurrency, max_waiting=parsed.max_waiting,
+        max_length=parsed.max_length, dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file,
+        drain_s=parsed.drain_s)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server; returns the exit code."""
     try:
         options = parse_options(argv)
         return serve(options, bind(options.host, options.port))

@@ -7,7 +7,7 @@ Capture then writes only a plan, about five bytes per token:
 
 `StreamedFeatures` has the interface of `features.store.FeatureStore` and returns the same numbers: states go through
 the format's codec and back, unsupervised positions have no final state, and top-k logits are computed where the format
-stores them. On the CPU the reference's products do not depend on the other rows of a pass (`targets.linear`), so its
+stores them. On the CPU the reference's products do not depend on the other rows of a pass (`targets.operators`), so its
 numbers equal those of a store for any batching; another source rounds differently in another batch.
 
 States never leave the target's device: a batch has its tokens and loss mask on the CPU, where training plans, and its

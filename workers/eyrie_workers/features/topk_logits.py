@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 
 _MAX_LOGITS = 1 << 26
 """Elements of a [M, V] product computed at a time: 256 MiB."""

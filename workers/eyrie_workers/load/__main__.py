@@ -4,8 +4,8 @@
         --variant candidate=http://127.0.0.1:30001/v1 \\
         --prompts quickstart --concurrency 1,4,16 --slo ttft=0.5,itl=0.05 --out report.json --plots plots
 
-Progress goes to stderr, the result to stdout: tables, or with --json the report. API keys are read from environment
-variables (--api-key-env), because other users of a machine can read command lines.
+Progress goes to stderr, the result to stdout: tables and sentences, or with --json the report. API keys are read from
+environment variables (--api-key-env), because other users of a machine can read command lines.
 """
 
 import argparse
@@ -15,24 +15,27 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.cli.plots import write_figures
 from eyrie_api.cli.screen import Screen
-from eyrie_api.cli.tables import count
+from eyrie_api.cli.tables import count, times
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.figures.load_figures import load_figures
 from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
-from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
+from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport, LoadSpec, Quantiles, ServiceLevel
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.rules import rule_of
-from eyrie_workers.conversations.suites import load_suite
-from eyrie_workers.load.client import served_models
-from eyrie_workers.load.endpoint_url import parse_url
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.report_tables import load_view
+from eyrie_workers.conversations.suites import Prompt, load_suite
+from eyrie_workers.load.client import LoadEndpoint, served_models
+from eyrie_workers.load.http_client import parse_url
 from eyrie_workers.load.run import run_load
 
 _SLO_FIELDS = {"ttft": "ttft_s", "itl": "inter_token_s", "e2e": "end_to_end_s"}
@@ -40,9 +43,15 @@ _MAX_PROMPTS = 100_000
 _PROGRESS_EVERY_S = 1.0
 _MODELS_TIMEOUT_S = 30.0
 
+Mode = Literal["closed", "open"]
+_DESCRIPTIONS = {
+    "closed": "Closed loop: a number of users, each sending its next request as soon as the previous one is complete.",
+    "open": "Open loop: requests per second, arriving at random times whether or not earlier ones are complete.",
+}
+_UNITS = {"closed": "USERS", "open": "REQ/S"}
+
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command-line parser."""
     parser = argparse.ArgumentParser(
         prog="eyrie load", description="Load-test OpenAI-compatible servers and compare them.",
         epilog="The variant named `off`, or else the first one, is the baseline of the comparison.")
@@ -137,7 +146,7 @@ def _only_model(name: str, url: str, key: str | None) -> str:
     return listed[0]
 
 
-def read_prompts(sources: Sequence[str], seed: int) -> list[LoadPrompt]:
+def read_prompts(sources: Sequence[str], seed: int) -> list[Prompt]:
     """All prompts. Their category is that of the option, the suite's name or the file's name. Raises EyrieError."""
     suites: list[SuiteSpec] = []
     for source in sources or ["quickstart"]:
@@ -153,7 +162,7 @@ def read_prompts(sources: Sequence[str], seed: int) -> list[LoadPrompt]:
         except ValidationError:
             raise InvalidInput(f"--prompts {source!r} has no valid category name",
                                "write <category>=<file>, with the category in lower-case letters") from None
-    return [LoadPrompt.of(prompt) for suite in suites for prompt in load_suite(suite, seed=seed)]
+    return [prompt for suite in suites for prompt in load_suite(suite, seed=seed)]
 
 
 def _as_name(text: str) -> str:
@@ -190,6 +199,118 @@ def _by_variant(values: Sequence[str], variants: dict[str, str], flag: str) -> d
     return {**(dict.fromkeys(variants, for_all) if for_all else {}), **named}
 
 
+def load_view(report: LoadReport) -> RenderableType:
+    """The tables, the findings and the notes of a report."""
+    parts: list[RenderableType] = []
+    modes: tuple[Mode, ...] = ("closed", "open")
+    for mode in modes:
+        if any(level.mode == mode for level in report.levels):
+            parts += [Text(_DESCRIPTIONS[mode]), levels_table(report, mode), Text()]
+        compared = [comparison for comparison in report.comparisons if comparison.mode == mode]
+        if compared:
+            parts += [Text(f"Against {compared[0].baseline}, with 95 % intervals over prompts:"),
+                      comparisons_table(compared), Text()]
+    parts += [Text(line) for line in findings(report)]
+    parts += [Text(f"note: {note}", "yellow") for note in report.notes]
+    return Group(*parts)
+
+
+def levels_table(report: LoadReport, mode: Mode) -> Table:
+    """One line per level and variant."""
+    columns = [_UNITS[mode], "VARIANT", "ANSWERED", "TOKENS/S\nall", "TOKENS/S\none user", "FIRST TOKEN\np50 / p99 ms",
+               "BETWEEN TOKENS\np50 / p99 ms", "WHOLE ANSWER\np50 / p99 s", "TAU"]
+    if report.spec.slo is not None:
+        columns.append("GOOD\nREQ/S")
+    table = _table(columns, left=("VARIANT",))
+    levels = sorted((level for level in report.levels if level.mode == mode), key=lambda level: level.level)
+    previous_level = None
+    for level in levels:
+        row = [f"{level.level:g}" if level.level != previous_level else "", level.variant, *_cell_columns(level.total)]
+        if report.spec.slo is not None:
+            row.append("-" if level.total.goodput_per_s is None else f"{level.total.goodput_per_s:.2f}")
+        table.add_row(*row)
+        previous_level = level.level
+    return table
+
+
+def _cell_columns(cell: LoadCell) -> list[str]:
+    return [
+        f"{cell.completed}/{cell.requests}", f"{cell.tokens_per_s:.0f}", f"{cell.tokens_per_s_per_user:.1f}",
+        _p50_p99(cell.ttft_s, 1e3), _p50_p99(cell.inter_token_s, 1e3), _p50_p99(cell.end_to_end_s, 1.0),
+        "-" if cell.tau is None else f"{cell.tau:.2f}"]
+
+
+def comparisons_table(comparisons: Sequence[LoadComparison]) -> Table:
+    """One line per level and compared variant."""
+    table = _table([_UNITS[comparisons[0].mode], "VARIANT", "ALL USERS", "ONE USER", "FIRST TOKEN p99", "SAME ANSWERS",
+                    "VERDICT"], left=("VARIANT", "VERDICT"))
+    for comparison in comparisons:
+        table.add_row(
+            f"{comparison.level:g}", comparison.variant,
+            _ratio(comparison.throughput_ratio, comparison.throughput_interval),
+            _ratio(comparison.user_ratio, comparison.user_interval), times(comparison.ttft_p99_ratio),
+            f"{comparison.identical}/{comparison.compared}", _verdict(comparison))
+    return table
+
+
+def _verdict(comparison: LoadComparison) -> Text:
+    """By the speed of one user in an open loop, where arrivals set the throughput, otherwise by all users together."""
+    interval = comparison.throughput_interval if comparison.mode == "closed" else comparison.user_interval
+    if interval.low > 1.0:
+        return Text("faster", "green")
+    if interval.high < 1.0:
+        return Text("slower", "red")
+    return Text("undecided", "yellow")
+
+
+def findings(report: LoadReport) -> list[str]:
+    """The result in sentences."""
+    lines = [f"{name}: {description}" for name, description in report.variants.items()]
+    closed = [comparison for comparison in report.comparisons if comparison.mode == "closed"]
+    if closed:
+        variant, baseline = closed[0].variant, closed[0].baseline
+        loads = sorted(comparison.level for comparison in closed if comparison.variant == variant)
+        if report.crossover is None:
+            lines.append(
+                f"{variant} gives all users together at least as many tokens per second as {baseline} at every "
+                f"load measured ({loads[0]:g} to {loads[-1]:g} users)."
+            )
+        elif report.crossover <= loads[0]:
+            lines.append(f"{variant} is slower than {baseline} for all users together already at {loads[0]:g} users.")
+        else:
+            lines.append(
+                f"{variant} falls below {baseline} for all users together at about {report.crossover:.1f} users: "
+                "the crossover."
+            )
+    if report.spec.temperature == 0.0:
+        differ = [comparison for comparison in report.comparisons if comparison.identical < comparison.compared]
+        if differ:
+            lines.append("Not all greedy answers were the same: speculation must not change them. Rounding in 16-bit "
+                         "arithmetic can; compare the baseline with itself to see how often.")
+        elif report.comparisons:
+            lines.append("All greedy answers were the same in every variant.")
+    return lines
+
+
+def _ratio(value: float, interval: Interval) -> str:
+    return f"{value:.2f}x ({interval.low:.2f}-{interval.high:.2f})"
+
+
+def _p50_p99(q: Quantiles | None, scale: float) -> str:
+    return "-" if q is None else f"{_number(q.p50 * scale)} / {_number(q.p99 * scale)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _table(columns: Sequence[str], left: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    return table
+
+
 class _Progress:
     """Progress on stderr: one updated line on a terminal, a line every ten seconds in a log, nothing with --json."""
 
@@ -199,7 +320,6 @@ class _Progress:
         self._last_report = 0.0
 
     def report(self, done: int, total: int, label: str) -> None:
-        """Report the number of completed requests."""
         now = time.monotonic()
         live = self._screen.err.is_terminal
         if self._screen.as_json or (done < total and now - self._last_report < (_PROGRESS_EVERY_S if live else 10.0)):
@@ -215,7 +335,6 @@ class _Progress:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit code."""
     arguments = build_parser().parse_args(argv)
     screen = Screen(as_json=arguments.json)
     try:

@@ -1,4 +1,4 @@
-"""The client of a load test: one request to one OpenAI-compatible server, and its result.
+"""The client of a load test: endpoints, one request to one OpenAI-compatible server, and its result.
 
 Servers differ in what they report beyond the text. SGLang supports `return_spec_tokens_details` and
 `return_output_ids_in_sglext` and rejects `return_token_ids` in a stream; vLLM supports `return_token_ids` and ignores
@@ -22,16 +22,14 @@ import numpy as np
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.load.completion_stream import (
     FloatArray,
-    StreamedCompletion,
     TokenCounting,
     read_stream,
     read_stream_in_slices,
 )
-from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse, RequestFailed, parse_url
 
 _PATH = "/chat/completions"
 _EXCERPT_CHARACTERS = 300
@@ -43,6 +41,22 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "continuous_usage_stats": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "stream_options": {"stream_options": {"include_usage": True}},
 }
+
+
+@dataclass(frozen=True)
+class LoadEndpoint:
+    """A server under load, and the name of the variant it serves."""
+
+    name: str
+    url: str
+    """Up to and including /v1."""
+
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token; never printed, stored or reported."""
+
+    what: str = ""
+    """For the report: the setting behind the name. The URL, without credentials, is added to it."""
 
 
 class EndpointUnusable(EyrieError):
@@ -62,9 +76,8 @@ class Dialect:
     """`max_completion_tokens` for servers that reject the deprecated name."""
 
     def body(self, variant: LoadEndpoint, request: "LoadRequest", spec: LoadSpec) -> bytes:
-        """The request's JSON."""
         body: dict[str, Any] = {
-            "model": variant.model, "messages": request.messages(spec), "stream": True,
+            "model": variant.model, "messages": request.prompt.messages_with(spec.system_prompt), "stream": True,
             "temperature": spec.temperature, self.limit_field: spec.max_new_tokens,
         }
         if request.prompt.tools:
@@ -82,7 +95,7 @@ class Dialect:
 class LoadRequest:
     """A prompt at its position in the schedule."""
 
-    prompt: LoadPrompt
+    prompt: Prompt
     repeat: int
     index: int
     """Counted within the repeat: the same in every variant."""
@@ -90,13 +103,9 @@ class LoadRequest:
     due_s: float | None = None
     """Open loop: its arrival time in seconds from the start of its block."""
 
-    def messages(self, spec: LoadSpec) -> list[Any]:
-        """The messages to send, with the system message replaced if the spec has one."""
-        return self.prompt.messages_with(spec.system_prompt)
-
     def seed(self, spec: LoadSpec) -> int:
         """Equal for all variants, so that engines whose random numbers depend on seed and position agree."""
-        key = f"{spec.seed}/{self.repeat}/{self.index}/{self.prompt.category}/{self.prompt.id}"
+        key = f"{spec.seed}/{self.repeat}/{self.index}/{self.prompt.suite}/{self.prompt.id}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
 
 
@@ -164,7 +173,7 @@ class LoadClient:
     def read(self, raw: RawResponse) -> Generator[None, None, RequestResult]:
         """Parse a raw response in slices (`read_stream_in_slices`)."""
         request, outcome = raw.request, raw.outcome
-        identity = (request.prompt.category, request.prompt.id, request.repeat, request.index)
+        identity = (request.prompt.suite, request.prompt.id, request.repeat, request.index)
         try:
             if isinstance(outcome, RequestFailed):
                 raise outcome
@@ -193,7 +202,13 @@ class LoadClient:
                 completion = read_stream(response.chunks)
             except RequestFailed as failure:
                 raise self._unusable(str(failure), _hint(response.status)) from None
-            self._add_notes(completion)
+            limitations: dict[TokenCounting, str] = {
+                "text": "reports no token counts along the stream: tokens were placed by the length of the text",
+                "chunks": "reports no token counts at all: every chunk with text counts as one token, which is too few "
+                          "when a chunk has several",
+            }
+            if completion.counting in limitations:
+                self.notes.append(f"{self.variant.name}: the server {limitations[completion.counting]}")
             return
 
     def redacted(self, text: str) -> str:
@@ -224,17 +239,6 @@ class LoadClient:
             left = self.dialect.extras & {"stream_options"} if len(self.dialect.extras) > 1 else frozenset()
         self.dialect = Dialect(left, self.dialect.limit_field)
         return True
-
-    def _add_notes(self, completion: StreamedCompletion) -> None:
-        """Limitations of this server that the report has to mention."""
-        limitations: dict[TokenCounting, str] = {
-            "text": "reports no token counts along the stream: tokens were placed by the length of the text",
-            "chunks": "reports no token counts at all: every chunk with text counts as one token, which is too few "
-                      "when a chunk has several",
-        }
-        limitation = limitations.get(completion.counting)
-        if limitation is not None:
-            self.notes.append(f"{self.variant.name}: the server {limitation}")
 
     def _unusable(self, message: str, hint: str) -> EndpointUnusable:
         return EndpointUnusable(f"variant {self.variant.name!r}: {self.redacted(message)}", hint)

@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from eyrie_workers.load.endpoint_url import RequestFailed
+from eyrie_workers.load.http_client import RequestFailed
 
 FloatArray = npt.NDArray[np.float64]
 TokenCounting = Literal["ids", "usage", "text", "chunks"]
@@ -85,17 +85,13 @@ def server_sent_events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[
             if line.startswith(b"data:"):
                 data.append(line[5:].removeprefix(b" "))
             elif not line and data:
-                yield at, _decoded(b"\n".join(data))
+                try:
+                    yield at, b"\n".join(data).decode()
+                except UnicodeDecodeError:
+                    raise RequestFailed("Malformed", "an event of the stream is not UTF-8") from None
                 data = []
     if data or rest.strip():
         raise RequestFailed("CutShort", "the stream ended in the middle of an event")
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise RequestFailed("Malformed", "an event of the stream is not UTF-8") from None
 
 
 @dataclass
@@ -165,7 +161,12 @@ def _add_chunk(columns: _Columns, at: float, chunk: Mapping[str, Any]) -> None:
     cumulative = None if usage is None else int(usage["completion_tokens"])
     if cumulative is not None:
         columns.total = cumulative
-    _add_extension(columns, chunk.get("sglext"))
+    extension = chunk.get("sglext") or {}
+    if details := extension.get("spec_tokens_details"):
+        columns.histogram = tuple(int(count) for count in details.get("spec_correct_drafts_histogram") or ())
+        columns.proposed = bool(details.get("spec_num_proposed_drafts"))
+    if output_ids := extension.get("output_ids"):
+        columns.last_ids = [int(token) for token in output_ids[0]]
     for choice in chunk["choices"]:
         _add_choice(columns, at, choice, cumulative)
 
@@ -195,36 +196,20 @@ def _add_choice(columns: _Columns, at: float, choice: Mapping[str, Any], cumulat
         columns.text_lengths.append(length)
 
 
-def _add_extension(columns: _Columns, extension: Mapping[str, Any] | None) -> None:
-    if not extension:
-        return
-    details = extension.get("spec_tokens_details")
-    if details:
-        columns.histogram = tuple(int(count) for count in details.get("spec_correct_drafts_histogram") or ())
-        columns.proposed = bool(details.get("spec_num_proposed_drafts"))
-    output_ids = extension.get("output_ids")
-    if output_ids:
-        columns.last_ids = [int(token) for token in output_ids[0]]
-
-
 def _completion(columns: _Columns) -> StreamedCompletion:
     counting, counts = _token_counts(columns)
     arrived = counts > 0
     at, counts = np.asarray(columns.at, dtype=np.float64)[arrived], counts[arrived]
     # There is at least one chunk, the one with the finish reason, but there may be no token.
     ids = columns.last_ids if columns.last_ids is not None else (columns.ids or None)
+    # Tokens that arrive together share the time since the previous arrival; those of the first arrival have none.
+    gaps_s = np.zeros(0) if len(at) == 0 else np.concatenate(
+        [np.zeros(counts[0] - 1), np.repeat(np.diff(at) / counts[1:], counts[1:])])
     return StreamedCompletion(
         id=columns.id, tokens=int(counts.sum()), counting=counting, first_at=float(at[0]) if len(at) else None,
-        gaps_s=_gaps(at, counts), finish_reason=columns.finish_reason or "",
+        gaps_s=gaps_s, finish_reason=columns.finish_reason or "",
         text="\x1f".join("".join(text) for text in columns.texts.values()),
         token_ids=None if ids is None else tuple(ids), histogram=columns.histogram, proposed=columns.proposed)
-
-
-def _gaps(at: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
-    if len(at) == 0:
-        return np.zeros(0)
-    later = np.diff(at) / counts[1:]
-    return np.concatenate([np.zeros(counts[0] - 1), np.repeat(later, counts[1:])])
 
 
 def _token_counts(columns: _Columns) -> tuple[TokenCounting, npt.NDArray[np.int64]]:

@@ -1,33 +1,115 @@
-"""aiohttp for many slow streams at once, keeping every piece of a body with its arrival time.
+"""HTTP to endpoints: their URLs, the environment's proxy, and aiohttp for many slow streams at once.
 
-JSON is parsed after the response has ended (`completion_stream`), so that other streams wait as little as possible.
-Redirects are not followed and compression is not requested.
+URLs are parsed so that credentials do not reach messages.
 
-aiohttp replaced a hand-written client, which needed 0.4 of its CPU time per event with 64 paced streams and 0.5 to 0.7
-with 256 streams in lockstep, as a batching server sends them ("HTTP clients" in docs/results/load.md).
+Every piece of a body is kept with its arrival time. JSON is parsed after the response has ended (`completion_stream`),
+so that other streams wait as little as possible. Redirects are not followed and compression is not requested. aiohttp
+replaced a hand-written client, which needed 0.4 of its CPU time per event with 64 paced streams and 0.5 to 0.7 with 256
+streams in lockstep, as a batching server sends them ("HTTP clients" in docs/results/load.md).
 
 A keep-alive connection that the server closed while it was idle is not a failure: the request is sent again (aiohttp
 itself does so for GET alone). Every other failure is a `RequestFailed` with a reason that can be counted. The time to
 connect is no part of a response's times.
+
+Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, in either case, as in other programs. A plain
+request is sent to the proxy with its absolute URL; TLS uses a tunnel (CONNECT, RFC 9110 section 9.3.6), so that the
+proxy sees only the host name. Proxies that are reached over TLS, and SOCKS, are rejected. aiohttp's own `trust_env` is
+not used: it ignores ALL_PROXY, and sends requests for loopback addresses to the proxy. Only regeneration uses a proxy:
+a load test through a proxy would measure the proxy.
 """
 
+import base64
 import os
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from ipaddress import ip_address
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from yarl import URL
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.load.endpoint_url import EndpointUrl, RequestFailed
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _CONNECT_TIMEOUT_S = 30.0
 _DISCONNECTED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError)
+
+
+class RequestFailed(Exception):
+    """A request without a complete response. `reason` is a category to count by, the message has the details."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class EndpointUrl:
+    """A parsed endpoint URL. `path` is the part before the API's own paths."""
+
+    scheme: Literal["http", "https"]
+    host: str
+    port: int
+    path: str
+    basic: str | None = field(default=None, repr=False)
+    """Credentials of the URL as the value of an Authorization header; not part of any message."""
+
+    @property
+    def url(self) -> str:
+        """The URL without credentials."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default_port = self.port == (443 if self.scheme == "https" else 80)
+        return f"{self.scheme}://{host}{'' if default_port else f':{self.port}'}{self.path}"
+
+    @property
+    def host_header(self) -> str:
+        return self.url.split("//", 1)[1].split("/", 1)[0]
+
+
+def parse_url(url: str) -> EndpointUrl:
+    """Parse an http(s) URL. Raises InvalidInput, whose message omits credentials."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    shown = url.rpartition("@")[2]
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or not url.isprintable():
+        raise InvalidInput(f"{shown!r} is not an endpoint URL", "write it like http://127.0.0.1:30000/v1")
+    if parts.query or parts.fragment:
+        raise InvalidInput(f"the endpoint URL {shown.partition('?')[0]!r} has a query or a fragment",
+                           "give the part up to and including /v1")
+    basic = None
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        basic = "Basic " + base64.b64encode(pair.encode()).decode()
+    scheme: Literal["http", "https"] = "https" if parts.scheme == "https" else "http"
+    port = port or (443 if scheme == "https" else 80)
+    return EndpointUrl(scheme, parts.hostname, port, parts.path.rstrip("/"), basic)
+
+
+def proxy_for(url: EndpointUrl) -> EndpointUrl | None:
+    """The environment's proxy for a URL; None without one. Raises InvalidInput for an unsupported kind of proxy."""
+    proxies = getproxies()
+    named = proxies.get(url.scheme) or proxies.get("all")
+    try:
+        is_loopback = ip_address(url.host).is_loopback
+    except ValueError:
+        is_loopback = url.host == "localhost"
+    # Loopback addresses never use a proxy, whether or not NO_PROXY contains them.
+    if not named or proxy_bypass(url.host_header) or is_loopback:
+        return None
+    variable = f"{url.scheme.upper()}_PROXY"
+    proxy = parse_url(named if "://" in named else f"http://{named}")
+    if proxy.scheme != "http":
+        raise InvalidInput(f"{variable} names a proxy with the scheme {proxy.scheme}",
+                           f"use one like http://proxy:3128, or add {url.host} to NO_PROXY")
+    return proxy
 
 
 @dataclass
@@ -46,7 +128,6 @@ class HttpResponse:
 
     @property
     def body(self) -> bytes:
-        """The whole body."""
         return b"".join(chunk for _, chunk in self.chunks)
 
 
@@ -92,42 +173,34 @@ class ConnectionPool:
                     raise self._failure(error, timeout_s) from error
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
         self._session = None
 
     async def _send_once(self, exchange: _Exchange, method: str, path: str, body: bytes,
                          timeout_s: float) -> HttpResponse:
-        session = self._open_session()
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        async with session.request(method, URL(self._url.url + path, encoded=True), data=body or None, timeout=timeout,
-                                   allow_redirects=False, trace_request_ctx=exchange,
-                                   **self._through_proxy()) as response:
-            try:
-                chunks = await _read_body(response)
-            except _DISCONNECTED as error:
-                raise self._failure(error, timeout_s) from error  # part of a response was received: not sent again
-            found = {name.lower(): value for name, value in response.headers.items()}
-            return HttpResponse(response.status, found, chunks, exchange.sent_at, time.perf_counter())
-
-    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__: a session belongs to the running event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._tls), auto_decompress=False,
                 trace_configs=[_tracing()], headers={"Content-Type": "application/json", **self.headers},
                 cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "User-Agent"))
-        return self._session
-
-    def _through_proxy(self) -> dict[str, Any]:
-        """Arguments of a request through the proxy."""
-        if self._proxy is None:
-            return {}
-        credentials = {"Proxy-Authorization": self._proxy.basic} if self._proxy.basic else {}
-        # Without TLS the proxy reads the request's own headers; with TLS only those of CONNECT, and the server must not
-        # see its credentials.
-        return {"proxy": self._proxy.url,
-                "proxy_headers" if self._url.scheme == "https" else "headers": credentials}
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        proxy: dict[str, Any] = {}
+        if self._proxy is not None:
+            credentials = {"Proxy-Authorization": self._proxy.basic} if self._proxy.basic else {}
+            # Without TLS the proxy reads the request's own headers; with TLS only those of CONNECT, and the server must
+            # not see its credentials.
+            proxy = {"proxy": self._proxy.url,
+                     "proxy_headers" if self._url.scheme == "https" else "headers": credentials}
+        async with self._session.request(method, URL(self._url.url + path, encoded=True), data=body or None,
+                                         timeout=timeout, allow_redirects=False, trace_request_ctx=exchange,
+                                         **proxy) as response:
+            try:
+                chunks = await _read_body(response)
+            except _DISCONNECTED as error:
+                raise self._failure(error, timeout_s) from error  # part of a response was received: not sent again
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return HttpResponse(response.status, headers, chunks, exchange.sent_at, time.perf_counter())
 
     def _failure(self, error: Exception, timeout_s: float) -> RequestFailed:
         """The failure as a reason to count by. Subclasses come before their base classes."""

@@ -46,6 +46,11 @@ class LevelResults:
     cpu_s: float
     """CPU time of the load generator during the blocks."""
 
+    def __add__(self, more: "LevelResults") -> "LevelResults":
+        """With the results of more blocks of the same variant and level."""
+        return LevelResults(self.variant, self.level, self.results + more.results, self.seconds + more.seconds,
+                            self.cpu_s + more.cpu_s)
+
 
 def quantiles(values: FloatArray) -> Quantiles | None:
     """Mean and quantiles; None without values."""
@@ -78,13 +83,14 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
         if result.failure is not None:
             failed[result.failure] = failed.get(result.failure, 0) + 1
     tokens = sum(result.tokens for result in completed)
+    rates, num_rated = _rates(completed)
     histograms = [result.histogram for result in completed if result.histogram is not None] if drafting else []
     histogram = add_histograms(histograms)
     has_rounds = sum(histogram) > 0
     return LoadCell(
         requests=len(results), completed=len(completed), failed=dict(sorted(failed.items())), output_tokens=tokens,
         seconds=seconds, tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
-        tokens_per_s_per_user=_user_rate(completed),
+        tokens_per_s_per_user=rates / num_rated if num_rated else 0.0,
         ttft_s=quantiles(np.array([result.ttft_s for result in completed if result.ttft_s is not None])),
         inter_token_s=quantiles(np.concatenate([result.gaps_s for result in completed]) if completed else np.zeros(0)),
         end_to_end_s=quantiles(np.array([result.end_to_end_s for result in completed])),
@@ -151,11 +157,6 @@ def crossover(comparisons: Iterable[LoadComparison]) -> float | None:
     return None
 
 
-def _user_rate(completed: Sequence[RequestResult]) -> float:
-    rates = [result.tokens / result.end_to_end_s for result in completed if result.end_to_end_s > 0]
-    return sum(rates) / len(rates) if rates else 0.0
-
-
 def _ratio(ours: LoadCell, theirs: LoadCell) -> float | None:
     if theirs.tokens_per_s_per_user == 0 or ours.tokens_per_s_per_user == 0:
         return None
@@ -184,14 +185,11 @@ def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
         by_request = {(result.repeat, result.index): result for result in theirs}
         matching = [(result, by_request[key]) for result in ours
                     if (key := (result.repeat, result.index)) in by_request]
-        identical += bool(matching) and all(_equal_output(first, second) for first, second in matching)
+        # By token ids where both servers return them, otherwise by text.
+        identical += bool(matching) and all(
+            first.ids_digest == second.ids_digest if first.ids_digest is not None and second.ids_digest is not None
+            else first.digest == second.digest for first, second in matching)
     return compared, identical
-
-
-def _equal_output(first: RequestResult, second: RequestResult) -> bool:
-    if first.ids_digest is not None and second.ids_digest is not None:
-        return first.ids_digest == second.ids_digest
-    return first.digest == second.digest
 
 
 def _tokens_and_seconds(results: Sequence[RequestResult]) -> tuple[float, float]:

@@ -22,14 +22,12 @@ from typing import TypeVar
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
-from eyrie_workers.load.client import LoadClient, LoadRequest, RawResponse, RequestResult
-from eyrie_workers.load.endpoint_url import RequestFailed
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.conversations.suites import Prompt
+from eyrie_workers.load.client import LoadClient, LoadEndpoint, LoadRequest, RawResponse, RequestResult
+from eyrie_workers.load.http_client import RequestFailed
 from eyrie_workers.load.report_statistics import LevelResults, comparison, crossover, level_report
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
-from eyrie_workers.machine.environment import client_environment, cpu_count
-
-__all__ = ["LoadEndpoint", "LoadPrompt", "run_load"]
+from eyrie_workers.machine import client_environment, cpu_count
 
 OnProgress = Callable[[int, int, str], None]
 PausePoint = Callable[[], None]
@@ -45,7 +43,7 @@ _SPARE_FILES = 64
 _MAX_UNPARSED = 1024
 
 
-def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
+def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec, baseline: str = "off",
              on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadReport:
     """Run the load test of `spec` on all variants and report.
 
@@ -67,7 +65,7 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], sp
     return load_report(models, run, spec, baseline, time.perf_counter() - started)
 
 
-def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[LoadPrompt],
+def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[Prompt],
                      spec: LoadSpec, baseline: str = "off", on_progress: OnProgress | None = None,
                      pause_point: PausePoint | None = None) -> LoadReport:
     """As `run_load` for servers that cannot run at the same time (`measure_in_turn`)."""
@@ -76,7 +74,7 @@ def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint],
     return load_report(model, run, spec, baseline, time.perf_counter() - started)
 
 
-def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[LoadPrompt],
+def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[Prompt],
                     spec: LoadSpec, baseline: str, on_progress: OnProgress | None = None,
                     pause_point: PausePoint | None = None) -> tuple[str, "LoadTestResults"]:
     """Send all requests, one variant after the other. Returns the name of the model too.
@@ -105,14 +103,12 @@ def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], 
 
 def _joined(parts: Sequence["LoadTestResults"]) -> "LoadTestResults":
     """Load tests of single variants as one; parts of the same variant are added."""
-    levels_: dict[tuple[str, Level], LevelResults] = {}
-    for found in (one for part in parts for one in part.levels):
-        known = levels_.get((found.variant, found.level))
-        levels_[found.variant, found.level] = found if known is None else LevelResults(
-            found.variant, found.level, (*known.results, *found.results), known.seconds + found.seconds,
-            known.cpu_s + found.cpu_s)
+    by_level: dict[tuple[str, Level], LevelResults] = {}
+    for new in (level for part in parts for level in part.levels):
+        old = by_level.get((new.variant, new.level))
+        by_level[new.variant, new.level] = new if old is None else old + new
     return LoadTestResults({name: what for part in parts for name, what in part.variants.items()},
-                           list(levels_.values()), list(dict.fromkeys(note for part in parts for note in part.notes)))
+                           list(by_level.values()), list(dict.fromkeys(note for part in parts for note in part.notes)))
 
 
 def load_report(model: str, run: "LoadTestResults", spec: LoadSpec, baseline: str, seconds: float) -> LoadReport:
@@ -139,7 +135,7 @@ class LoadTestResults:
     notes: list[str] = field(default_factory=list)
 
 
-def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadTestResults:
     """Send all requests. Raises like `run_load`."""
     names = [variant.name for variant in variants]
@@ -153,9 +149,7 @@ def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spe
 
 
 class _LoadTest:
-    """A running load test."""
-
-    def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+    def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
                  on_progress: OnProgress | None, pause_point: PausePoint | None) -> None:
         self._clients = {variant.name: LoadClient(variant, spec) for variant in variants}
         self._prompts = prompts
@@ -183,16 +177,23 @@ class _LoadTest:
         for block in blocks(self._prompts, list(self._clients), self._spec):
             new = await self._polling(self._block(block))
             old = by_level.get((block.variant, block.level))
-            if old is not None:
-                new = LevelResults(new.variant, new.level, old.results + new.results, old.seconds + new.seconds,
-                                   old.cpu_s + new.cpu_s)
-            by_level[block.variant, block.level] = new
-        descriptions = {name: _description(client) for name, client in self._clients.items()}
+            by_level[block.variant, block.level] = new if old is None else old + new
+        descriptions = {name: f"{client.variant.what} ({client.origin.url})" if client.variant.what
+                        else client.origin.url for name, client in self._clients.items()}
         run = LoadTestResults(descriptions, list(by_level.values()))
         run.notes = [note for client in self._clients.values() for note in client.notes]
         run.notes += [note for level in run.levels for note in _failure_notes(level)]
-        run.notes += [note for level in run.levels for note in _saturation_notes(level)]
-        run.notes += _machine_load_notes()
+        for level in run.levels:
+            share = level.cpu_s / level.seconds if level.seconds > 0 else 0.0
+            if share > _SATURATED:
+                run.notes.append(f"{level.variant}, {level.level.label()}: the load generator itself used {share:.0%} "
+                                 "of a CPU core: its latencies are upper bounds, and the server may be faster than "
+                                 "reported")
+        load, processors = os.getloadavg()[0], cpu_count()
+        if load > _BUSY_LOAD_PER_CPU * processors:  # the servers may run on this machine too
+            run.notes.append(f"the machine of the load generator was busy (load average {load:.1f} on {processors} "
+                             "CPUs): if the servers run on it too, speeds are too low and ratios noisier than their "
+                             "intervals")
         return run
 
     async def _block(self, block: Block) -> LevelResults:
@@ -288,11 +289,6 @@ class _LoadTest:
             self._on_progress(self._done, self._total, label)
 
 
-def _description(client: LoadClient) -> str:
-    url = client.origin.url
-    return f"{client.variant.what} ({url})" if client.variant.what else url
-
-
 def _failure_notes(level: LevelResults) -> list[str]:
     """One line per failure reason, with the first failed request's message."""
     failed: dict[str, list[RequestResult]] = {}
@@ -304,25 +300,6 @@ def _failure_notes(level: LevelResults) -> list[str]:
         f"the first because {results[0].detail}"
         for reason, results in sorted(failed.items())
     ]
-
-
-def _saturation_notes(level: LevelResults) -> list[str]:
-    share = level.cpu_s / level.seconds if level.seconds > 0 else 0.0
-    if share <= _SATURATED:
-        return []
-    return [
-        f"{level.variant}, {level.level.label()}: the load generator itself used {share:.0%} of a CPU core: its "
-        "latencies are upper bounds, and the server may be faster than reported"
-    ]
-
-
-def _machine_load_notes() -> list[str]:
-    """A warning when this machine, on which the servers may run too, is busy with other work."""
-    load, processors = os.getloadavg()[0], cpu_count()
-    if load <= _BUSY_LOAD_PER_CPU * processors:
-        return []
-    return [f"the machine of the load generator was busy (load average {load:.1f} on {processors} CPUs): if the "
-            "servers run on it too, speeds are too low and ratios noisier than their intervals"]
 
 
 def _raise_file_limit(wanted: int) -> None:

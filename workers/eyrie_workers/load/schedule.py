@@ -20,9 +20,9 @@ from itertools import count
 from typing import Literal
 
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.load.client import LoadRequest
-from eyrie_workers.load.endpoints import LoadPrompt
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,9 @@ class Level:
 
     @property
     def users(self) -> int:
-        """Concurrent connections of a closed loop."""
         return int(self.value)
 
     def label(self) -> str:
-        """For messages."""
         unit = "requests/s" if self.mode == "open" else "user" if self.value == 1 else "users"
         return f"{self.value:g} {unit}"
 
@@ -64,18 +62,17 @@ def num_requests(spec: LoadSpec, level: Level) -> int:
     return max(spec.requests, 2 * level.users) if level.mode == "closed" else spec.requests
 
 
-def draw_prompts(prompts: Sequence[LoadPrompt], start: int, num: int) -> list[LoadPrompt]:
+def draw_prompts(prompts: Sequence[Prompt], start: int, num: int) -> list[Prompt]:
     """`num` prompts from position `start` of the endless cycle through the categories; negative: from its end."""
-    categories: dict[str, list[LoadPrompt]] = {}
+    categories: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        categories.setdefault(prompt.category, []).append(prompt)
+        categories.setdefault(prompt.suite, []).append(prompt)
     columns = list(categories.values())
     positions = (divmod(position, len(columns)) for position in range(start, start + num))
     return [columns[column][row % len(columns[column])] for row, column in positions]
 
 
-def blocks(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[Block]:
-    """All blocks of the test, in order."""
+def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[Block]:
     block_index = count()
     for level in levels(spec):
         num = num_requests(spec, level)
@@ -100,6 +97,6 @@ def arrivals(spec: LoadSpec, level: Level, repeat: int, num: int) -> list[float]
     return times
 
 
-def total_requests(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpec) -> int:
+def total_requests(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> int:
     """Number of requests of the test, warm-up included."""
     return sum(len(block.warmup) + len(block.requests) for block in blocks(prompts, variants, spec))

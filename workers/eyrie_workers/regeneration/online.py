@@ -6,7 +6,7 @@ in flight; those rows are requested again by the next run, with the same seed.
 
 Requests are sent with `load.http_client`: when a server that batches finishes many answers at once, the processor time
 of a general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is used
-(`load.proxy`).
+(`load.http_client`).
 """
 
 import asyncio
@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyrie_api.errors import Transient
-from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
-from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
-from eyrie_workers.load.proxy import proxy_for
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse, RequestFailed, parse_url, proxy_for
 from eyrie_workers.regeneration.dispatch import Route, Routes
 from eyrie_workers.regeneration.endpoint import (
     AnswerTokenizer,

@@ -9,7 +9,7 @@ Exactness. A draft tree stores a token's keys in another order than plain decodi
 another order, and float32 attention would differ in its last bits (torch's SDPA: measured 0 of 40 rows bitwise equal).
 In exact mode keys, values and the whole attention are float64 and the result is rounded once to float32: two orders of
 summation then differ by about 1e-16, which survives rounding to float32 only when a value lies within 1e-16 of a
-rounding boundary - one in some 10^8. Together with row-invariant products (`targets.linear`) verification reproduces
+rounding boundary - one in some 10^8. Together with row-invariant products (`targets.operators`) verification reproduces
 plain decoding bit for bit in practice; tests/workers/speculation counts.
 
 The buffer grows on demand (`grown`), so memory follows the longest text in use, not the target's maximum context. The
@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.decisions.target_config import SLIDING
-from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.causal_attention import causal
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.device import upload
 
 INITIAL_POSITIONS = 256
 _MOST_UNUSED = 4096
@@ -62,7 +62,6 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions per slot."""
         return self._data.shape[2]
 
     @property
@@ -80,8 +79,7 @@ class KVCache:
 
     def commit(self, slots: Sequence[int], starts: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
         """Copy accepted nodes to their text positions: node nodes[b][d] of slots[b], stored at starts[b] + node, goes
-        to
-        starts[b] + d. Rows whose nodes are already in place cost nothing."""
+        to starts[b] + d. Rows whose nodes are already in place cost nothing."""
         sources: list[int] = []
         targets: list[int] = []
         for slot, start, path in zip(slots, starts, nodes, strict=True):
@@ -102,7 +100,6 @@ class KVCache:
         self._data[:, slot] = 0.0
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
         self._data[:, target, :length] = self._data[:, source, :length]
 
 
@@ -181,6 +178,8 @@ class TreeAttention:
         rows, nodes, groups, size = self._num_rows, self._num_nodes, config.num_kv_heads, config.head_dim
         repeats = config.num_heads // groups
         kept = self._cache.layer(layer)
+        # The nodes' keys and values are stored behind the committed text before attention reads both. With one row they
+        # are a slice; several rows have different lengths, so each node has an index of its own.
         if self._first is not None:
             kept[0, self._first:self._length] = heads[:, config.num_heads:]
         else:

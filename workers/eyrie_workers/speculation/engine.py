@@ -19,7 +19,7 @@ later round. The output does not depend on the shape, so a change needs no synch
 
 On a GPU the host waits for the device once per round, for the accepted tokens: the scheduler must know them to end
 rows and to admit others. All other numbers of a round are known on the host and uploaded without waiting
-(`speculation.upload`). The drafter has one state per engine, which grows with the texts, not one per shape.
+(`targets.device.upload`). The drafter has one state per engine, which grows with the texts, not one per shape.
 
 Not implemented: paging, prefix sharing, chunked prefill. GPU engines have them; this engine is the reference for
 correctness, and fast enough to show the effect of speculation on two CPU cores.
@@ -31,6 +31,8 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,9 +40,7 @@ from torch import Tensor
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
-from eyrie_workers.speculation.logprobs import TokenLogprobs, emitted_logprobs
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
-from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.requests import (
     Generation,
@@ -52,15 +52,91 @@ from eyrie_workers.speculation.requests import (
     traced_round,
 )
 from eyrie_workers.speculation.tree import ancestors
-from eyrie_workers.speculation.upload import upload
-from eyrie_workers.speculation.verify import NOT_FINITE, AcceptedPath, accept_path, sample_target_tokens
-from eyrie_workers.targets.device import device_scope
+from eyrie_workers.speculation.verify import (
+    NOT_FINITE,
+    AcceptedPath,
+    TokenLogprobs,
+    accept_path,
+    emitted_logprobs,
+    sample_target_tokens,
+)
+from eyrie_workers.targets.device import device_scope, upload
 from eyrie_workers.targets.model import TargetModel
 
 __all__ = ["Engine", "Generation", "Request", "StepOutput", "smallest_common_shape"]
 
+Phase = Literal["prefill_s", "draft_s", "verify_s"]
+Mark = float | torch.cuda.Event
+
 TreeSchedule = Callable[[int], DraftTreeShape | None]
 """From the number of rows to the shape of the next round; None for a round without drafting."""
+
+
+@dataclass
+class EngineStats:
+    """Seconds by phase, since the engine was created or `reset`."""
+
+    prefill_s: float = 0.0
+    """Prefill: the target's pass over prompts and the drafter's."""
+
+    draft_s: float = 0.0
+    """Drafter: `propose` and `extend`."""
+
+    verify_s: float = 0.0
+    """The target's pass over the trees, sampling (noise included) and the bookkeeping of plain decoding."""
+
+    rounds: int = 0
+    nodes: int = 0
+    """Nodes of one row's trees, root included, summed over rounds."""
+
+    def reset(self) -> None:
+        self.prefill_s = self.draft_s = self.verify_s = 0.0
+        self.rounds = self.nodes = 0
+
+    def add(self, phase: Phase, seconds: float) -> None:
+        setattr(self, phase, getattr(self, phase) + seconds)
+
+
+class PhaseClock:
+    """Marks the beginnings and ends of phases, and adds their durations to `stats`.
+
+    On a CPU a phase lasts from one reading of the clock to the next. On a GPU the host launches a phase and goes on, so
+    its clock shows the time to launch; there a mark is an event in the stream, and a phase is the time between two
+    events. The device passes an event later than the host records it. Times are therefore added when the engine has
+    waited for the device anyway (`settle`). Those of a round's proposal and verification are then known; what follows
+    the wait (moving accepted keys, the drafter's `extend`) is added one round later.
+    """
+
+    def __init__(self, stats: EngineStats, device: torch.device) -> None:
+        self._stats, self._by_events = stats, device.type == "cuda"
+        self._pending: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def mark(self) -> Mark:
+        """This point of the work launched so far."""
+        if not self._by_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def count(self, phase: Phase, begin: Mark, end: Mark) -> None:
+        """Add the time between two marks to a phase, on a GPU once the device has passed them."""
+        if isinstance(begin, float) and isinstance(end, float):
+            self._stats.add(phase, end - begin)
+        elif not isinstance(begin, float) and not isinstance(end, float):
+            self._pending.append((phase, begin, end))
+
+    def settle(self, wait: bool = False) -> None:
+        """Add the phases that the device has finished; with `wait` all of them."""
+        unfinished = []
+        for phase, begin, end in self._pending:
+            if wait:
+                end.synchronize()
+            if end.query():
+                self._stats.add(phase, begin.elapsed_time(end) / 1000.0)
+            else:
+                unfinished.append((phase, begin, end))
+        self._pending = unfinished
 
 
 class Engine:
@@ -152,12 +228,10 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests being decoded."""
         return len(self._rows)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._waiting)
 
     def step(self) -> list[StepOutput]:
@@ -195,6 +269,7 @@ class Engine:
         row = RequestState(request, heapq.heappop(self._free_drafter_rows), submitted_at=submitted_at,
                            tokens=list(request.prompt_ids), noise=noise)
         self._rows.append(row)
+        # The whole prompt in one pass, alone: with and without drafting the sums are then the same (see the module).
         num_prompt = len(row.tokens)
         self._cache.reserve(num_prompt + 1)
         prompt = upload(row.tokens)
@@ -202,6 +277,7 @@ class Engine:
         positions = torch.arange(num_prompt)
         aux, last = self.target.run(prompt, positions, attend, self._aux_layers())
         logits = self.target.logits(last[-1:])[None]
+        # The first token is sampled as that of a tree of one node: one rule for prefill and verification.
         root = torch.zeros(1, 1, dtype=torch.int64)
         first = sample_target_tokens(logits, root, [request.sampling], self._noise([row], 1))
         taken = self._take(row, first.flatten().tolist())
@@ -210,6 +286,7 @@ class Engine:
             self._leave(slot)
         elif self._max_shape is not None:
             self._begin_drafting(row, aux)
+        # The row may have left its slot; its log probabilities are read from the logits of this pass, not from it.
         [logprobs] = _logprobs([row], logits, [[0]], [taken])
         self._clock.count("prefill_s", began, self._clock.mark())
         return row.progress(taken, [], [], logprobs, [TracedRound([], [], [], taken)] if request.trace else [])
@@ -279,6 +356,7 @@ class Engine:
         drafting = [index for index, row in enumerate(self._rows) if row.drafting]
         if shape is None or self.drafter is None or not drafting:
             return DraftTree(roots, torch.zeros_like(roots), torch.zeros_like(roots, dtype=torch.float32))
+        # A row keeps its drafter row while it moves between slots: the drafter's state is never copied.
         rows = [self._rows[index].drafter_row for index in drafting]
         if len(drafting) == len(self._rows):
             drafts = _trimmed(self.drafter.propose(self._state(), rows, shape, noise))
@@ -301,7 +379,8 @@ class Engine:
         else:
             seen = ancestors(tree.parents, shape.num_steps)
             depths = seen.sum(dim=2) - 1
-        attend = TreeAttention(self._cache, starts, seen, depths, target.dtype, self._longest())
+        attend = TreeAttention(self._cache, starts, seen, depths, target.dtype,
+                               max_start=max(len(row.tokens) for row in self._rows) - 1)
         # Padding nodes (NO_TOKEN) run as token 0; they match no target token, so no accepted path contains them.
         aux, last = target.run(tree.tokens.clamp(min=0).flatten(), (starts[:, None] + depths).flatten(), attend,
                                self._aux_layers())
@@ -322,8 +401,9 @@ class Engine:
         if not unfinished:
             return
         longest, num_nodes = max(len(paths[index].nodes) for index in unfinished), aux.shape[1]
-        nodes = upload([index * num_nodes + node for index in unfinished
-                        for node in _padded(paths[index].nodes, longest)])
+        # One gather for all rows: shorter paths repeat their last node, which the drafter reads as padding.
+        nodes = upload([index * num_nodes + node for index in unfinished for node in (
+            *paths[index].nodes, *paths[index].nodes[-1:] * (longest - len(paths[index].nodes)))])
         self.drafter.extend(self._state(), CommittedTokens(
             rows=[self._rows[index].drafter_row for index in unfinished],
             starts=[starts[index] for index in unfinished], tokens=[paths[index].tokens for index in unfinished],
@@ -346,6 +426,7 @@ class Engine:
         heapq.heappush(self._free_drafter_rows, self._rows[slot].drafter_row)
         if self._rows[slot].error is not None:
             self._cache.clear_slot(slot)
+        # Race-free without a lock: one thread owns the engine, and rows move between rounds alone.
         last = self._rows.pop()
         if slot < len(self._rows):
             self._rows[slot] = last
@@ -359,9 +440,6 @@ class Engine:
         assert self.drafter is not None
         assert self._max_shape is not None
         return row.request.draft and len(row.tokens) + self._max_shape.num_steps <= self.drafter.max_length
-
-    def _longest(self) -> int:
-        return max(len(row.tokens) for row in self._rows) - 1
 
     def _state(self) -> DrafterState:
         assert self.drafter is not None
@@ -405,10 +483,6 @@ def _trimmed(tree: DraftTree) -> DraftTree:
     if num_nodes is None:
         return tree
     return DraftTree(tree.tokens[:, :num_nodes], tree.parents[:, :num_nodes], tree.scores[:, :num_nodes])
-
-
-def _padded(values: list[int], length: int) -> list[int]:
-    return values + values[-1:] * (length - len(values))
 
 
 def _spread(tree: DraftTree, rows: Tensor, num_rows: int) -> DraftTree:

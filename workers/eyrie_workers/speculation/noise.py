@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyrie_workers.speculation.upload import upload
+from eyrie_workers.targets.device import upload
 
 # The share of the known noise that a drafter adds to its own logits. All of it would be right for a drafter with the
 # target's probabilities: then both draw the same token. A drafter's distribution is flatter than the target's, and full

@@ -5,9 +5,8 @@ ran and the tokens now known to follow them; the drafter proposes a tree for wha
 two methods:
 
     extend    receives committed positions: target states h_i paired with the token x_{i+1} that the target sampled
-    after
-              them. EAGLE runs one forward over the pairs (EAGLE-3, arXiv:2503.01840, figure 5: fused h_i next to the
-              embedding of x_{i+1}, predicting x_{i+2}); Medusa keeps the last h_i; an n-gram drafter the tokens.
+              after them. EAGLE runs one forward over the pairs (EAGLE-3, arXiv:2503.01840, figure 5: fused h_i next to
+              the embedding of x_{i+1}, predicting x_{i+2}); Medusa keeps the last h_i; an n-gram drafter the tokens.
     propose   returns a draft tree on each row's last token. A family that predicts one token at a time passes its step
               to `speculation.tree.build_draft_tree`, which does expansion, reranking and masks; a family that finds
               whole continuations builds the tree itself.
@@ -20,7 +19,7 @@ A drafter cannot change the output: verification never reads its confidences, on
 
 On a GPU the host waits for the device once per round, when the engine reads the accepted tokens. A drafter therefore
 reads no number of a device tensor: what the host knows (rows, lengths, tokens) it receives as Python numbers, and
-uploads without waiting (`speculation.upload`). tests/gpu counts the waits of every family.
+uploads without waiting (`targets.device.upload`). tests/gpu counts the waits of every family.
 
 `noise` carries the sampling noise of the positions ahead. The target will take argmax(logits / temperature + Gumbel
 noise of that position); a drafter that perturbs its own logits with the same noise proposes that argmax more often than
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.upload import upload
+from eyrie_workers.targets.device import upload
 
 NO_TOKEN = -1
 """Fills tree nodes that hold no proposal. It matches no target token, so such a node is never accepted."""

@@ -12,9 +12,9 @@ from typing import Literal
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.speculation.logprobs import TokenLogprobs
 from eyrie_workers.speculation.noise import NoiseTable
 from eyrie_workers.speculation.protocol import NO_TOKEN
+from eyrie_workers.speculation.verify import TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
 GREEDY = SamplingSpec(temperature=0.0)
@@ -152,7 +152,6 @@ class RequestState:
 
     @property
     def ended(self) -> bool:
-        """Whether the request leaves its slot."""
         return self.finish_reason is not None or self.error is not None
 
     def take(self, tokens: Sequence[int], max_length: int) -> list[int]:
@@ -171,14 +170,12 @@ class RequestState:
         return taken
 
     def count_round(self, accepted: int) -> None:
-        """Count one round."""
         self.rounds += 1
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
     def progress(self, taken: list[int], accepted: list[int], drafted: list[int],
                  logprobs: list[TokenLogprobs], rounds: list[TracedRound]) -> StepOutput:
-        """The output of a step that appended `taken`."""
         generation = None
         if self.error is None and self.finish_reason is not None:
             num_prompt = len(self.request.prompt_ids)

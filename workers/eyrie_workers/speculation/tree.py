@@ -1,18 +1,33 @@
-"""Draft trees: expanded by confidence, reranked to a fixed size, flattened for one verification pass.
+"""Draft trees: expanded by confidence, reranked to a fixed size, flattened for one verification pass. Three kinds.
 
-EAGLE-2 (arXiv:2406.16858) in three steps, batched over rows:
+*Dynamic* (EAGLE-2, arXiv:2406.16858), for drafters that predict one token at a time. In three steps, batched over rows:
 
     expand   each drafter pass runs the `top_k` nodes of the last depth with the highest scores and keeps `top_k`
              children of each; a node's score is the product of confidences along its path, which predicts acceptance;
     rerank   of all candidates, the `num_draft_tokens - 1` with the highest score stay. A child's score never exceeds
-    its
-             parent's, and on ties the earlier node wins, so the nodes that stay always form a tree;
+             its parent's, and on ties the earlier node wins, so the nodes that stay always form a tree;
     flatten  the nodes that stay, in the order of expansion: parents before children, root first.
 
-The nodes of a `static` shape are fixed beforehand (`speculation.static_tree`), and each takes the candidate of its
-rank. The drafter runs the nodes that have children, and no others.
+*Static*: one topology for all rows and rounds, fixed before the drafter runs; each node takes the candidate of its
+rank, and the drafter runs the nodes that have children, and no others. EAGLE-1 (arXiv:2401.15077, section 4.1) drafts
+such a tree, chosen by hand; Medusa (arXiv:2401.10774, section 2.3.3) and Sequoia (arXiv:2402.12374, section 3.1)
+compute it: if the candidate of rank r is accepted with probability p_r at every node, a node is accepted with the
+product of p along its path, and the tree of N nodes with the most accepted tokens has the N nodes of the largest
+products. The product falls with every step and with every rank, so best-first search finds these nodes, and they form a
+tree. It is EAGLE-2's baseline. As in the dynamic tree, at most `top_k` nodes of a depth have children, so both need the
+same memory.
 
-All functions are functions of tensors; the drafter enters as a `StepFunction`. A chain is the tree with top_k 1.
+*From marginals*, for drafters that predict all depths at once, independently of the path. Medusa's heads and a diffused
+block (DFlash, arXiv:2602.06036) give for each depth d a distribution p_d over tokens. A path's probability of being
+accepted is then taken to be the product P(t_1 .. t_d) = p_1(t_1) p_2(t_2) .. p_d(t_d), and the tree of N nodes with the
+highest expected acceptance consists of the N most probable prefixes: a prefix is never less probable than its
+extensions, so they form a tree (DDTree, arXiv:2604.12989). A prefix of depth d is among them only if its first d - 1
+tokens are, so extending the N best prefixes of each depth finds them all. Only the top_k most probable tokens of a
+depth are considered. DDTree's best-first search over a heap visits fewer prefixes, but on the host: it would read every
+depth's best tokens from the device, a wait per round that the tensor form does not have. No more depths are predicted
+than there are logits for: nodes beyond hold NO_TOKEN.
+
+A chain is the tree with top_k 1. All functions are functions of tensors; the drafter enters as a `StepFunction`.
 
 SGLang expands, scores, reranks and verifies by the same rules (0.5.23: `select_top_k_tokens`,
 `organize_draft_results`), with one difference. It stores the keys of a depth by slot of the frontier and does not move
@@ -21,11 +36,14 @@ an ancestor as long as the order of the frontier lasts. `branch_keys="frontier_s
 drafter it changes 4 % of the trees of shape 5/4/16 and no accepted length among 157 rounds; chains are not affected.
 """
 
-# B rows, N nodes of the final tree, C candidate nodes, K top-k, D draft vocabulary, H hidden, M scratch keys
+# B rows, N nodes of the final tree, C candidate nodes, K top-k, D draft vocabulary, H hidden, M scratch keys,
+# S depths of marginals, W prefixes extended at a depth
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +52,22 @@ from torch import Tensor
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
-from eyrie_workers.speculation.static_tree import levels, static_topology
-from eyrie_workers.speculation.upload import upload
+from eyrie_workers.targets.device import upload
+
+# B rows, N nodes of the final tree, C candidate nodes, K top-k, D draft vocabulary, H hidden, M scratch keys
+
 
 BranchKeys = Literal["ancestors", "frontier_slots"]
 """Which scratch keys a node sees: those of its ancestors, or those written at its slot of the frontier (SGLang)."""
 
 NodeOrder = Literal["expansion", "score"]
 """Order of a tree's nodes: that of expansion, or by score, best first. Parents precede children in both."""
+
+# Probability that the candidate of each rank is the target's greedy token, given that its path is accepted. Measured on
+# an EAGLE-3 drafter of the quickstart target (480 conversations, 6 epochs; 562 positions of 16 prompts of its suites):
+#     python -m tests.benchmarks.calibration --drafter DIR --out DIR --num-steps 4 --top-k 8
+# counted 416, 48, 16, 11, 11, 6, 3, 4; the last two are pooled, so that probabilities do not rise.
+ACCEPTED_BY_RANK = (0.740, 0.085, 0.028, 0.020, 0.020, 0.011, 0.006, 0.006)
 
 
 @dataclass(frozen=True)
@@ -54,6 +80,92 @@ class Candidates:
     """[B, C] int64"""
     scores: Tensor
     """[B, C] float: log of the product of confidences along the path"""
+
+
+class Topology(NamedTuple):
+    """A tree's nodes, the root first, depth by depth.
+
+    parents   index of each node's parent, smaller than its own; the root is its own parent
+    ranks     rank of a node among its parent's candidates: 0 the best; 0 for the root. Siblings have ranks 0, 1, 2, ..
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class Level(NamedTuple):
+    """One depth of a topology, as the drafter expands it. A *parent* is a node of the depth above that has children."""
+
+    nodes: tuple[int, ...]
+    width: int
+    """Candidates needed of one parent, at most."""
+
+    candidates: tuple[int, ...]
+    """Of each node: index of its candidate when every parent above yields `width` of them: parent * width + rank."""
+
+    parents: tuple[int, ...]
+    """Of each node: its parent, as a node."""
+
+    expanded: tuple[int, ...]
+    """Nodes that have children: the parents of the next depth."""
+
+    expanded_parents: tuple[int, ...]
+    """Of each of `expanded`: index of its parent among the parents of this depth."""
+
+
+def accepted_at(rank: int) -> float:
+    """Acceptance probability of a rank: measured for the first ranks, beyond them falling with its square (Sequoia)."""
+    last = len(ACCEPTED_BY_RANK)
+    return ACCEPTED_BY_RANK[rank] if rank < last else ACCEPTED_BY_RANK[-1] * (last / (rank + 1)) ** 2
+
+
+def static_topology(shape: DraftTreeShape) -> Topology:
+    """The `num_draft_tokens` nodes, root included, with the largest acceptance probability, at most `num_steps` deep.
+
+    A function of the shape's three numbers alone. With top_k 1 it is the chain.
+    """
+    return _topology(shape.num_steps, shape.top_k, shape.num_draft_tokens)
+
+
+@cache
+def _topology(num_steps: int, top_k: int, num_draft_tokens: int) -> Topology:
+    taken: list[tuple[int, ...]] = [()]  # each node as the ranks along its path
+    parents_at = [0] * num_steps  # nodes of each depth that have children
+    heap: list[tuple[float, tuple[int, ...]]] = [(-accepted_at(0), (0,))]
+    while len(taken) < num_draft_tokens:
+        minus, path = heapq.heappop(heap)
+        above, rank = len(path) - 1, path[-1]
+        if rank == 0:
+            if parents_at[above] == top_k:
+                continue  # top_k nodes of this depth have children already; siblings of this node have the same parent
+            parents_at[above] += 1
+        taken.append(path)
+        # Two successors: the next sibling (divide out this rank, multiply by the next), and the best child.
+        if rank + 1 < top_k:
+            heapq.heappush(heap, (minus * accepted_at(rank + 1) / accepted_at(rank), (*path[:-1], rank + 1)))
+        if len(path) < num_steps:
+            heapq.heappush(heap, (minus * accepted_at(0), (*path, 0)))
+    # Breadth first, then by rank: parents precede children, as `DraftTree` requires.
+    taken.sort(key=lambda path: (len(path), path))
+    node_of = {path: node for node, path in enumerate(taken)}
+    return Topology(tuple(node_of[path[:-1]] for path in taken), tuple(path[-1] if path else 0 for path in taken))
+
+
+@cache
+def levels(topology: Topology) -> tuple[Level, ...]:
+    """The depths below the root, in order."""
+    parents, ranks = topology
+    with_children = set(parents)
+    result: list[Level] = []
+    above: tuple[int, ...] = (0,)
+    while nodes := tuple(node for node, parent in enumerate(parents) if node and parent in above):
+        width = 1 + max(ranks[node] for node in nodes)
+        expanded = tuple(node for node in nodes if node in with_children)
+        result.append(Level(nodes, width, tuple(above.index(parents[node]) * width + ranks[node] for node in nodes),
+                            tuple(parents[node] for node in nodes), expanded,
+                            tuple(above.index(parents[node]) for node in expanded)))
+        above = expanded
+    return tuple(result)
 
 
 def build_draft_tree(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None = None,
@@ -86,6 +198,7 @@ def _build_chain(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vo
     num_rows = logits.shape[0]
     tokens, scores = [logits.new_full((num_rows, 1), NO_TOKEN, dtype=torch.int64)], [logits.new_zeros(num_rows, 1)]
     for depth in range(1, shape.num_steps + 1):
+        # A chain proposes the most confident token; under noise that is the one the target will most likely draw.
         best, ids = _confidence(logits, depth, vocabulary, noise).max(dim=-1)
         tokens.append(ids if vocabulary is None else vocabulary.index_select(0, ids.flatten()).view_as(ids))
         scores.append(scores[-1] + best)
@@ -213,3 +326,102 @@ def ancestors(parents: Tensor, max_depth: int) -> Tensor:
         seen.scatter_(2, above[:, :, None], True)
         above = parents.gather(1, above)
     return seen
+
+
+def build_tree_from_marginals(logits_BSD: Tensor, shape: DraftTreeShape, vocabulary: Tensor | None = None,
+          noise: RowNoise | None = None) -> DraftTree:
+    """The tree of each row's most probable prefixes, or the static one; the chain of most probable tokens for top_k 1.
+
+    logits_BSD  of depths 1 .. S. Nodes deeper than S hold NO_TOKEN.
+    vocabulary  [D] int64 target id of each draft id; None when both vocabularies are the same.
+    noise       of the same rows; None when all are greedy.
+    """
+    best_BSK, tokens_BSK = _ranked(logits_BSD[:, : shape.num_steps], shape.top_k, vocabulary, noise)
+    if shape.top_k == 1:
+        return _chain(best_BSK[:, :, 0], tokens_BSK[:, :, 0], shape.num_draft_tokens)
+    if shape.static:
+        return _static(best_BSK, tokens_BSK, static_topology(shape))
+    return _most_probable(best_BSK, tokens_BSK, shape.num_draft_tokens)
+
+
+def _ranked(logits_BSD: Tensor, top_k: int, vocabulary: Tensor | None,
+            noise: RowNoise | None) -> tuple[Tensor, Tensor]:
+    """Log-confidences and target ids of each depth's best tokens, best first: [B, S, K] each."""
+    logits_BSD = logits_BSD.float()  # in half precision many of the top tokens would tie
+    if noise is None:
+        confidence_BSD = logits_BSD.log_softmax(-1)
+    else:
+        confidence_BSD = torch.cat([noise.confidence(logits_BSD[:, depth - 1: depth], depth, vocabulary)
+                                    for depth in range(1, logits_BSD.shape[1] + 1)], 1)
+    best_BSK, ids_BSK = confidence_BSD.topk(min(top_k, logits_BSD.shape[-1]), -1)
+    return best_BSK, ids_BSK if vocabulary is None else vocabulary[ids_BSK]
+
+
+def _chain(best_BS: Tensor, tokens_BS: Tensor, num_nodes: int) -> DraftTree:
+    num_rows, depths = best_BS.shape
+    tokens = tokens_BS.new_full((num_rows, num_nodes), NO_TOKEN)
+    tokens[:, 1: depths + 1] = tokens_BS
+    scores = best_BS.new_full((num_rows, num_nodes), -torch.inf)
+    scores[:, 0] = 0.0
+    scores[:, 1: depths + 1] = best_BS.cumsum(1)
+    parents = torch.arange(-1, num_nodes - 1, device=tokens.device).clamp_(min=0)
+    return DraftTree(tokens, parents.expand(num_rows, -1), scores, num_filled=depths + 1)
+
+
+def _most_probable(best_BSK: Tensor, tokens_BSK: Tensor, num_nodes: int) -> DraftTree:
+    """The most probable prefixes, most probable first. Sums are float64: paths differ by little, and depths add up."""
+    num_rows, depths, width = best_BSK.shape
+    tokens, parents, scores = [], [], []
+    frontier_BW = tokens_BSK.new_full((num_rows, 1), -1)  # candidate indices of the prefixes to extend; -1 the root
+    frontier_scores_BW = torch.zeros(num_rows, 1, dtype=torch.float64, device=best_BSK.device)
+    num_candidates = 0
+    for depth in range(depths):
+        extended = (frontier_scores_BW[:, :, None] + best_BSK[:, depth, None]).flatten(1)  # [B, W * K]
+        tokens.append(tokens_BSK[:, depth].repeat(1, frontier_BW.shape[1]))
+        parents.append(frontier_BW.repeat_interleave(width, dim=1))
+        scores.append(extended)
+        frontier_scores_BW, chosen = extended.topk(min(num_nodes - 1, extended.shape[1]))
+        frontier_BW = num_candidates + chosen
+        num_candidates += extended.shape[1]
+    tree = rerank(Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)), num_nodes, "score")
+    return DraftTree(tree.tokens, tree.parents, tree.scores.float(), tree.num_filled)
+
+
+class _Places(NamedTuple):
+    """Where a static tree's nodes find their values among S * K ranked tokens, then one missing value, then zero."""
+
+    tokens: tuple[int, ...]
+    """Of each node."""
+
+    paths: tuple[int, ...]
+    """Of each node the tokens on its path, padded with the zero to one length."""
+
+    num_filled: int
+
+
+def _static(best_BSK: Tensor, tokens_BSK: Tensor, topology: Topology) -> DraftTree:
+    num_rows, depths, width = best_BSK.shape
+    num_nodes, places = len(topology.parents), _places(topology, depths, width)
+    parents_N, token_N, path_X = upload([*topology.parents, *places.tokens, *places.paths]).split(
+        [num_nodes, num_nodes, len(places.paths)])
+    values = torch.cat([best_BSK.flatten(1), best_BSK.new_full((num_rows, 1), -torch.inf),
+                        best_BSK.new_zeros(num_rows, 1)], 1)
+    tokens = torch.cat([tokens_BSK.flatten(1), tokens_BSK.new_full((num_rows, 1), NO_TOKEN)], 1)
+    scores_BN = values.index_select(1, path_X).unflatten(1, (num_nodes, -1)).sum(-1)
+    return DraftTree(tokens.index_select(1, token_N), parents_N.expand(num_rows, -1), scores_BN, places.num_filled)
+
+
+@cache
+def _places(topology: Topology, depths: int, width: int) -> _Places:
+    missing, zero = depths * width, depths * width + 1
+    tokens = [missing]  # of the root
+    paths: list[tuple[int, ...]] = [()]
+    for parent, rank in zip(topology.parents[1:], topology.ranks[1:], strict=True):
+        depth = len(paths[parent])
+        place = depth * width + rank if depth < depths and rank < width else missing
+        tokens.append(place)
+        paths.append((*paths[parent], place))
+    longest = max(map(len, paths))
+    filled = [node for node, place in enumerate(tokens) if place != missing]
+    return _Places(tuple(tokens), tuple(place for path in paths for place in (*path, *[zero] * (longest - len(path)))),
+                   num_filled=1 + max(filled, default=0))

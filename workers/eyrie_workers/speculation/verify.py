@@ -1,4 +1,4 @@
-"""Lossless verification: the target's own tokens, from one pass over the draft tree.
+"""Lossless verification: the target's own tokens, and their log probabilities, from one pass over the draft tree.
 
 The target samples the next token at every node. The accepted path starts at the root and follows the children that
 carry exactly the sampled token; the token sampled at its last node is the bonus token. The drafter's confidence never
@@ -10,9 +10,17 @@ each emitted token is one draw from softmax(logits / temperature), and the same 
 
 The usual min(1, p/q) rule (arXiv:2211.17192, and SpecInfer's multi-round form, arXiv:2305.09781) is lossless in
 distribution only: its text depends on the drafter. This rule is lossless token by token, which a user can check.
+
+A log probability is the log-softmax in float32 of the target's logits after the text before the token: before
+temperature, top_k, top_p and noise, so it belongs to the target and not to the distribution that the token was drawn
+from. The logits of a node are those of plain decoding at that position: a drafter changes no value. vLLM returns the
+same values by default (`--logprobs-mode raw_logprobs`). SGLang divides the logits by the temperature first, unless
+SGLANG_RETURN_ORIGINAL_LOGPROB is set: its values are the same for greedy requests and at temperature 1. Requests
+without log probabilities cost nothing here. Those with them cost a log-softmax of their accepted rows per round and, on
+a GPU, further waits for the device.
 """
 
-# B rows, N nodes, V vocabulary
+# B rows, N nodes, T emitted tokens, V vocabulary, K alternatives
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +30,10 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.upload import upload
+from eyrie_workers.targets.device import upload
+
+# B rows, N nodes, V vocabulary
+
 
 NOT_FINITE = -2
 """In place of a token where the target's logits are NaN or infinite. No node of a tree has it."""
@@ -102,7 +113,54 @@ def accept_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence
     """
     nodes, emitted = [0], [choices[0]]
     for node in range(1, len(tokens)):
+        # Parents come first, so one pass over the nodes follows the path; its last node decides which child is next.
         if parents[node] == nodes[-1] and tokens[node] == emitted[-1]:
             nodes.append(node)
             emitted.append(choices[node])
     return AcceptedPath(nodes, emitted)
+
+
+# B rows, N nodes, T emitted tokens, V vocabulary, K alternatives
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities at the position of one emitted token."""
+
+    logprob: float
+    """Of the token itself."""
+
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens of the position with their log probabilities, best first."""
+
+
+def emitted_logprobs(logits: Tensor, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]],
+                     num_top: Sequence[int | None]) -> list[list[TokenLogprobs]]:
+    """The log probabilities of the tokens that a pass emitted.
+
+    logits   [B, N, V]
+    nodes    per row: the nodes whose logits chose the tokens; further ones are ignored
+    tokens   per row: the emitted tokens, possibly fewer than nodes
+    num_top  per row: alternatives to return with each token, at most V; None for a row that gets no log probabilities
+    returns  per row: one entry per token, none for a row without
+    """
+    # Rows of the flattened logits that chose an emitted token; accepted nodes beyond the answer's end are left out.
+    places = [row * logits.shape[1] + node for row, top in enumerate(num_top) if top is not None
+              for node, _ in zip(nodes[row], tokens[row], strict=False)]
+    by_row: list[list[TokenLogprobs]] = [[] for _ in num_top]
+    if not places:
+        return by_row
+    logprobs_TV = logits.flatten(0, 1).index_select(0, upload(places)).float().log_softmax(dim=-1)
+    emitted = upload([token for row, top in enumerate(num_top) if top is not None for token in tokens[row]])
+    own = logprobs_TV.gather(1, emitted[:, None])[:, 0].tolist()
+    most = min(max(top or 0 for top in num_top), logits.shape[-1])
+    values_TK, ids_TK = logprobs_TV.topk(most, dim=-1)
+    best = [tuple(zip(ids, values, strict=True)) for ids, values in
+            zip(ids_TK.tolist(), values_TK.tolist(), strict=True)]
+    at = 0
+    for row, top in enumerate(num_top):
+        if top is not None:
+            end = at + len(tokens[row])
+            by_row[row] = [TokenLogprobs(own[place], best[place][:top]) for place in range(at, end)]
+            at = end
+    return by_row

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.decisions.capture_support import Unlaunchable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import BenchmarkReport
@@ -27,7 +28,7 @@ from eyrie_workers.conversations.suites import select
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, files_of
 from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark import transformers_baseline
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
 from eyrie_workers.measurement.benchmark.concurrency import ConcurrentBenchmark, all_lossless
@@ -53,7 +54,6 @@ from eyrie_workers.measurement.benchmark.session import (
 from eyrie_workers.measurement.variant import drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve
-from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 BLOCKS = "blocks.jsonl"
 

@@ -9,7 +9,7 @@ bytes do not depend on interruptions. A run over a finished store with damage no
 no others. `sources.json` names the source of every row, for trainings on mixes of them (`features.row_sources`).
 
 `capture.source` names what computes the states (`targets.state_source`). Before anything is stored, those of a few rows
-are compared with what `transformers` returns (`targets.agreement`, `targets.transformers_target`).
+are compared with what `transformers` returns (`targets.state_source`).
 
 In a pod whose job leaves the states in an artifact store (`catalog.STORE_ADDRESS_FILE`), shards are uploaded, verified
 and deleted here one by one: a process needs space for two, whatever the size of the store, and a new pod finds in the
@@ -70,6 +70,12 @@ from eyrie_workers.engines.server_memory import weights_on_disk
 from eyrie_workers.engines.sglang.capture_states import ROOM, SglangStates
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
+from eyrie_workers.drafters.continuation import layers_of_head
+from eyrie_workers.drafters.registry import layers_of
+from eyrie_workers.engines.sglang.capture_states import TOKENS_BEHIND_PROMPT, SglangStates
+from eyrie_workers.engines.sglang.local_hardware import detect_hardware, gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.profiles import weights_on_disk
+from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.earlier_states import EarlierStates
@@ -81,19 +87,23 @@ from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, writ
 from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
-from eyrie_workers.machine.environment import cpu_count
-from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
+from eyrie_workers.machine import cpu_count
+from eyrie_workers.speculation.engine import EngineStats, PhaseClock
 from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
 from eyrie_workers.stages.rank_program import run_ranks
 from eyrie_workers.targets import draft_vocabulary
-from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
-from eyrie_workers.targets.config import TargetConfig, read_config, read_json
+from eyrie_workers.targets.config import TargetConfig, choose_aux_layers, read_config, read_json
 from eyrie_workers.targets.device import default_device
-from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
-from eyrie_workers.targets.state_source import StateSource, open_source
-from eyrie_workers.targets.transformers_target import load_transformers_target
+from eyrie_workers.targets.state_source import (
+    LayerAgreement,
+    StateSource,
+    compare,
+    load_transformers_target,
+    open_source,
+    reference_states,
+)
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 
 # Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
@@ -219,8 +229,9 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     source = choose_source(read_json(path / "config.json"), spec.capture.source, engine=spec.engine.kind,
                            streams=spec.capture.feed == "stream", fits_device=_fits_device(path))
     max_length, limit = spec.capture.max_length, "capture.max_length"
-    if source == "sglang" and max_length > config.max_position_embeddings - ROOM:
-        max_length, limit = config.max_position_embeddings - ROOM, "the longest prompt that SGLang takes,"
+    longest_prompt = config.max_position_embeddings - TOKENS_BEHIND_PROMPT
+    if source == "sglang" and max_length > longest_prompt:
+        max_length, limit = longest_prompt, "the longest prompt that SGLang takes,"
     plan = plan_rows(read_rows(rows_dir / ROWS), max_length)
     if not plan.rows:
         raise NoUsableData(f"none of the rows in {rows_dir} has an answer token within {limit} {max_length}",
@@ -432,13 +443,8 @@ def _open(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat,
     rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
     servers = ServerPlan("sglang", spec.target, rows, tp_size=spec.engine.tp_size,
                          gpu_groups=gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.tp_size)[:1])
-
-    def note_end(message: str) -> None:
-        _history(spec, stage).note_end("capture", message)
-        stage.event("ServerRestarted", f"the server that computes the states: {message}", warning=True)
-
     return opened.enter_context(SglangStates(servers, fmt.aux_layers, max(plan.lengths), stage.out_dir / "servers",
-                                             stage.pause_point, note_end))
+                                             stage, _history(spec, stage)))
 
 
 def _history(spec: CaptureStage, stage: Stage) -> ServerHistory:

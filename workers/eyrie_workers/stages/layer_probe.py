@@ -17,7 +17,7 @@ only some are probed. The score is the share of held-out positions at which (X W
 probable token. The products X'X and X'Y of all layers are computed in one pass; any subset of layers is then a small
 system of its own. *Alone* each layer is probed with the embedding only; *together* three are selected greedily, each
 the one that adds most to those before (forward selection). A linear probe is not a drafter: it reads a single position.
-The ranking is informative only: `targets.layers` or `capture.aux_layers` select the layers.
+The ranking is informative only: `targets.config` or `capture.aux_layers` select the layers.
 
     T positions, L layers, H hidden, V vocabulary
 """
@@ -37,7 +37,7 @@ from eyrie_api.errors import EyrieError, NoUsableData
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import ROWS, read_rows
-from eyrie_workers.targets.layers import choose_aux_layers
+from eyrie_workers.targets.config import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 

@@ -21,7 +21,7 @@ The undrafted answers to prompts of one user message are written to a file of th
 cannot leave its drafter out of single requests, the console compares served answers with them.
 
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
-stage resumes. The servers exit with the stage (`engines.managed_servers`). A check during which a server ends is
+stage resumes. The servers exit with the stage (`engines.sglang.servers`). A check during which a server ends is
 repeated once with a new one; the report counts these restarts.
 """
 
@@ -45,17 +45,21 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, select
-from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.server_history import ServerHistory
-from eyrie_workers.engines.server_pool import ServerPool
-from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.local_hardware import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.servers import (
+    DrafterUses,
+    ManagedServer,
+    ServerHistory,
+    ServerPlan,
+    ServerPool,
+    command_line,
+)
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.load.client import EndpointUnusable
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.load.report_statistics import crossover
 from eyrie_workers.load.run import run_load, run_load_in_turn
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (
@@ -170,7 +174,7 @@ class Proof:
     def measure(self, spec: LoadSpec, variants: Iterable[str]) -> LoadReport:
         """A load test of some variants."""
         assert self.pool is not None
-        names, prompts = list(variants), [LoadPrompt.of(prompt) for prompt in self.prompts]
+        names, prompts = list(variants), self.prompts
         if self.pool.capacity < len(names):
             return run_load_in_turn(names, self.endpoint, prompts, spec, BASELINE, self.report_progress,
                                     self.stage.pause_point)
@@ -402,7 +406,7 @@ def _drafted_variant(proof: Proof) -> str:
 def parity_prompts(proof: Proof, system_prompt: str | None = None) -> list[list[int]]:
     """Token ids of the prompts for parity; with a system prompt in place of their own, if one is given."""
     tokenizer = ChatTokenizer(resolve(proof.spec.target))
-    chosen = [LoadPrompt.of(prompt) for prompt in proof.prompts[: proof.spec.prove.parity_prompts]]
+    chosen = proof.prompts[: proof.spec.prove.parity_prompts]
     return [tokenizer.render(prompt.messages_with(system_prompt), list(prompt.tools) or None) for prompt in chosen]
 
 

@@ -327,7 +327,7 @@ def _client(spec: RegenerateStage, stage: Stage, path: Path,
         yield _engine(spec, stage, path, tokenizer), stage.pause_point
         return
     stage.event("ServersStarting", "SGLang servers of the target are starting")
-    with own_servers(spec, stage.out_dir / SERVERS, stage.pause_point) as (section, pause):
+    with own_servers(spec, stage.out_dir / SERVERS, stage) as (section, pause):
         stage.event("ServersReady", f"{len(section.endpoints)} SGLang servers answer")
         endpoint = endpoint_of(section, spec.target, read_config(path).max_position_embeddings)
         yield OnlineClient(replace(endpoint, native=True), AnswerRetokenizer(tokenizer), _warning(stage)), pause

@@ -50,7 +50,7 @@ from eyrie_workers.drafters.published import Head, load_head
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.row_sources import read_row_sources
 from eyrie_workers.features.storage_backend import open_backend
-from eyrie_workers.machine.environment import cpu_count
+from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import (
     Result,
     Stage,
@@ -78,8 +78,7 @@ from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.numerics import peak_flops
 from eyrie_workers.training.state import Moments, StateWriter, load_state, take_snapshot, trainable_parameters
-from eyrie_workers.training.tracker_process import TrackerProcess, start_trackers
-from eyrie_workers.training.trackers import require_trackers
+from eyrie_workers.training.trackers import Trackers, require_trackers
 
 NUM_EVALUATIONS = 10
 """Evenly spaced evaluations of a run; those before an export are additional."""
@@ -390,12 +389,12 @@ class TrainingRun:
         self.stage.event("Resumed", f"resuming from step {self.trainer.counters.step}")
 
     def start_trackers(self) -> None:
-        """Start to send what is recorded to the trackers of the spec. Call it after `resume`."""
+        """Send what is recorded to the trackers of the spec. Call it after `resume`."""
         spec = self.spec
         if self._dist.is_main and spec.train.trackers:
             # The same for a resumed training, and for no other: the digest is that of its state.
             key = digest_bytes(f"{spec.job_id}/{spec.candidate}/{self.digest}".encode()).removeprefix("sha256:")[:16]
-            self._trackers = start_trackers(
+            self._trackers = Trackers(
                 spec.train.trackers, self.stage, key=key, job_id=spec.job_id, candidate=spec.candidate,
                 resumed_from=self.resumed_from, settings={
                     "family": self.family.name, "target": spec.target.model, **spec.train.model_dump(mode="json")})
@@ -414,14 +413,12 @@ class TrainingRun:
 
     def close(self) -> None:
         """Stop reading batches ahead, wait for the last state to be on disk, and a limited time for the trackers."""
-        for tracker in self._trackers:
-            tracker.end(finished=self.finished)
         self.trainer.loader.close()
         try:
             self._state_writer.close()
         finally:
-            for tracker in self._trackers:
-                tracker.wait(finished=self.finished)
+            if self._trackers is not None:
+                self._trackers.close(finished=self.finished)
 
     def evaluate_also_at(self, steps: Iterable[int]) -> None:
         self._evaluations |= set(steps)

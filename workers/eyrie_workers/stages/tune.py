@@ -38,11 +38,11 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.engines.embedded import EmbeddedEngine
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config
+from eyrie_workers.engines.decoding_engine import EmbeddedEngine
+from eyrie_workers.engines.sglang.checkpoints import read_drafter
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks, block_size, num_identical, turns
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (
@@ -73,6 +73,7 @@ from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, w
 from eyrie_workers.measurement.variant import Variant, drafted
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
+from eyrie_workers.targets.config import read_json
 
 PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
@@ -310,7 +311,7 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
     started = time.monotonic()
     settings = possible_settings(spec.tune)
     if spec.engine.kind == "sglang":
-        drafter = read_drafter(spec.drafter_dir, read_json_config(Path(spec.drafter_dir)))
+        drafter = read_drafter(spec.drafter_dir, read_json(Path(spec.drafter_dir) / "config.json"))
         if drafter.block_size is not None:
             settings = with_block(settings, drafter.block_size)
     if not any(setting.method == "drafter" for setting in settings):

@@ -58,7 +58,7 @@ def packed_causal(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], start
     if _flash_applies(q):
         starts = starts_of(lengths, q.device) if starts is None else starts
         return _flash(q, k, v, starts, max(lengths), window)
-    parts = [causal(*one, window) for one in zip(
+    parts = [causal(*text, window) for text in zip(
         q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

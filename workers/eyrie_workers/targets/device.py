@@ -1,4 +1,4 @@
-"""The device of this process: a GPU if there is one, else the CPU.
+"""The device of this process: a GPU if there is one, else the CPU; and small host numbers copied to it without waiting.
 
 A tensor created without a device must be on the device of the tensors it meets. Functions that compute (a forward pass,
 a round of the engine, an objective) open `device_scope(device)` instead of passing a device through every call: tensors
@@ -13,20 +13,26 @@ attention off in the process.
 
 EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives the target of a training with
 `capture.feed: stream` devices of its own.
+
+`upload`: a copy from ordinary (pageable) memory makes the host wait until the GPU has finished all earlier work, so a
+round that uploads an index per draft step waits per draft step. Copies from pinned memory are queued like kernels.
+Indices of a round are therefore uploaded together where they are known together, and derived on the device where
+arithmetic suffices.
 """
 
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.machine.versions import version_notes
+from eyrie_workers.machine import version_notes
 
 CPU = torch.device("cpu")
 
@@ -160,19 +166,27 @@ def refuse_unusable_gpus(environment: Mapping[str, str], built_for: str | None, 
     """
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if built_for is not None and nodes and not hidden:
+        try:
+            driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        except (OSError, IndexError):
+            driver = "no NVIDIA driver is loaded"
         raise InvalidInput(f"this machine has {len(nodes)} GPUs, and torch {torch.__version__}, built for CUDA "
-                           f"{built_for}, can use none of them ({_driver()})",
+                           f"{built_for}, can use none of them ({driver})",
                            f"install a driver that supports CUDA {built_for}, or the torch for the driver's CUDA; "
                            "EYRIE_DEVICE=cpu computes on processors")
-
-
-def _driver() -> str:
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return "no NVIDIA driver is loaded"
 
 
 def device_scope(device: torch.device) -> AbstractContextManager[object]:
     """Within the scope, tensors created without an explicit device are created on `device`."""
     return nullcontext() if device.type == "cpu" else device
+
+
+Numbers = Sequence[int] | Sequence[Sequence[int]] | Sequence[float] | Sequence[Sequence[float]]
+
+
+def upload(values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of `values` on the device of the current `device_scope`."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)

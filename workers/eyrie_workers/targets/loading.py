@@ -1,17 +1,20 @@
-"""Resolves a target's name to its files and weights; the only module that reads model files and the Hub.
+"""Resolves a target's name to its files, weights and digest; the only module that reads model files and the Hub.
 
 Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
 They are read one tensor at a time, as the model asks for them, so that neither the host nor the device ever holds the
 checkpoint and the model at once (`CheckpointTensors`).
 `quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
 fetched by huggingface_hub into its usual cache, and only the files we read; on a cluster with a model cache it is read
-there (`model_cache`). The digest names what was read, so that an
-artifact says which target it belongs to.
+there (`model_cache`). The digest names what was read, so that an artifact says which target it belongs to. Digests of
+large files are kept for one user of a machine, so that stages and jobs do not each hash a target's weights.
 """
 
+import contextlib
 import hashlib
 import json
 import math
+import os
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,12 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eyrie_api.artifacts import digest_bytes, digest_file, read_sealed, write_sealed
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
+from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
-from eyrie_workers.machine.environment import cpu_count
+from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import read_json, read_reference_config
 from eyrie_workers.targets.device import default_device, free_bytes
-from eyrie_workers.targets.known_digests import known_digest
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.model_cache import (
     WANTED_FILES,
@@ -51,7 +55,12 @@ def resolve(spec: TargetSpec) -> Path:
                                  "run `python -m tests.benchmarks.quickstart.pretrain`, or name another target")
         return _QUICKSTART_DIR
     if spec.model in TRAINED_HERE:
-        return _trained_here(spec.model)
+        path, card = trained_here(spec.model), trained_here(spec.model) / "card.json"
+        if not card.exists() or not read_json(card).get("finished"):
+            raise TargetNotFound(
+                f"target.model {spec.model!r} is not {'finished' if card.exists() else 'there'} in {path}",
+                f"run `{TRAINED_HERE[spec.model]}`, which resumes an unfinished run (below EYRIE_HOME)")
+        return path
     local = Path(spec.model).expanduser()
     if local.is_dir():
         if not (local / "config.json").exists():
@@ -65,14 +74,6 @@ def resolve(spec: TargetSpec) -> Path:
     if cache is not None:
         return require_cached(cache, spec)
     return fetch_snapshot("target.model", spec.model, spec.revision)
-
-
-def _trained_here(name: str) -> Path:
-    path, card = trained_here(name), trained_here(name) / "card.json"
-    if not card.exists() or not read_json(card).get("finished"):
-        raise TargetNotFound(f"target.model {name!r} is not {'finished' if card.exists() else 'there'} in {path}",
-                             f"run `{TRAINED_HERE[name]}`, which resumes an unfinished run (below EYRIE_HOME)")
-    return path
 
 
 def fetch_snapshot(field: str, name: str, revision: str | None) -> Path:
@@ -164,11 +165,9 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return name in self._files
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
         return iter(self._files)
 
     def __len__(self) -> int:
-        """The number of tensors."""
         return len(self._files)
 
 
@@ -209,8 +208,52 @@ def target_digest(path: Path) -> str:
     names = {file.name for file in weight_files(path)} | {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     recorded = recorded_digests(path)
-    found = [name for name in sorted(names) if (path / name).exists()]
+    present = [name for name in sorted(names) if (path / name).exists()]
     with ThreadPoolExecutor(min(_HASHING_THREADS, cpu_count()), thread_name_prefix="eyrie-digests") as pool:
-        digests = pool.map(lambda name: recorded.get(name) or known_digest(path / name), found)
-        entries = [*zip(found, digests, strict=True)]
+        digests = pool.map(lambda name: recorded.get(name) or known_digest(path / name), present)
+        entries = [*zip(present, digests, strict=True)]
     return "sha256:" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+_LARGE = 64 << 20
+"""Bytes. Smaller files are hashed in less than the time to look."""
+
+_SETTLED_S = 2.0
+"""A file that was changed so shortly ago may be changed again within the same tick of its file system's clock."""
+
+
+class KnownDigest(Frozen):
+    """A file as it was when its digest was computed."""
+
+    path: str
+    identity: tuple[int, int, int, int, int]
+    """Device, inode, bytes, nanoseconds of the modification and of the change."""
+
+    sha256: Digest
+
+
+def known_digest(path: Path) -> Digest:
+    """The digest of a file: the known one of a large file that has not changed, else computed."""
+    file = path.resolve()
+    before, home = _identity(file), os.environ.get("HOME")
+    caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
+    # A user without a home has none: a directory that others may write is none to believe.
+    if before[2] < _LARGE or not caches:
+        return digest_file(file)
+    directory = Path(caches, "eyrie", "digests")
+    record = directory / f"{digest_bytes(os.fsencode(file)).removeprefix('sha256:')}.json"
+    with contextlib.suppress(OSError, ValueError):
+        known = read_sealed(record.read_bytes(), KnownDigest)
+        if (known.path, known.identity) == (str(file), before):
+            return known.sha256
+    sha256 = digest_file(file)
+    if _identity(file) == before and time.time() - before[4] / 1e9 > _SETTLED_S:
+        with contextlib.suppress(OSError):  # a home that cannot be written, as in a pod
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_sealed(record, KnownDigest(path=str(file), identity=before, sha256=sha256))
+    return sha256
+
+
+def _identity(file: Path) -> tuple[int, int, int, int, int]:
+    stat = file.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

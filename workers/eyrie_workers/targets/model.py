@@ -10,7 +10,7 @@ Optimised for few tokens, where launching operations costs more than arithmetic:
   in bfloat16 the folded weight would be rounded once more);
 - rows of q and k are reordered so that the two halves of a rotary pair are adjacent, and the rotation is one complex
   multiplication; q.k does not change, because both are permuted alike;
-- residual additions are fused into the products (`linear.Linear.add`).
+- residual additions are fused into the products (`operators.Linear.add`).
 
 Olmo normalises after attention and MLP, so nothing can be folded or fused there; its rope may differ by layer type.
 
@@ -36,8 +36,7 @@ from torch import Tensor
 from eyrie_api.decisions.target_config import FULL
 from eyrie_workers.targets.causal_attention import CausalAttention
 from eyrie_workers.targets.config import RopeConfig, TargetConfig
-from eyrie_workers.targets.linear import Linear, rms_normalise
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import Linear, OutputHead, rms_normalise
 
 
 class Attend(Protocol):
@@ -180,7 +179,6 @@ class TargetModel:
 
     @property
     def output_head(self) -> OutputHead:
-        """See `state_source.StateSource`."""
         return OutputHead.of(self.lm_head_weight, self.config.logit_scale, self.config.logit_soft_cap)
 
     def _add(self, x: Tensor, linear: Linear, inputs: Tensor) -> Tensor:

@@ -75,10 +75,10 @@ def read_record(snapshot: Path) -> CachedModel | None:
 def unchanged(snapshot: Path, file: CachedFile) -> bool:
     """Whether a file has the size and the modification time of its record."""
     try:
-        found = (snapshot / file.path).stat()
+        stat = (snapshot / file.path).stat()
     except OSError:
         return False
-    return (found.st_size, found.st_mtime_ns) == (file.size_bytes, file.mtime_ns)
+    return (stat.st_size, stat.st_mtime_ns) == (file.size_bytes, file.mtime_ns)
 
 
 def recorded_digests(snapshot: Path) -> dict[str, Digest]:
@@ -103,10 +103,10 @@ def cached_snapshot(cache: Path, target: JobTarget) -> Path | None:
 
 def require_cached(cache: Path, target: JobTarget) -> Path:
     """`cached_snapshot`. Raises TargetNotFound: a stage downloads no target beside the cache."""
-    found = cached_snapshot(cache, target)
-    if found is None:
+    snapshot = cached_snapshot(cache, target)
+    if snapshot is None:
         raise TargetNotFound(
             f"target.model {target.model!r} (revision {target.revision or DEFAULT_REVISION}) is not in the model cache "
             f"{cache}", "retry the job: its first task fills the cache; a cache on the nodes' own disks has to be "
             "filled on each node")
-    return found
+    return snapshot

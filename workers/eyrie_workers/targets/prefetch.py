@@ -100,14 +100,14 @@ def fill(cache: Path, target: JobTarget, report: Report, pauses_s: tuple[float, 
     InvalidInput where the cache cannot be written, Transient where the Hub stays unreachable.
     """
     name = f"{target.model} (revision {target.revision or DEFAULT_REVISION})"
-    found = _whole(cache, target)
-    if found is None:
+    snapshot = _whole(cache, target)
+    if snapshot is None:
         ours = Path(revision_link(cache, target)).parent
         try:
             ours.mkdir(parents=True, exist_ok=True)
             with _lock(ours / "lock", name, report):
-                found = _whole(cache, target)  # race: the task that was waited for has filled it
-                if found is None:
+                snapshot = _whole(cache, target)  # race: the task that was waited for has filled it
+                if snapshot is None:
                     return _Filling(cache, target, report, pauses_s).run()
         except OSError as error:
             if error.errno not in _UNWRITABLE:
@@ -115,8 +115,8 @@ def fill(cache: Path, target: JobTarget, report: Report, pauses_s: tuple[float, 
             raise InvalidInput(f"the model cache {cache} does not hold {name} whole, and cannot be written: "
                                f"{error.strerror}",
                                "make the volume writable for the pods' user, or fill it where it is") from error
-    report.event("TargetCached", f"{name} is in the model cache: {found.name}")
-    return found
+    report.event("TargetCached", f"{name} is in the model cache: {snapshot.name}")
+    return snapshot
 
 
 def _whole(cache: Path, target: JobTarget) -> Path | None:
@@ -171,7 +171,12 @@ class _Filling:
 
     def run(self) -> Path:
         """Returns the snapshot. Raises as `fill`."""
-        self._remove_abandoned()
+        # Partial files of killed tasks are not resumed. Race: where locks do not work another task may be downloading,
+        # so a file that is still written to stays.
+        for path in self._partial():
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    path.unlink()
         for remaining in reversed(range(_PASSES + 1)):
             self._verify()
             missing = sorted(name for name in self._listed if name not in self._verified)
@@ -186,7 +191,11 @@ class _Filling:
         files = tuple(self._verified[name] for name in sorted(self._listed))
         write_sealed(record_path(self._snapshot),
                      CachedModel(model=self._target.model, commit=self._commit, files=files))
-        self._write_ref()
+        # What the Hub's own client reads to find the snapshot of a branch or tag: an operator, for example, in whose
+        # pod the cache is mounted as HF_HUB_CACHE.
+        revision = self._target.revision or DEFAULT_REVISION
+        if revision != self._commit and ".." not in Path(revision).parts and not Path(revision).is_absolute():
+            write_atomically(self._home / "refs" / revision, self._commit)
         link = Path(revision_link(self._cache, self._target))
         new = link.with_name(f".{link.name}")
         new.unlink(missing_ok=True)
@@ -197,13 +206,6 @@ class _Filling:
                                             f"{size(total)}, commit {self._commit}")
         return self._snapshot
 
-    def _write_ref(self) -> None:
-        """What the Hub's own client reads to find the snapshot of a branch or tag: an operator, for example, in whose
-        pod the cache is mounted as HF_HUB_CACHE."""
-        revision = self._target.revision or DEFAULT_REVISION
-        if revision != self._commit and ".." not in Path(revision).parts and not Path(revision).is_absolute():
-            write_atomically(self._home / "refs" / revision, self._commit)
-
     def _verify(self) -> None:
         """Hash the files that are there and not verified; remove those that differ."""
         present = [name for name in self._listed if name not in self._verified and (self._snapshot / name).is_file()]
@@ -213,8 +215,12 @@ class _Filling:
             self._report.progress(done / _MB, total / _MB, "MB", f"verifying {self._target.model}")
             path, listed = self._snapshot / name, self._listed[name]
             before = path.stat()
-            digest = digest_file(path)
-            if (digest if listed.digest.startswith("sha256:") else _git_digest(path)) == listed.digest:
+            digest = hubs = digest_file(path)
+            if listed.digest.startswith("git:"):  # git holds no large files, and hashes a header with them
+                data = path.read_bytes()
+                header = b"blob %d\0" % len(data)
+                hubs = "git:" + hashlib.sha1(header + data, usedforsecurity=False).hexdigest()
+            if hubs == listed.digest:
                 self._verified[name] = CachedFile(path=name, size_bytes=before.st_size, mtime_ns=before.st_mtime_ns,
                                                   sha256=digest)
             else:
@@ -277,14 +283,6 @@ class _Filling:
     def _partial(self) -> list[Path]:
         return list((self._home / "blobs").glob("*.incomplete"))
 
-    def _remove_abandoned(self) -> None:
-        """Remove partial files of killed tasks: none is resumed. Race: where locks do not work another task may be
-        downloading, so a file that is still written to stays."""
-        for path in self._partial():
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    path.unlink()
-
     def _await_space(self) -> None:
         said = -_SAY_AGAIN_S
         while True:
@@ -326,14 +324,14 @@ class _Filling:
 
 
 def _listing(target: JobTarget) -> tuple[str, dict[str, _HubFile]]:
-    """Commit and wanted files of a revision, from the Hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
 
     info = HfApi().model_info(target.model, revision=target.revision, files_metadata=True)
     assert info.sha is not None
-    files = {one.rfilename: _HubFile(one.size or 0, f"sha256:{one.lfs.sha256}" if one.lfs else f"git:{one.blob_id}")
-             for one in info.siblings or ()}
+    files = {file.rfilename: _HubFile(
+        file.size or 0, f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}")
+        for file in info.siblings or ()}
     wanted = set(filter_repo_objects(files, allow_patterns=list(WANTED_FILES)))
     return info.sha, {name: file for name, file in files.items() if name in wanted}
 
@@ -374,12 +372,6 @@ def _hub_errors(target: JobTarget) -> Iterator[None]:
             raise
         # Of the client's own network library, of which huggingface_hub changes.
         raise Transient(f"{target.model} could not be downloaded: {type(error).__name__}: {error}") from error
-
-
-def _git_digest(path: Path) -> str:
-    """The digest by which git knows a file."""
-    data = path.read_bytes()  # git holds no large ones
-    return "git:" + hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 class _Printed:

@@ -1,26 +1,56 @@
 """Sources of a target's hidden states: one interface for capture and streaming, whoever computes them.
 
     reference      our forward pass (`targets.model`), for the architectures it computes
-    transformers   any decoder-only model of transformers (`targets.transformers_target`)
+    transformers   any decoder-only model of transformers (`TransformersTarget`)
     sglang         a managed server of SGLang (`engines.sglang.capture_states`), opened by the capture stage
 
 Which one a job uses is decided by `eyrie_api.decisions.target_config.choose_source`.
+
+*transformers.* `hidden_states[k]` is what layer k receives, so the states are recorded where layers are entered, and of
+the requested layers alone: `output_hidden_states` would keep all of them. The state after the final norm is what the
+decoder returns. A checkpoint whose logits are not the head's product of that state (a bias, a factor that no rule here
+knows) would be captured wrongly without any error. `verify` therefore computes one text both ways, states and logits,
+before capture begins. Texts of a pass are padded on the right to one length. Every layer is causal (attention,
+convolution or recurrence), so nothing after a token changes its state, and no mask is needed. Texts of different
+lengths are computed in several batches, so that padding adds at most a third.
+
+*Agreement.* A drafter trained on the states of the wrong layer trains well and is worth little when served: the loss
+cannot show it. The states of the reference are therefore compared on a few rows with `hidden_states` of transformers,
+computed by other code from the same files, index by index (`compare`). The error to the same layer must be rounding;
+the error to its neighbours is reported with it, because a check that passes for any layer proves nothing. The two
+models are never in memory together: the states of one are copied to the host, and it is freed before the other is
+loaded. (The serving engine's layers are compared by tests/sglang, and before a promotion by the parity gate of
+`measurement.parity.parity`: an engine returns text, and what it captured shows in what it accepts.)
 """
 
-# M tokens of all texts, A aux layers, H hidden
+# B texts of a batch, T tokens, M tokens of all texts, A aux layers, H hidden, V vocabulary
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyrie_api.decisions.target_config import choose_source
+from eyrie_api.errors import Permanent, UnsupportedTarget
 from eyrie_api.v1alpha1.targets import Dtype, TargetSpec
-from eyrie_workers.targets.config import read_json
-from eyrie_workers.targets.loading import load_target, resolve
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.config import TargetConfig, read_config, read_json
+from eyrie_workers.targets.device import default_device, free_bytes
+from eyrie_workers.targets.loading import DTYPES, load_target, require_memory, resolve, weight_bytes
+from eyrie_workers.targets.operators import OutputHead
+
+_SHORTEST = 0.75
+"""Length of a batch's shortest text, as a share of its longest."""
+
+# Both sides compute the same operations of the same model; only the shape of a batch and of a product differs.
+_SAME_MODEL_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
+
+# Two orders of summation through all layers: rounding grows with depth, the distance to a neighbour hardly does.
+_AGREEMENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 
 
 class StateSource(Protocol):
@@ -48,8 +78,6 @@ def open_source(name: Literal["reference", "transformers"], target: TargetSpec,
     """Load the target with a source; default device: `default_device()`. Raises as `load_target`."""
     if name == "reference":
         return load_target(resolve(target), target.dtype, device)
-    from eyrie_workers.targets.transformers_target import load_transformers_target  # transformers: seconds to import
-
     return load_transformers_target(resolve(target), target.dtype, device)
 
 
@@ -58,3 +86,210 @@ def open_local(target_dir: Path, dtype: Dtype) -> StateSource:
     name = choose_source(read_json(target_dir / "config.json"), "auto")
     assert name != "sglang"
     return open_source(name, TargetSpec(model=str(target_dir), dtype=dtype))
+
+
+class TransformersTarget:
+    """A loaded model of transformers as a `StateSource`."""
+
+    def __init__(self, model: Any, config: TargetConfig, dtype: str) -> None:
+        """`model` is a causal language model of transformers. Raises UnsupportedTarget when its layers or its output
+        matrix are not found."""
+        self.config = config
+        self._model, self._dtype = model, dtype
+        decoder = model.get_decoder()
+        # A few classes (Llama 4) return themselves; their decoder is `model`, as everywhere.
+        self._decoder = model.model if decoder is model else decoder
+        self._layers = _layers_of(self._decoder, config.num_layers)
+        head = model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        if weight is None or getattr(head, "bias", None) is not None:
+            raise UnsupportedTarget(f"{type(model).__name__} has no output matrix, or one with a bias",
+                                    "drafters are trained on the product of a state and a matrix: use another target")
+        self._head = OutputHead.of(weight.detach(), config.logit_scale, config.logit_soft_cap)
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight_VH.device
+
+    @property
+    def output_head(self) -> OutputHead:
+        return self._head
+
+    @torch.inference_mode()
+    def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        lengths = [len(tokens) for tokens in token_ids_list]
+        hidden, dtype = self.config.hidden_size, self._head.weight_VH.dtype
+        aux = torch.empty(sum(lengths), len(aux_layers), hidden, dtype=dtype, device=self.device)
+        last = torch.empty(sum(lengths), hidden, dtype=dtype, device=self.device)
+        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        for batch in similar_lengths(lengths):
+            longest = max(lengths[index] for index in batch)
+            padded_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
+            for place, index in enumerate(batch):
+                padded_BT[place, : lengths[index]] = token_ids_list[index]
+            states, last_BTH = self._states(padded_BT.to(self.device), aux_layers)
+            for place, index in enumerate(batch):
+                here = slice(starts[index], starts[index] + lengths[index])
+                for column, layer in enumerate(aux_layers):
+                    aux[here, column] = states[layer][place, : lengths[index]]
+                last[here] = last_BTH[place, : lengths[index]]
+        return aux, last
+
+    def _states(self, padded_BT: Tensor, aux_layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+        with _entering(self._layers, [layer for layer in aux_layers if layer < len(self._layers)]) as states:
+            last_BTH = self._decoder(input_ids=padded_BT, use_cache=False).last_hidden_state
+        return states | {self.config.num_layers: last_BTH}, last_BTH
+
+    @torch.inference_mode()
+    def verify(self, token_ids: Tensor) -> None:
+        """Compare states and logits of a text [T] with the model's own. Raises UnsupportedTarget."""
+        every = range(self.config.num_layers + 1)
+        aux_MAH, last_MH = self.packed_states([token_ids], every)
+        whole = self._model(input_ids=token_ids[None].to(self.device), output_hidden_states=True, use_cache=False)
+        tolerance = _SAME_MODEL_TOLERANCE[self._dtype]
+        if len(whole.hidden_states) == len(every):
+            for layer in every:
+                if (error := _distance(aux_MAH[:, layer], whole.hidden_states[layer][0])) > tolerance:
+                    raise UnsupportedTarget(
+                        f"layer {layer} of {type(self._model).__name__} differs from its hidden_states by {error:.2g}",
+                        "report this target's config.json, or use another target")
+        if (error := _distance(self._head.logits(last_MH), whole.logits[0])) > tolerance:
+            raise UnsupportedTarget(
+                f"the logits of {type(self._model).__name__} are not its output matrix times its final state: they "
+                f"differ by {error:.2g}", "report this target's config.json, or use another target")
+
+
+def load_transformers_target(path: Path, dtype: str, device: torch.device | None = None) -> TransformersTarget:
+    """The model in directory `path`. Raises UnsupportedTarget where transformers cannot load it, MemoryTooSmall before
+    any weight is read."""
+    try:
+        model = load_causal_model(path, dtype, device or default_device())
+    except (ValueError, ImportError, KeyError) as error:
+        raise UnsupportedTarget(f"transformers cannot load {path}: {error}",
+                                "use a target that AutoModelForCausalLM loads without code of its own") from error
+    return TransformersTarget(model, read_config(path), dtype)
+
+
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices in batches of similar length, longest first; none is empty."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        if batches and lengths[index] >= _SHORTEST * lengths[batches[-1][0]]:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder's layers: its one list of `num_layers` modules, under whatever name."""
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == num_layers]
+    if len(lists) != 1:
+        raise UnsupportedTarget(f"{type(decoder).__name__} has {len(lists)} lists of {num_layers} layers, not one",
+                                "report this target's config.json, or use another target")
+    return lists[0]
+
+
+@contextmanager
+def _entering(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Records what the wanted layers receive during the forward pass within."""
+    states: dict[int, Tensor] = {}
+
+    def recorder(layer: int) -> Any:
+        def record(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            states[layer] = args[0] if args else named["hidden_states"]
+        return record
+
+    hooks = [layers[layer].register_forward_pre_hook(recorder(layer), with_kwargs=True) for layer in wanted]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+def load_causal_model(path: Path, dtype: str, device: torch.device) -> Any:
+    """The model in directory `path` in evaluation mode. Raises MemoryTooSmall before any weight is read, and what
+    transformers raises where it cannot load it.
+
+    With `device_map` (accelerate) each tensor goes from the file to its GPU; without, the host would hold the whole
+    checkpoint first, which for 70 billion parameters is 140 GB. A target that one GPU does not hold is spread, layer
+    after layer, over the GPUs of the machine where this process is the only one that computes.
+    """
+    import transformers  # here: importing it takes longer than a small capture
+
+    needed = weight_bytes(path, dtype)
+    placed: dict[str, Any] = {}
+    is_spread_out = False
+    if device.type == "cuda":
+        placed = {"device_map": {"": device}}
+        free = [free_bytes(torch.device("cuda", index)) or 0 for index in range(torch.cuda.device_count())]
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1 and is_spread(needed, free_bytes(device), free):
+            placed, is_spread_out = {"device_map": "auto"}, True
+    if not is_spread_out:
+        require_memory(str(device), needed, free_bytes(device), dtype)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, **placed).eval()
+
+
+def is_spread(needed: int, own: int | None, free: Sequence[int]) -> bool:
+    """Whether weights that one GPU's free bytes do not hold fit those of all GPUs together. Pure."""
+    return own is not None and own < needed <= sum(free)
+
+
+class LayersDisagree(Permanent):
+    """Our forward pass does not compute what `transformers` does."""
+
+    reason = "LayersDisagree"
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """Relative distances |ours - theirs| / |theirs| over some rows."""
+
+    layer: int
+    error: float
+    neighbour: float
+    """Distance to the nearer of the two adjacent layers."""
+
+
+def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor], aux_layers: Sequence[int],
+                     device: torch.device) -> list[dict[int, Tensor]]:
+    """Per row, `hidden_states` [T, H] of `transformers` in float32 on the CPU, by index: those of `aux_layers` and the
+    layers next to them. The model is computed on `device` and freed on return. Raises MemoryTooSmall."""
+    model = load_causal_model(path, dtype, device)
+    wanted = {near for layer in aux_layers for near in (layer - 1, layer, layer + 1)}
+    rows = []
+    with torch.inference_mode():
+        for tokens in token_ids:
+            states = model(tokens[None].to(device), output_hidden_states=True).hidden_states
+            rows.append({layer: states[layer][0].float().cpu() for layer in wanted if 0 <= layer < len(states)})
+    return rows
+
+
+def compare(ours: Sequence[Tensor], theirs: Sequence[Mapping[int, Tensor]], aux_layers: Sequence[int],
+            dtype: str) -> tuple[LayerAgreement, ...]:
+    """Compare aux states [T, A, H] of some rows, on the CPU, with the reference's.
+
+    Raises LayersDisagree naming the layers.
+    """
+    agreements = []
+    for column, layer in enumerate(aux_layers):
+        mine = torch.cat([aux[:, column].float() for aux in ours])
+        errors = {near: _distance(mine, torch.cat([row[near] for row in theirs]))
+                  for near in (layer - 1, layer, layer + 1) if near in theirs[0]}
+        # The distance to the layers next to it shows that the comparison could have failed.
+        agreements.append(LayerAgreement(layer, errors.pop(layer), min(errors.values())))
+    # `not <=`: an error that is NaN is wrong too.
+    wrong = [agreement for agreement in agreements if not agreement.error <= _AGREEMENT_TOLERANCE[dtype]]
+    if wrong:
+        errors_shown = ", ".join(f"layer {agreement.layer}: {agreement.error:.2g}" for agreement in wrong)
+        raise LayersDisagree(
+            f"aux hidden states differ from those of transformers ({errors_shown}; {_AGREEMENT_TOLERANCE[dtype]:g} is "
+            f"rounding in {dtype})", "report this target's config.json: its forward pass has something ours lacks; "
+            "capture.check_rows 0 leaves the check out")
+    return tuple(agreements)

@@ -1,4 +1,4 @@
-"""Renders conversations to token ids with the target's own chat template, and parses answers.
+"""Renders conversations to token ids with the target's own chat template, parses answers, and shows single tokens.
 
 The template is a Jinja program shipped with the tokenizer. It runs as in transformers (sandboxed, trimmed blocks, the
 same globals and `tojson`), without importing transformers: that import costs seconds at every start of a stage program
@@ -11,15 +11,21 @@ and a string would come out quoted twice.
 
 `parse_answer` parses the tool-call forms of common templates: Hermes and Qwen (`<tool_call>{...}</tool_call>`),
 and a whole answer that is one JSON call or a list of calls (Llama 3.1 with `parameters`, and the plainest templates).
+
+A single token need not hold whole characters (`token_text`): byte-level tokenizers (GPT-2 and most since) and the byte
+fallback of sentencepiece split a character's UTF-8 bytes over tokens, and each of those decodes to U+FFFD. Its bytes
+are read from its piece, the spelling in the vocabulary: a character per byte in byte-level tokenizers, `<0xE2>` in byte
+fallback.
 """
 
 import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -29,7 +35,55 @@ import jinja2.sandbox
 
 from eyrie_api.errors import InvalidInput, NoChatTemplate, UnsupportedTarget
 from eyrie_workers.targets.config import read_config, read_json
-from eyrie_workers.targets.token_text import TokenText, token_text
+
+REPLACEMENT = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+"""Sentencepiece's spelling of a space."""
+
+# GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on, in their order.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + index): byte for index, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """One token, decoded alone."""
+
+    text: str
+    """With U+FFFD in place of bytes that are no whole character."""
+
+    bytes: bytes | None
+    """None where they are not known."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.bytes is not None and self.bytes == self.text.encode()
+
+
+def token_text(decoded: str, piece: str | None) -> TokenText:
+    """A token's text and bytes.
+
+    decoded  the token decoded alone, special tokens included
+    piece    its spelling in the vocabulary; None for an id that has none
+    """
+    # Decoders of sentencepiece drop the space before the first token, which a token decoded alone is.
+    if piece is not None and piece.startswith(_SPACE) and not decoded.startswith(" "):
+        decoded = " " + decoded
+    if REPLACEMENT not in decoded:
+        return TokenText(decoded, decoded.encode())
+    return TokenText(decoded, _bytes_of(piece) if piece is not None else None)
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    fallback = _BYTE_PIECE.fullmatch(piece)
+    if fallback is not None:
+        return bytes([int(fallback[1], 16)])
+    if all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    return None
+
 
 Message = dict[str, Any]
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -38,16 +92,6 @@ _PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 """Stands in the rendered text for a special token that a message spells."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class _Codec(Protocol):
-    """Text to ids and back."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def encode_plain(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-    def token_id(self, token: str) -> int | None: ...
-    def piece(self, token_id: int) -> str | None: ...
 
 
 class _FastCodec:
@@ -81,12 +125,12 @@ class _FastCodec:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        known_id: int | None = self._tokenizer.token_to_id(token)
+        return known_id
 
     def piece(self, token_id: int) -> str | None:
-        found: str | None = self._tokenizer.id_to_token(token_id)
-        return found
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        return piece
 
 
 class _TransformersCodec:
@@ -111,12 +155,12 @@ class _TransformersCodec:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.convert_tokens_to_ids(token)
-        return found
+        known_id: int | None = self._tokenizer.convert_tokens_to_ids(token)
+        return known_id
 
     def piece(self, token_id: int) -> str | None:
-        found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
-        return found
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return piece
 
 
 class ChatTokenizer:
@@ -128,7 +172,7 @@ class ChatTokenizer:
         file = path / "tokenizer_config.json"
         settings = read_json(file) if file.exists() else {}
         fast = path / "tokenizer.json"
-        self._codec: _Codec = _FastCodec(fast) if fast.is_file() else _TransformersCodec(path)
+        self._codec = _FastCodec(fast) if fast.is_file() else _TransformersCodec(path)
         self._special = _special_tokens(path, settings)
         self._templates = _read_templates(path, settings)
         self.eos_ids = self._end_ids()
@@ -181,16 +225,11 @@ class ChatTokenizer:
         return self._codec.encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of some ids."""
         return self._codec.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> TokenText:
         """Text and bytes of one token alone, special tokens included."""
         return token_text(self.decode([token_id], skip_special_tokens=False), self._codec.piece(token_id))
-
-    def parse_answer(self, text: str) -> Message:
-        """The assistant message in a decoded answer, with `tool_calls` in OpenAI form if it has any."""
-        return parse_answer(text)
 
     def _end_ids(self) -> tuple[int, ...]:
         ids = list(read_config(self.path).eos_token_ids) if (self.path / "config.json").exists() else []
@@ -202,7 +241,8 @@ class ChatTokenizer:
 
 
 def parse_answer(text: str) -> Message:
-    """See `ChatTokenizer.parse_answer`. Text that only looks like a call stays text."""
+    """The assistant message in a decoded answer, with `tool_calls` in OpenAI form if it has any. Text that only looks
+    like a call stays text."""
     calls, rest = [], text
     for match in _CALL.finditer(text):
         call = _as_call(match.group(1))
@@ -254,8 +294,8 @@ def _marker_pattern(file: Path) -> re.Pattern[str] | None:
 def _place_markers(value: Any, markers: re.Pattern[str], spelled: list[str]) -> Any:
     """The value with every special token in its strings replaced by a place, and appended to `spelled`."""
     if isinstance(value, str):
-        def place(found: re.Match[str]) -> str:
-            spelled.append(found[0])
+        def place(marker: re.Match[str]) -> str:
+            spelled.append(marker[0])
             return f"{_OPEN}{len(spelled) - 1}{_CLOSE}"
         return markers.sub(place, value)
     if isinstance(value, Mapping):

@@ -1,189 +1,134 @@
-"""Experiment trackers that a training is shown in: MLflow, Weights & Biases, TensorBoard.
+"""Experiment trackers that a training run is shown in: MLflow, Weights & Biases, TensorBoard.
 
-None is enabled by default; a tracker's package is imported by the process that sends to it (`training.tracker_process`)
-when a spec names it. Server and credentials come from the tracker's own environment variables (MLFLOW_TRACKING_URI,
-WANDB_API_KEY, ...), never from a spec, and appear in no message.
+None is enabled by default; a tracker's package is imported when a spec names it. Server and credentials come from the
+tracker's own environment variables (MLFLOW_TRACKING_URI, WANDB_API_KEY, ...), never from a spec, and appear in no
+message.
 
-A training is one run of a tracker, however often it was interrupted. The run is found again by `TrackedRun.key`. Rows
-arrive in order of step, each resumed training sends them from the first one on, and a tracker writes those that it does
-not have: a server is asked what it has, files are written again.
+No step waits for a tracker: each sends in its own background (MLflow's asynchronous logging, W&B's service, the thread
+of TensorBoard's writer). What does wait, the start and the end of a run, has a limited time. A tracker that fails or
+hangs is reported once (`TrackerFailed`) and left out.
+
+A training run is one run of a tracker, however often it was interrupted: it is found again by its key. A resumed
+training first sends what its record has of the steps that it does not repeat, and a tracker takes what it lacks: a
+server is asked what it has, files are written again. So a tracker that was away gets everything then.
 """
 
+import logging
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from pydantic import JsonValue
+from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.records import MetricRecord
+from eyrie_workers.catalog import TRACKERS_DIR
+from eyrie_workers.stage_program import Stage
+
+START_S = 30.0
+END_S = 60.0
+_INTERRUPTED_END_S = 5.0
+"""The end where the training was interrupted: a pod that is stopped has 30 s, and uploads its state in them."""
 
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-_MAX_ERROR = 300
-"""Characters of an error that are shown."""
-
+_WANDB_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")
+_WHERE = "where the training runs (on a cluster: cluster.per_stage.train.secret_variables)"
 _MLFLOW_DEFAULTS = {
-    # The sending process repeats a request by itself, from what the server has then.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    # Requests under way hold up the program's exit, so they end soon: three tries within about 40 s.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS": "1",  # one request for the metrics of a second
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
 
-class TrackedRun(Frozen):
-    """What a tracker shows of one training."""
+class TrackedRun(NamedTuple):
+    """What a tracker shows of one training run. `settings` has the job's id and the candidate too."""
 
     key: str
-    """The same for a training and whatever resumes it; letters and digits."""
-
     job_id: str
     candidate: str
-    settings: dict[str, JsonValue]
-    directory: str
-    """For trackers that write files."""
-
-    @property
-    def name(self) -> str:
-        """The run's name in the tracker."""
-        return f"{self.job_id}/{self.candidate}"
+    settings: Mapping[str, object]
+    directory: Path
 
 
-class Row(Frozen):
-    """All metrics of one step."""
+class Tracker(NamedTuple):
+    """One destination of curves. Either call may raise anything: what the tracker's package raises."""
 
-    step: int
-    time: datetime
-    values: dict[str, float]
+    log: Callable[[MetricRecord], object]
+    """Send a point unless the tracker has it; does not wait. Points come in order of step."""
 
-
-class Tracker(Protocol):
-    """One destination of curves. Any method may raise anything: what a tracker's package raises."""
-
-    def write(self, row: Row) -> None:
-        """Write a row, unless the tracker has it. Rows come in order of step."""
-
-    def close(self, *, finished: bool) -> None:
-        """Flush, and end the run: finished, or interrupted and perhaps resumed later."""
+    close: Callable[[bool], object]
+    """Wait until everything is sent, and end the run: finished (True), or interrupted and perhaps resumed later."""
 
 
-class _Mlflow:
-    def __init__(self, run: TrackedRun) -> None:
-        for name, value in _MLFLOW_DEFAULTS.items():
-            os.environ.setdefault(name, value)
-        self._entities = import_module("mlflow.entities")
-        self._client = import_module("mlflow").MlflowClient()
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment(
-            os.environ.get("MLFLOW_EXPERIMENT_NAME", "eyrie"))
-        found = self._client.search_runs([experiment], f"tags.eyrie_training = '{run.key}'", max_results=1)
-        self._last: dict[str, int] = {}
-        """The last step of each metric that the server has."""
+def _mlflow(run: TrackedRun) -> Tracker:
+    for variable, value in _MLFLOW_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+    mlflow = import_module("mlflow")
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it would log each batch that fails
+    client, batches = mlflow.MlflowClient(), list[Any]()
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or mlflow.set_experiment(
+        os.environ.get("MLFLOW_EXPERIMENT_NAME", "eyrie")).experiment_id
+    runs = client.search_runs([experiment], f"tags.eyrie_training = '{run.key}'", max_results=1)
+    shown_run = runs[0] if runs else client.create_run(experiment, run_name=f"{run.job_id}/{run.candidate}", tags={
+        "eyrie_training": run.key, "eyrie_job": run.job_id, "eyrie_candidate": run.candidate})
+    run_id = shown_run.info.run_id
+    client.update_run(run_id, status="RUNNING")
+    last = {name: max(point.step for point in client.get_metric_history(run_id, name))
+            for name in shown_run.data.metrics}  # the last step of each metric that the server has
+    batches += [client.log_param(run_id, name, value, synchronous=False) for name, value in run.settings.items()]
 
-        if found:
-            self._id = found[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            for name in found[0].data.metrics:
-                self._last[name] = max(one.step for one in self._client.get_metric_history(self._id, name))
-        else:
-            self._id = self._client.create_run(experiment, run_name=run.name, tags={
-                "eyrie_training": run.key, "eyrie_job": run.job_id, "eyrie_candidate": run.candidate}).info.run_id
-        if not found or not found[0].data.params:  # killed in between
-            self._client.log_batch(self._id, params=[
-                self._entities.Param(name, str(value)) for name, value in run.settings.items()])
+    def log(point: MetricRecord) -> None:
+        if point.step > last.get(point.name, -1):
+            batches.append(client.log_metric(run_id, point.name, point.value, round(point.time.timestamp() * 1000),
+                                             point.step, synchronous=False))
 
-    def _experiment(self, name: str) -> str:
-        if (found := self._client.get_experiment_by_name(name)) is not None:
-            return str(found.experiment_id)
-        try:
-            return str(self._client.create_experiment(name))
-        except import_module("mlflow.exceptions").MlflowException:
-            # race: another candidate of the sweep has created it
-            if (found := self._client.get_experiment_by_name(name)) is None:
-                raise
-            return str(found.experiment_id)
+    def close(finished: bool) -> None:
+        for batch in batches:
+            batch.wait()  # raises what sending it raised
+        client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
 
-    def write(self, row: Row) -> None:
-        new = {name: value for name, value in row.values.items() if self._last.get(name, -1) < row.step}
-        if not new:
-            return
-        self._client.log_batch(self._id, metrics=[
-            self._entities.Metric(name, value, round(row.time.timestamp() * 1000), row.step)
-            for name, value in new.items()])
-        self._last |= dict.fromkeys(new, row.step)
-
-    def close(self, *, finished: bool) -> None:
-        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+    return Tracker(log, close)
 
 
-class _Wandb:
-    def __init__(self, run: TrackedRun) -> None:
-        directory = Path(run.directory)
-        # An offline run cannot be resumed; all its rows are in the new one, under the same id.
-        for before in directory.glob(f"wandb/offline-run-*-{run.key}"):
-            shutil.rmtree(before)
-        wandb = import_module("wandb")
-        offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "eyrie"), id=run.key, name=run.name, group=run.job_id,
-            config={"job_id": run.job_id, "candidate": run.candidate, **run.settings}, dir=str(directory),
-            resume=None if offline else "allow",
-            # This process's output and load are not the training's.
-            settings=wandb.Settings(console="off", x_disable_stats=True, disable_git=True, disable_code=True))
-
-    def write(self, row: Row) -> None:
-        if row.step >= self._run.step:  # of a resumed run: the step after the last one that the server has
-            self._run.log(dict(row.values), step=row.step)
-
-    def close(self, *, finished: bool) -> None:
-        self._run.finish(exit_code=0 if finished else 1)
+def _wandb(run: TrackedRun) -> Tracker:
+    # An offline run cannot be resumed; all its points are in the new one, under the same id.
+    for before in run.directory.glob(f"wandb/offline-run-*-{run.key}"):
+        shutil.rmtree(before)
+    wandb = import_module("wandb")
+    shown_run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "eyrie"), id=run.key, name=f"{run.job_id}/{run.candidate}",
+        group=run.job_id, config=dict(run.settings), dir=str(run.directory),
+        resume=None if os.environ.get("WANDB_MODE") in ("offline", "dryrun") else "allow",
+        reinit="create_new",  # a sweep has several runs in one process
+        settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True,
+                                init_timeout=START_S, finish_timeout=END_S, finish_timeout_raises=True))
+    first = shown_run.step  # of a resumed run: the step after the last one that the server has
+    return Tracker(lambda point: point.step >= first and shown_run.log({point.name: point.value}, step=point.step),
+                   lambda finished: shown_run.finish(exit_code=0 if finished else 1))
 
 
-class _Tensorboard:
-    """Writes the event file itself: torch's SummaryWriter would load torch once more."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        for before in Path(run.directory).glob("events.out.tfevents.*"):
-            before.unlink()
-        self._proto = import_module("tensorboard.compat.proto.event_pb2")
-        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(run.directory)
-        now = datetime.now(UTC).timestamp()
-        # A TensorBoard that is running has read the deleted file: this removes what it has of it.
-        self._writer.add_event(self._proto.Event(wall_time=now, step=0, session_log=self._proto.SessionLog(
-            status=self._proto.SessionLog.START)))
-        table = "\n".join(f"| {name} | {value} |" for name, value in {
-            "job_id": run.job_id, "candidate": run.candidate, **run.settings}.items())
-        self._writer.add_event(self._proto.Event(wall_time=now, step=0, summary=self._text(
-            "settings", f"| | {run.name} |\n|---|---|\n{table}")))
-
-    def _text(self, tag: str, text: str) -> Any:
-        tensor = import_module("tensorboard.compat.proto.tensor_pb2").TensorProto
-        types = import_module("tensorboard.compat.proto.types_pb2")
-        metadata = import_module("tensorboard.plugins.text.metadata").create_summary_metadata(tag, "")
-        return self._summary(value=[self._summary.Value(tag=tag, metadata=metadata, tensor=tensor(
-            dtype=types.DT_STRING, string_val=[text.encode()]))])
-
-    def write(self, row: Row) -> None:
-        self._writer.add_event(self._proto.Event(wall_time=row.time.timestamp(), step=row.step, summary=self._summary(
-            value=[self._summary.Value(tag=name, simple_value=value) for name, value in row.values.items()])))
-        self._writer.flush()
-
-    def close(self, *, finished: bool) -> None:
-        self._writer.close()
+def _tensorboard(run: TrackedRun) -> Tracker:
+    for before in run.directory.glob("events.out.tfevents.*"):
+        before.unlink()
+    # `purge_step`: a TensorBoard that is running has read the deleted file, and removes what it has of it.
+    writer = import_module("torch.utils.tensorboard").SummaryWriter(run.directory, purge_step=0)
+    writer.add_text("settings", f"| | {run.job_id}/{run.candidate} |\n|---|---|\n" + "\n".join(
+        f"| {name} | {value} |" for name, value in run.settings.items()))
+    return Tracker(lambda point: writer.add_scalar(point.name, point.value, point.step, point.time.timestamp()),
+                   lambda finished: writer.close())
 
 
-_TRACKERS: dict[str, tuple[str, Callable[[TrackedRun], Tracker]]] = {
-    "mlflow": ("mlflow-skinny", _Mlflow),
-    "wandb": ("wandb", _Wandb),
-    "tensorboard": ("tensorboard", _Tensorboard),
-}
-"""Name in a spec, which is that of the module -> distribution, constructor."""
-
-_WHERE = "where the training runs (on a cluster: cluster.per_stage.train.secret_variables)"
-_WANDB_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")
+_TRACKERS = {"mlflow": ("mlflow-skinny", _mlflow), "wandb": ("wandb", _wandb),
+             "tensorboard": ("tensorboard", _tensorboard)}
+"""Name in a spec, which is that of the module -> distribution, and what opens it."""
 
 
 def require_trackers(names: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -196,27 +141,102 @@ def require_trackers(names: Sequence[str], environment: Mapping[str, str]) -> No
     if "mlflow" in names:
         address = environment.get("MLFLOW_TRACKING_URI", "")
         if not address:
-            raise InvalidInput("train.trackers names mlflow, and MLFLOW_TRACKING_URI is not set",
-                               f"set it {_WHERE}")
+            raise InvalidInput("train.trackers names mlflow, and MLFLOW_TRACKING_URI is not set", f"set it {_WHERE}")
         if "@" in address.partition("://")[2].partition("/")[0]:  # MLflow prints its address
             raise InvalidInput("MLFLOW_TRACKING_URI contains a user or a password",
                                "give them as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
-    if "wandb" in names and not any(environment.get(one) for one in _WANDB_CREDENTIALS) and not Path(
+    if "wandb" in names and not any(environment.get(variable) for variable in _WANDB_CREDENTIALS) and not Path(
             environment.get("NETRC") or Path(environment.get("HOME", "/")) / ".netrc").is_file():
         raise InvalidInput("train.trackers names wandb, and WANDB_API_KEY is not set",
                            f"set it {_WHERE}, or WANDB_MODE=offline to write files that `wandb sync` uploads")
 
 
-def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    """The tracker of a training, its run begun or found again. Raises whatever the tracker's package raises."""
-    _, make = _TRACKERS[name]
-    return make(run)
-
-
 def shown(error: Exception, environment: Mapping[str, str]) -> str:
-    """A tracker's error in one line, without the credentials that its package may have put into it."""
+    """A tracker's error in one line of at most 300 characters, without credentials that its package put into it."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     for name in _SECRETS:
         if value := environment.get(name):
             text = text.replace(value, f"({name})")
-    return text[:_MAX_ERROR]
+    return text[:300]
+
+
+def _within(timeout_s: float, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What some calls return or raise, made side by side. A call that hangs is left behind, in a thread that ends with
+    the process, and counts as a TimeoutError."""
+    outcomes: dict[str, Any] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            outcomes[name] = call()
+        except Exception as error:  # noqa: BLE001 - whatever a tracker's package raises ends no training
+            outcomes[name] = error
+
+    threads = [threading.Thread(target=attempt, args=item, daemon=True) for item in calls.items()]
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {name: outcomes.get(name, TimeoutError(f"no answer within {timeout_s:g} s")) for name in calls}
+
+
+class Trackers:
+    """The trackers of one training run, without those that have failed."""
+
+    def __init__(self, names: Sequence[str], stage: Stage, *, key: str, job_id: str, candidate: str,
+                 settings: Mapping[str, object], resumed_from: int) -> None:
+        """Begin or find again the run of each tracker, and send what the stage has recorded and records from now on.
+
+        key            the same for a training run and whatever resumes it; letters and digits
+        resumed_from   steps before this run of the training
+        """
+        self._stage, self._trackers, opening = stage, dict[str, Tracker](), {}
+        for name in names:
+            directory = stage.out_dir / TRACKERS_DIR / name
+            directory.mkdir(parents=True, exist_ok=True)
+            opening[name] = partial(_TRACKERS[name][1], TrackedRun(
+                key, job_id, candidate, {"job_id": job_id, "candidate": candidate, **settings}, directory))
+        for name, outcome in _within(START_S, opening).items():
+            if isinstance(outcome, Exception):
+                self._report(name, outcome)
+            else:
+                self._trackers[name] = outcome
+        for point in recorded_metrics(stage.out_dir / "events.jsonl", resumed_from):
+            self._log(point)
+        stage.on_metric = self._log
+
+    def close(self, *, finished: bool) -> None:
+        """The training records no more metrics: wait a limited time until everything is sent."""
+        self._stage.on_metric = None
+        closing = {name: partial(tracker.close, finished) for name, tracker in self._trackers.items()}
+        for name, outcome in _within(END_S if finished else _INTERRUPTED_END_S, closing).items():
+            if isinstance(outcome, Exception):
+                self._report(name, outcome)
+
+    def _log(self, point: MetricRecord) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(point)
+            except Exception as error:  # noqa: BLE001 - as above
+                del self._trackers[name]
+                self._report(name, error)
+
+    def _report(self, name: str, error: Exception) -> None:
+        self._stage.event("TrackerFailed", f"{name}: {shown(error, os.environ)}; training continues without it, and "
+                                           "the job's own record is complete", warning=True)
+
+
+def recorded_metrics(record: Path, resumed_from: int) -> list[MetricRecord]:
+    """The metrics of a training's earlier runs up to the step that it resumes from, in order of step.
+
+    A killed training repeats the steps since its last save, with the same values: each point is returned once.
+    """
+    points: dict[tuple[int, str], MetricRecord] = {}
+    for line in record.read_bytes().splitlines() if record.is_file() and resumed_from else ():
+        try:
+            point = MetricRecord.model_validate_json(line)
+        except ValidationError:
+            continue  # another kind of record
+        if point.step <= resumed_from:
+            points[point.step, point.name] = point
+    return sorted(points.values(), key=lambda point: point.step)

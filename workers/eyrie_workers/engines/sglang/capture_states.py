@@ -15,7 +15,7 @@ import json
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -31,26 +31,21 @@ from eyrie_api.errors import DiskTooSmall
 from eyrie_api.v1alpha1.targets import ELEMENT_BYTES
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.engines.managed_servers import (
-    DRAIN_S,
-    READY_S,
-    CapturedStates,
-    ManagedServer,
-    ServerPlan,
-    start_server,
-    wait_ready,
-)
 from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.sglang.servers import CapturedStates, ServerHistory, ServerPlan, ServerPool
+from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config, read_json
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import resolve
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 
 _NAME = "capture"
+"""Of the one variant."""
+
 _REQUEST = "eyrie-states-"  # plugin.capture_export.PREFIX, which cannot be imported outside SGLang's interpreter
 _MOST_RESTARTS = 3
-ROOM = 8
-"""Tokens that SGLang wants behind a prompt: no longer row fits the target's context."""
+TOKENS_BEHIND_PROMPT = 8
+"""That SGLang wants within the context: no longer row fits it."""
 
 _FILE_BYTES = 2**16
 """Of one text's files besides its states: headers, and pages that are not full."""
@@ -65,14 +60,14 @@ class SglangStates:
     device = CPU
 
     def __init__(self, plan: ServerPlan, aux_layers: Sequence[int], longest: int, directory: Path,
-                 pause_point: Callable[[], None], note_end: Callable[[str], None] = lambda _message: None) -> None:
+                 stage: Stage, history: ServerHistory | None = None) -> None:
         """A server that is started with the first pass.
 
         plan        of a server without a drafter
         aux_layers  `hidden_states` indices, ascending; the last of them may be the final state
         longest     tokens of the longest text
         directory   of the server's log
-        note_end    called with the reason before a server that ended, or did not answer, is replaced
+        history     where servers that ended, or did not answer, and were replaced are counted
 
         Raises InvalidInput for layers that SGLang cannot capture.
         """
@@ -83,14 +78,17 @@ class SglangStates:
         # Without any layer SGLang captures nothing: one in the middle where only the final state is read.
         self._inner = (tuple(layer for layer in aux_layers if layer < self._config.num_layers)
                        or (self._config.num_layers // 2,))
-        self._files = _memory_directory(directory)
+        # In memory where there is such a file system. The same at every start with the same directory, so that a start
+        # removes what a killed process has left.
+        place = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+        self._files = _IN_MEMORY / f"eyrie-states-{place}" if _IN_MEMORY.is_dir() else directory / "states"
         ids = sglang_layer_ids(architecture, self._config.num_layers, self._inner)
-        self._plan = replace(plan, captured=CapturedStates(ids, str(self._files)))
-        self._use = {_NAME: DrafterUse(context_length=longest + ROOM)}
-        self._target_dir, self._directory, self._pause = target_dir, directory, pause_point
-        self._note_end = note_end
+        self._pool = ServerPool(
+            replace(plan, captured=CapturedStates(ids, str(self._files))),
+            {_NAME: DrafterUse(context_length=longest + TOKENS_BEHIND_PROMPT)}, directory, stage, history, capacity=1,
+            beside_reference=False)
+        self._target_dir, self._directory, self._stage = target_dir, directory, stage
         self._token_bytes = ((len(self._inner) + 1) * self._config.hidden_size * ELEMENT_BYTES[plan.target.dtype])
-        self._server: ManagedServer | None = None
         self._passes = 0
 
     def __enter__(self) -> "SglangStates":
@@ -98,7 +96,7 @@ class SglangStates:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._stop()
+        self._pool.stop()
         shutil.rmtree(self._files, ignore_errors=True)
 
     @cached_property
@@ -108,11 +106,11 @@ class SglangStates:
 
     def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """See `StateSource`. Raises EngineFailed, and DiskTooSmall for a text whose states do not fit the memory."""
-        texts, found = [tokens.tolist() for tokens in token_ids_list], list[Tensor]()
-        while len(found) < len(texts):
-            left = texts[len(found):]
-            found += self._repeated(left[:self._num_that_fit(left)])
-        states = torch.cat(found)
+        texts, captured = [tokens.tolist() for tokens in token_ids_list], list[Tensor]()
+        while len(captured) < len(texts):
+            left = texts[len(captured):]
+            captured += self._repeated(left[:self._num_that_fit(left)])
+        states = torch.cat(captured)
         columns = [len(self._inner) if layer == self._config.num_layers else self._inner.index(layer)
                    for layer in aux_layers]
         return states[:, columns], states[:, -1]
@@ -135,19 +133,22 @@ class SglangStates:
             try:
                 return self._pass(texts)
             except EngineFailed as error:
-                self._stop()
-                self._pause()
-                self._note_end(error.message)
+                self._pool.stop()
+                self._stage.pause_point()
+                self._pool.note_end(_NAME, error.message)
         return self._pass(texts)
 
     def _pass(self, texts: list[list[int]]) -> list[Tensor]:
         """States [T, A + 1, H] of each text, the final one last."""
-        server = self._running()
+        if not self._pool.resident:  # nothing of an earlier server, or of an earlier run, is taken for this pass
+            shutil.rmtree(self._files, ignore_errors=True)
+            self._files.mkdir(parents=True)
+        server = self._pool.server(_NAME).server
         self._passes += 1
         names = [f"{_REQUEST}{self._passes}-{index}" for index in range(len(texts))]
         body = json.dumps({"input_ids": texts, "rid": names,
                            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}}).encode()
-        request = urllib.request.Request(f"{server.server.url}/generate", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 answer.read()
@@ -155,37 +156,23 @@ class SglangStates:
             raise EngineFailed(f"SGLang answered {error.code}: {error.read(300).decode(errors='replace')}",
                                f"read the log in {self._directory}") from error
         except (urllib.error.URLError, OSError) as error:
-            server.server.check()
+            server.check()
             raise EngineFailed(f"SGLang's server does not answer: {error}",
                                f"read the log in {self._directory}") from error
         return [self._states_of(name, len(text)) for name, text in zip(names, texts, strict=True)]
 
     def _states_of(self, name: str, length: int) -> Tensor:
         parts = sorted(self._files.glob(f"{name}.*.safetensors"), key=lambda path: int(path.name.split(".")[1]))
-        found: list[Tensor] = []
+        states: list[Tensor] = []
         for path in parts:
             with safe_open(path, framework="pt") as handle:
-                found.append(handle.get_tensor("states"))
+                states.append(handle.get_tensor("states"))
             path.unlink()
-        have = sum(len(part) for part in found)
+        have = sum(len(part) for part in states)
         if have != length:
             raise EngineFailed(f"SGLang wrote the states of {have} of the {length} tokens of a text",
                                f"free memory in {self._files.parent}, or read the log in {self._directory}")
-        return torch.cat(found)
-
-    def _running(self) -> ManagedServer:
-        if self._server is None:
-            shutil.rmtree(self._files, ignore_errors=True)
-            self._files.mkdir(parents=True)
-            self._server = start_server(self._plan, _NAME, self._use, self._directory,
-                                        gpus=self._plan.gpu_groups[0] if self._plan.gpu_groups else ())
-            wait_ready([self._server], READY_S["sglang"], self._pause)
-        return self._server
-
-    def _stop(self) -> None:
-        if self._server is not None:
-            self._server.server.stop(DRAIN_S["sglang"])
-            self._server = None
+        return torch.cat(states)
 
 
 def texts_that_fit(lengths: Sequence[int], token_bytes: int, free_bytes: int) -> int:
@@ -195,11 +182,3 @@ def texts_that_fit(lengths: Sequence[int], token_bytes: int, free_bytes: int) ->
     token_bytes  of the states of one token
     """
     return sum(size <= free_bytes for size in accumulate(length * token_bytes + _FILE_BYTES for length in lengths))
-
-
-def _memory_directory(directory: Path) -> Path:
-    """In memory, or in the directory itself where there is no file system in memory. The same at every start with the
-    same directory, so that a start removes what a killed process has left."""
-    if not _IN_MEMORY.is_dir():
-        return directory / "states"
-    return _IN_MEMORY / f"eyrie-states-{hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]}"

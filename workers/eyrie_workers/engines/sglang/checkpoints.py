@@ -6,18 +6,14 @@ architecture.
 """
 
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG, Unlaunchable, context_length, positive_integer
 from eyrie_api.decisions.mtp_layers import holds_mtp_layers
-from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.families import FAMILIES, SGLangAlgorithm
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds
-from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length, positive_integer
 
 SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
@@ -57,18 +53,6 @@ class DrafterCheckpoint:
 
     block_size: int | None = None
     """For a drafter of blocks: the tokens of one block, the last accepted token included."""
-
-
-def read_json_config(directory: Path) -> dict[str, Any]:
-    """`config.json` of a target's or a drafter's directory. Raises InvalidInput."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path} cannot be read: {error}", "check the directory") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{path} is not a JSON object", "check the directory")
-    return config
 
 
 def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> TargetCheckpoint:
@@ -111,11 +95,14 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint
         raise Unlaunchable(f"drafter {directory!r}: sliding_window is {window!r}, not a number of positions",
                            "export the drafter again")
     algorithm = checkpoint_algorithm(config)
+    blocks = config.get("dflash_config")
+    block_size = (blocks if isinstance(blocks, Mapping) else {}).get("block_size", config.get("block_size"))
     # Heads on the target's hidden state have no positions of their own.
     unlimited = algorithm is None and "max_position_embeddings" not in config
     return DrafterCheckpoint(
         directory=directory, context_length=_UNLIMITED if unlimited else context_length(config, directory),
-        sliding_window=window, quantised=_quantised(config), algorithm=algorithm, block_size=_block_size(config))
+        sliding_window=window, quantised=_quantised(config), algorithm=algorithm,
+        block_size=block_size if isinstance(block_size, int) else None)
 
 
 def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:
@@ -131,17 +118,6 @@ def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:
         if name == row.architecture:
             return row.sglang_algorithm
     return "STANDALONE" if name in SUPPORTED_BY_SGLANG else None
-
-
-def family_algorithm(family: str) -> SGLangAlgorithm | None:
-    """The algorithm of a drafter family, for a control plane that has the job but not the checkpoint."""
-    return FAMILIES[family].sglang_algorithm
-
-
-def _block_size(config: Mapping[str, Any]) -> int | None:
-    inner = config.get("dflash_config")
-    block_size = (inner if isinstance(inner, Mapping) else {}).get("block_size", config.get("block_size"))
-    return block_size if isinstance(block_size, int) else None
 
 
 def _quantised(config: Mapping[str, Any]) -> str | None:

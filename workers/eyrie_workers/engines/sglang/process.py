@@ -12,27 +12,23 @@ Start-up is import-bound: 20 to 60 s on two cores for a model of 50 MB, minutes 
 once the weights are loaded, the graphs captured and the warm-up request answered.
 """
 
-import contextlib
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from eyrie_api.processes import last_lines, log_lines
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
-from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
-from eyrie_workers.engines.process import EngineFailed, wait_until_ready
+from eyrie_workers.engines.process import EngineFailed, ServerProcess, start_process
 from eyrie_workers.engines.sglang.plugin_files import place_plugin
 
-_POLL_S = 0.25
 # `SomeError: text`, with or without SGLang's time stamp: the last match is the reason why a server ended.
 _RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
 # Messages of the parent process after a child has failed; the child's own error is logged before them.
@@ -61,28 +57,14 @@ def plugin_root(directory: Path) -> str:
 
 
 @dataclass
-class SglangServer:
-    """A running server."""
-
+class SglangServer(ServerProcess):
     process: subprocess.Popen[bytes]
     url: str
     """Base URL, without /v1. The server may not listen yet, see `wait_ready`."""
 
     log_file: Path
-    command: tuple[str, ...] = field(default=())
-    """Program and arguments."""
-
-    def wait_ready(self, timeout_s: float = 1800.0) -> str:
-        """Wait until it is ready; return `url`. Raises EngineFailed when it ends, Transient after `timeout_s`."""
-        wait_until_ready(self, "SGLang", timeout_s, _POLL_S)
-        return self.url
-
-    def check(self) -> None:
-        """Raises EngineFailed, with the last error of the log, when the process has ended."""
-        code = self.process.poll()
-        if code is not None:
-            raise EngineFailed(f"SGLang ended with exit code {code}: {last_error(self.log_file)}",
-                               f"read {self.log_file}; the command was: {shlex.join(self.command)}")
+    command: tuple[str, ...] = ()
+    name = "SGLang"
 
     def ready(self, timeout_s: float = 5.0) -> bool:
         """Whether /ready returns 200."""
@@ -93,62 +75,40 @@ class SglangServer:
             return False
 
     def phase(self) -> str:
-        """How far it has come while it starts."""
         return loading_phase(log_lines(self.log_file))
 
-    def version(self, timeout_s: float = 60.0) -> str:
+    def last_error(self) -> str:
+        """The last exception in the log; its last lines when there is none."""
+        raised = [match.group(1) for line in log_lines(self.log_file)
+                  if (match := _RAISED.match(line)) and not any(phrase in line for phrase in _AFTERMATH)]
+        return raised[-1] if raised else last_lines(self.log_file, without=_AFTERMATH)
+
+    def version(self) -> str:
         """SGLang's version, as the ready server reports it. Raises EngineFailed."""
-        url = f"{self.url}/server_info"
         try:
-            with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-                return str(json.load(answer)["version"])
-        except (urllib.error.URLError, OSError, ValueError, KeyError) as error:
-            raise EngineFailed(f"{url} reports no version: {type(error).__name__} {error}",
+            return str(json.loads(self._asked("/server_info", "GET", 60.0))["version"])
+        except (ValueError, KeyError) as error:
+            raise EngineFailed(f"{self.url}/server_info reports no version: {type(error).__name__} {error}",
                                f"read {self.log_file}") from error
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until no request runs, then forget cached prefixes and texts of n-gram lookup. Raises EngineFailed."""
-        url = f"{self.url}/flush_cache?timeout={timeout_s:g}"
+        self._asked(f"/flush_cache?timeout={timeout_s:g}", "POST", timeout_s + 30.0)
+
+    def _asked(self, path: str, method: str, timeout_s: float) -> bytes:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=timeout_s + 30.0):
-                pass
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, method=method),
+                                        timeout=timeout_s) as answer:
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
-            raise EngineFailed(f"{url} answered {error.code}: {error.read(300).decode(errors='replace')}",
+            raise EngineFailed(f"{self.url}{path} answered {error.code}: {error.read(300).decode(errors='replace')}",
                                f"read {self.log_file}") from error
         except (urllib.error.URLError, OSError) as error:
-            raise EngineFailed(f"{url} did not answer: {error}", f"read {self.log_file}") from error
+            raise EngineFailed(f"{self.url}{path} did not answer: {error}", f"read {self.log_file}") from error
 
     def cpu_seconds(self) -> float:
         """CPU time of its processes since they began."""
-        return sum(self._ticks().values()) / os.sysconf("SC_CLK_TCK")
-
-    def _ticks(self) -> dict[int, int]:
-        """Clock ticks that each of its processes has computed, by process id."""
-        ticks = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # a process that ends meanwhile
-                # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
-                fields = stat.read_text().rsplit(")", 1)[1].split()
-                if int(fields[2]) == self.process.pid:
-                    ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-        return ticks
-
-    def stop(self, timeout_s: float = 30.0) -> int:
-        """Stop it: SIGTERM, on which SGLang finishes running requests, then SIGKILL to the rest of its process group.
-
-        Returns the exit code. SGLang polls for the signal every five seconds, so a stop takes about that long; with
-        `timeout_s` 0 it is killed at once.
-        """
-        if self.process.poll() is None and timeout_s > 0:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout_s)
-        children = self._ticks().keys() - {self.process.pid}
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # also children whose parent has ended
-        code = self.process.wait()
-        reap(children)
-        return code
+        return sum(self.ticks().values()) / os.sysconf("SC_CLK_TCK")
 
 
 def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapping[str, str] | None = None,
@@ -158,19 +118,12 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
     environment   variables in addition to this process's own (`launch.launch_environment`)
     prefix        the command to use instead of `launcher_command()`
     """
-    directory.mkdir(parents=True, exist_ok=True)
     log_file = directory / "sglang.log"
     command = (*(launcher_command() if prefix is None else prefix), *arguments)
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            with_parent_death_signal(command),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=merged_environment(environment or {}),
-        )
-    return SglangServer(process, f"http://{_address(arguments)}", log_file, command)
+    process = start_process(command, log_file, merged_environment(environment or {}))
+    given = {"--host": "127.0.0.1", "--port": "30000"} | {  # the defaults are SGLang's
+        flag: word for flag, word in pairwise(arguments) if flag in ("--host", "--port")}
+    return SglangServer(process, f"http://{given['--host']}:{given['--port']}", log_file, command)
 
 
 _PHASES = (("Load weight begin", "loading weights"), ("Load weight end", "weights loaded"),
@@ -186,18 +139,3 @@ def loading_phase(lines: Sequence[str]) -> str:
             if text in line:
                 return phase
     return "importing"
-
-
-def last_error(log_file: Path) -> str:
-    """The last exception in the log; its last lines when there is none."""
-    raised = [match.group(1) for line in log_lines(log_file)
-              if (match := _RAISED.match(line)) and not any(phrase in line for phrase in _AFTERMATH)]
-    return raised[-1] if raised else last_lines(log_file, without=_AFTERMATH)
-
-
-def _address(arguments: Sequence[str]) -> str:
-    """Host and port of a server with these arguments; SGLang's defaults are 127.0.0.1 and 30000."""
-    given = {flag: value for flag, value in pairwise(arguments) if flag in ("--host", "--port")}
-    host = given.get("--host", "127.0.0.1")
-    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"[{host}]:{given.get('--port', '30000')}" if ":" in host else f"{host}:{given.get('--port', '30000')}"

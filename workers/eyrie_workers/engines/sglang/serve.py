@@ -27,18 +27,18 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.processes import free_port
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.server_memory import (
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
+from eyrie_workers.engines.sglang.launch import LaunchPlan, adaptive_config, launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.local_hardware import detect_hardware
+from eyrie_workers.engines.sglang.process import launcher_command, merged_environment, plugin_root
+from eyrie_workers.engines.sglang.profiles import (
+    HardwareProfile,
     available_bytes,
     kv_bytes_per_token,
     requests_that_fit,
     weights_on_disk,
 )
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
-from eyrie_workers.engines.sglang.launch import adaptive_config, launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
-from eyrie_workers.engines.sglang.local_hardware import detect_hardware
-from eyrie_workers.engines.sglang.process import launcher_command, merged_environment, plugin_root
-from eyrie_workers.engines.sglang.profiles import HardwareProfile
+from eyrie_workers.targets.config import read_json
 
 
 def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, directory: Path) -> LaunchPlan:
@@ -46,8 +46,8 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     machine = detect_hardware()
     drafter = None
     if use.setting.method == "drafter" and use.drafter_dir is not None:
-        drafter = read_drafter(use.drafter_dir, read_json_config(Path(use.drafter_dir)))
-    target = read_target(options.target, read_json_config(Path(options.target)))
+        drafter = read_drafter(use.drafter_dir, read_json(Path(use.drafter_dir) / "config.json"))
+    target = read_target(options.target, read_json(Path(options.target) / "config.json"))
     return LaunchPlan(
         target=target, machine=machine,
         served_model_name=options.model, drafter=drafter, setting=use.setting, map=use.map,
@@ -61,12 +61,12 @@ def default_concurrency(options: argparse.Namespace, use: DrafterUse, machine: H
                         context_length: int) -> int:
     """As many requests as this machine's memory holds next to the weights."""
     target = Path(options.target)
-    weights = sum(weights_on_disk(Path(one)) for one in (target, use.drafter_dir) if one is not None)
+    weights = sum(weights_on_disk(Path(model)) for model in (target, use.drafter_dir) if model is not None)
     memory = available_bytes(machine, options.tp_size)
     if machine.platform == "cpu":  # the share that SGLang takes of main memory
         memory = int(machine.mem_fraction * memory)
-    return requests_that_fit(max(0, memory - weights), kv_bytes_per_token(read_json_config(target), options.dtype),
-                             use.context_length or context_length)
+    token_bytes = kv_bytes_per_token(read_json(target / "config.json"), options.dtype)
+    return requests_that_fit(max(0, memory - weights), token_bytes, use.context_length or context_length)
 
 
 def main() -> NoReturn:

@@ -23,17 +23,14 @@ from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
 from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt, load_suite
-from eyrie_workers.engines.decoding_engine import DecodingEngine, check_temperatures
-from eyrie_workers.engines.embedded import EmbeddedEngine
-from eyrie_workers.engines.managed_servers import ServerPlan
+from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine, check_temperatures
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
-from eyrie_workers.engines.server_history import ServerHistory
-from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, own_gpus, visible_gpus
+from eyrie_workers.engines.sglang.local_hardware import gpu_groups, own_gpus, visible_gpus
 from eyrie_workers.engines.sglang.managed_engine import SglangEngine
+from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
-from eyrie_workers.machine.environment import cpu_count, environment
-from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
+from eyrie_workers.machine import ProcessorTime, cpu_count, environment, interference, machine_lock
 from eyrie_workers.measurement.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Sample, UnitKey, first_difference

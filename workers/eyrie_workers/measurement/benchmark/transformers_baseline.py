@@ -20,7 +20,7 @@ from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit
 from eyrie_workers.targets.loading import weight_files
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.transformers_model import load_causal_model
+from eyrie_workers.targets.state_source import load_causal_model
 
 
 @dataclass(frozen=True)

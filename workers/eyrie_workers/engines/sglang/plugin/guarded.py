@@ -3,8 +3,8 @@
 The HTTP server of SGLang also changes weights, flushes caches, ends other clients' requests and shows its whole
 configuration. `--admin-api-key` does not prevent it: `/server_info`, which needs no such key, shows that key (0.5.23).
 In a cluster all clients of an endpoint reach the port of its pods through the Service, so pods are started by this
-module: it takes the flags of `sglang.launch_server` and does what that does, with filters of paths (`paths`) and of
-values in bodies (`request_values`) in front of the application. Where it cannot put them, the server does not start.
+module: it takes the flags of `sglang.launch_server` and does what that does, with filters of paths and of values
+in bodies (`engines.request_rules`) in front of the application. Where it cannot put them, the server does not start.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from eyrie_workers.engines.sglang.plugin.paths import is_inference
-from eyrie_workers.engines.sglang.plugin.request_values import RefusedBody, read_values
+from eyrie_workers.engines.request_rules import RefusedBody, is_inference, read_values
 
 MAX_CHECKED_BYTES = 4 * 2**20
 """Larger bodies hold images; SGLang reads those alone, since parsing one twice costs memory and time."""
@@ -35,7 +34,6 @@ class InferenceOnly:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
-        """Answer one connection."""
         if scope["type"] not in ("http", "websocket") or is_inference(scope["path"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -51,7 +49,6 @@ class CheckedValues:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
-        """Answer one connection."""
         if scope["type"] != "http" or scope["method"] != "POST" or not _is_plain_json(dict(scope["headers"])):
             await self._app(scope, receive, send)
             return

@@ -1,16 +1,29 @@
-"""Values of request bodies that are refused before an engine sees them. Pure.
+"""What engines accept of clients: the paths they may reach, and the values in bodies that are refused. Pure.
 
 One definition for the embedded engine and the gateway of one machine (`openai_api.read_object`), and for pods of SGLang
-on a cluster (`guarded`). SGLang 0.5.23 answers most of them with 400 itself, and with 500, which counts against a
-canary, to a tool call whose `arguments` hold JSON of many levels: it parses and copies them recursively (480 levels
-were answered, 500 were not). Arguments that are no JSON are not refused here: models write malformed calls, and each
-engine answers for itself.
+on a cluster (`sglang.plugin.guarded`, to which `sglang.plugin_files` copies this module). It imports the standard
+library alone: SGLang's interpreter reads it without Eyrie's packages.
+
+SGLang has paths that change weights, end other clients' requests or stop the server. SGLang 0.5.23 answers most of the
+refused values with 400 itself, and with 500, which counts against a canary, to a tool call whose `arguments` hold JSON
+of many levels: it parses and copies them recursively (480 levels were answered, 500 were not). Arguments that are no
+JSON are not refused here: models write malformed calls, and each engine answers for itself.
 """
 
 import json
 import math
 from collections.abc import Iterator
 from typing import Any
+
+OTHERS = frozenset({"/generate", "/health", "/health_generate", "/ready", "/metrics", "/get_model_info", "/model_info",
+                    "/tokenize", "/detokenize"})
+"""Besides /v1/: the embedded engine has /health and /metrics, SGLang all of them."""
+
+
+def is_inference(path: str) -> bool:
+    """Whether clients may reach the decoded `path`."""
+    return (path.startswith("/v1/") and ".." not in path.split("/")) or path in OTHERS
+
 
 MAX_DEPTH = 64
 """Levels of lists and objects in a body, and in arguments; JSON schemas of tools have about ten."""

@@ -1,26 +1,107 @@
-"""One measurement at a time on a machine, and a warning when other work ran during it.
+"""The machine that computes: its description and versions in reports, and the lock that keeps measurements apart.
+
+Figures compare within one environment only (hardware, threads, versions, date). An image for GPUs has the torch, Triton
+and CUDA of its maker: versions outside the installed package's own requirements are reported and not refused.
 
 Concurrent benchmarks disturb each other. A lock on one file in the system's temporary directory serialises all
 measuring processes of the machine, whatever job, directory or user they belong to; the kernel releases it when its
 holder exits. Measurements that were given different GPUs run at the same time: they share that lock, and hold one of
 each GPU. Other work cannot be locked out, so its share of the processors is computed from /proc/stat before and
 after, and reported when it is too large.
+
+Torch is imported by `environment` alone: the load generator's processes do not load it.
 """
 
 import fcntl
+import importlib.metadata
 import os
+import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from eyrie_api.artifacts import code_version
+from eyrie_api.v1alpha1.reports import Environment
 
 LOCK_NAME = "eyrie-measuring.lock"
 _GPU_LOCK_NAME = "eyrie-measuring-gpu-{}.lock"
 _POLL_S = 0.2
 # A tenth of the machine used by others changes throughput by about as much as the differences to be measured.
 _TOLERATED_SHARE = 0.1
+
+# Vector extensions that determine the speed of small matrix products on a CPU, as /proc/cpuinfo spells them.
+_TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def cpu_count() -> int:
+    """Processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment(dtype: str) -> Environment:
+    """The current environment, with torch's current thread count."""
+    import torch
+
+    return _described(torch.get_num_threads(), torch.__version__, dtype)
+
+
+def client_environment() -> Environment:
+    """The environment of a process that only sends requests: one thread, no torch, no dtype."""
+    return _described(1, "not loaded", "not known to the client")
+
+
+def _described(threads: int, torch_version: str, dtype: str) -> Environment:
+    try:
+        hardware = describe_cpuinfo(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        hardware = platform.processor() or platform.machine()
+    return Environment(
+        hardware=hardware, cpu_count=cpu_count(), threads=threads, torch=torch_version,
+        python=platform.python_version(), dtype=dtype, code_version=code_version(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def describe_cpuinfo(text: str) -> str:
+    """Processor name and relevant vector extensions, from the text of /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    processor = fields.get("model name") or platform.machine()
+    telling = " ".join(flag for flag in _TELLING_FLAGS if flag in flags)
+    return f"{processor} ({telling})" if telling else processor
+
+
+def other_versions(requirements: Iterable[str], installed: Mapping[str, str]) -> list[str]:
+    """One line for each installed library that is outside its required range. Pure."""
+    lines = []
+    for wanted in map(Requirement, requirements):
+        version = installed.get(wanted.name)
+        if version is not None and not wanted.specifier.contains(version, prereleases=True):
+            lines.append(f"{wanted.name} {version} is installed, and Eyrie is tested with "
+                         f"{wanted.name}{wanted.specifier}: if results differ, install a version of that range")
+    return list(dict.fromkeys(lines))
+
+
+def version_notes() -> list[str]:
+    """`other_versions` of this Python."""
+    installed = {}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        return other_versions(importlib.metadata.requires("eyrie") or (), installed)
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 @contextmanager

@@ -1,1 +1,0 @@
-"""The machine a measurement runs on: its description, and the lock that keeps measurements apart."""
