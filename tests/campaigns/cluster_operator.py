@@ -48,7 +48,7 @@ from eyrie_operator.cluster.controller import Controller, Kind
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.telemetry import Telemetry
 from eyrie_operator.conditions import is_over
-from eyrie_operator.manifests.names import ENDPOINT_LABEL
+from eyrie_operator.manifests.deployment import ENDPOINT_LABEL
 from tests.api.samples import ended, job_body, job_spec
 from tests.campaigns.histories import Broken
 from tests.campaigns.live_servers import scratch

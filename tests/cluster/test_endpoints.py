@@ -30,7 +30,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster
 from eyrie_operator.cluster.metric_windows import WINDOW_BASELINE
 from eyrie_operator.conditions import find
-from eyrie_operator.manifests.names import ENDPOINT_LABEL
+from eyrie_operator.manifests.deployment import ENDPOINT_LABEL
 from tests.cluster.operators import OperatorProcess, operating
 from tests.cluster.patience import eventually
 from tests.cluster.programs import missing, programs

@@ -27,18 +27,14 @@ from eyrie_api.v1alpha1.targets import TargetSpec, is_hub_id
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.cluster.drafters import Drafters
 from eyrie_operator.manifests.deployment import (
-    Autoscale,
     CachedTarget,
     EmbeddedEngine,
     EndpointDeployment,
-    GatewayRef,
-    KeySecret,
-    Monitoring,
     Owner,
     SglangEngine,
     Undeployable,
 )
-from eyrie_operator.manifests.engines import ANY_HOST
+from eyrie_operator.manifests.pods import ANY_HOST
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import TargetCheckpoint, read_drafter, read_target
 from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
@@ -81,25 +77,15 @@ class Deployments:
         placement = merge_placement(given.placement, serve.placement)
         pull_secrets = dict.fromkeys((*placement.image_pull_secrets, *self._profile.stages.image_pull_secrets))
         placement = placement.model_copy(update={"work": self._work, "image_pull_secrets": tuple(pull_secrets)})
-        replicas = serve.replicas or given.replicas
         engine = (self._embedded(endpoint, serving) if serve.engine.kind == "embedded" else
                   self._sglang(endpoint, serving, placement))
-        gateway, scale = given.gateway, given.autoscale
+        if given.gateway is not None:
+            hostnames = tuple(one.replace("{endpoint}", endpoint.name) for one in given.gateway.hostnames)
+            given = given.model_copy(update={"gateway": given.gateway.model_copy(update={"hostnames": hostnames})})
         return EndpointDeployment(
-            namespace=given.namespace, placement=placement, engine=engine, served=frozenset(served), replicas=replicas,
-            port=given.port, startup_timeout_s=given.startup_timeout_s, drain_timeout_s=given.drain_timeout_s,
-            leave_delay_s=given.leave_delay_s, surge=given.surge, run_as=given.run_as, python=given.python,
-            fetch_image=self._profile.stages.image, fetch_python=self._profile.python,
-            api_key=None if given.key_secret is None else KeySecret(given.key_secret),
-            cached_target=self._cached(serving.target), owner=owner,
-            gateway=None if gateway is None else GatewayRef(
-                gateway.name, gateway.namespace, gateway.section,
-                tuple(one.replace("{endpoint}", endpoint.name) for one in gateway.hostnames),
-                gateway.request_timeout_s),
-            autoscale=None if scale is None else Autoscale(
-                scale.prometheus_url, scale.max_replicas, scale.target_requests),
-            monitoring=Monitoring(labels=given.monitoring_labels, min_acceptance_ratio=serve.min_acceptance_ratio)
-            if given.monitoring else None)
+            given, placement, engine, served=frozenset(served), replicas=serve.replicas or given.replicas,
+            min_acceptance_ratio=serve.min_acceptance_ratio, cached_target=self._cached(serving.target), owner=owner,
+            fetch_image=self._profile.stages.image, fetch_python=self._profile.python)
 
     def _cached(self, target: TargetSpec) -> CachedTarget | None:
         volume = self._profile.model_cache

@@ -23,8 +23,7 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, WorkArea
-from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
-from eyrie_operator.manifests.names import digest
+from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable, digest
 from eyrie_pipelines.work_area import split_drafter
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, family_algorithm, read_drafter
 

@@ -58,19 +58,25 @@ from eyrie_operator.endpoints.state import (
     ServePolicy,
     ShareRoute,
 )
-from eyrie_operator.manifests.deployment import EndpointDeployment, Owner, Undeployable
-from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL, Manifest
-from eyrie_operator.manifests.observed import observe_endpoint
+from eyrie_operator.manifests.deployment import (
+    ENDPOINT_LABEL,
+    OWNER_KIND,
+    REVISION_LABEL,
+    EndpointDeployment,
+    Manifest,
+    Owner,
+    Undeployable,
+)
+from eyrie_operator.manifests.objects import base_url, render_endpoint, revision_base_url
 from eyrie_operator.manifests.rollout import (
-    WORKLOADS,
+    WORKLOAD,
     RolloutState,
     apply_plan,
     current_state,
+    observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
 )
-from eyrie_operator.manifests.traffic import base_url, revision_base_url
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +103,7 @@ class _Snapshot:
         return self.endpoint.name
 
     def workload(self, revision: int) -> Object | None:
-        return next((each for each in self.objects if each["kind"] in WORKLOADS
+        return next((each for each in self.objects if each["kind"] == WORKLOAD
                      and each["metadata"]["labels"].get(REVISION_LABEL) == str(revision)), None)
 
 
@@ -232,7 +238,7 @@ class EndpointReconciler:
         workload = snapshot.workload(engine.revision)
         if engine.state != "healthy" or not serving_or_canary or workload is None:
             return engine
-        counts = scrape_engines(snapshot.objects, engine.revision, deployment.port)
+        counts = scrape_engines(snapshot.objects, engine.revision, deployment.cluster.port)
         if not counts:
             return engine
         began = read_baseline(workload, WINDOW_BASELINE)
@@ -248,7 +254,7 @@ class EndpointReconciler:
                        since: datetime) -> tuple[int, int]:
         """Answered and failed requests of the canary since it has its share."""
         workload = snapshot.workload(revision)
-        counts = scrape_engines(snapshot.objects, revision, deployment.port)
+        counts = scrape_engines(snapshot.objects, revision, deployment.cluster.port)
         if workload is None or not counts:
             return 0, 0
         began = read_baseline(workload, CANARY_BASELINE)
@@ -378,8 +384,8 @@ def _without(wanted: RolloutState, revision: int | None) -> RolloutState:
 def _owner_now(objects: Iterable[Object]) -> Owner | None:
     """The owner of the first object that has one: all have the same."""
     owners = (owner for one in objects for owner in one["metadata"].get("ownerReferences", ())
-              if one["kind"] != "Pod" and owner["kind"] == Owner.kind)
-    return next((Owner(uid=one["uid"], name=one["name"], api_version=one["apiVersion"]) for one in owners), None)
+              if one["kind"] != "Pod" and owner["kind"] == OWNER_KIND)
+    return next((Owner(uid=one["uid"], name=one["name"]) for one in owners), None)
 
 
 def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: Conditions) -> Conditions:
@@ -401,13 +407,13 @@ def _replica_message(snapshot: _Snapshot, deployment: EndpointDeployment, plan: 
     if plan.serving != "True" or deployment.replicas == 1 or workload is None:
         return ""
     status = workload.get("status", {})
-    available = status.get("availableReplicas", status.get("readyReplicas", 0))
+    available = status.get("availableReplicas", 0)
     return f"; {available} of {deployment.replicas} replicas are available"
 
 
 def _url(name: str, deployment: EndpointDeployment) -> str:
     """The URL for clients: the gateway's hostname if it has one, else the Service's."""
-    gateway = deployment.gateway
+    gateway = deployment.cluster.gateway
     if gateway is not None and deployment.route_api is not None and gateway.hostnames:
         return f"http://{gateway.hostnames[0]}/v1"
-    return base_url(name, deployment.namespace)
+    return base_url(name, deployment.cluster.namespace)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from eyrie_operator.manifests.names import GROUP, Manifest, digest
+from eyrie_operator.manifests.deployment import GROUP, Manifest, digest
 
 APPLIED = f"{GROUP}/applied"
 """Annotation: digest of the applied manifest."""

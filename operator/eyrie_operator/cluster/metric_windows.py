@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, read_metrics
-from eyrie_operator.manifests.names import GROUP, REVISION_LABEL, ROLE_LABEL, SERVER
+from eyrie_operator.manifests.deployment import GROUP, REVISION_LABEL, ROLE_LABEL, SERVER
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,12 @@ import threading
 from collections.abc import Iterable
 
 from eyrie_operator.cluster.apply import Cluster, ClusterRejected, Object
-from eyrie_operator.manifests.deployment import LWS_API
-from eyrie_operator.manifests.names import ENDPOINT_LABEL
+from eyrie_operator.manifests.deployment import ENDPOINT_LABEL
 
 log = logging.getLogger(__name__)
 
 _APIS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("v1",), ("ConfigMap", "Service", "Pod")), (("apps/v1",), ("Deployment",)), ((LWS_API,), ("LeaderWorkerSet",)),
+    (("v1",), ("ConfigMap", "Service", "Pod")), (("apps/v1",), ("Deployment",)),
     (("policy/v1", "policy/v1beta1"), ("PodDisruptionBudget",)),
     (("gateway.networking.k8s.io/v1", "gateway.networking.k8s.io/v1beta1"), ("HTTPRoute",)),
     (("monitoring.coreos.com/v1",), ("PodMonitor", "PrometheusRule")), (("keda.sh/v1alpha1",), ("ScaledObject",)))

@@ -36,7 +36,7 @@ from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.manifests.names import digest
+from eyrie_operator.manifests.deployment import digest
 
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended-attempt"
 """The attempt that was cancelled because the object was suspended; resuming retries it. A job cancelled by a user stays

@@ -29,8 +29,7 @@ from eyrie_operator.cluster.apply import Cluster
 from eyrie_operator.cluster.endpoints import EndpointReconciler, OwnerOf
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.conditions import find
-from eyrie_operator.manifests.deployment import Owner
-from eyrie_operator.manifests.names import REVISION_LABEL
+from eyrie_operator.manifests.deployment import REVISION_LABEL, Owner
 from eyrie_operator.unscheduled import GRACE
 from tests.api.samples import job_body
 from tests.operator.cluster.apiserver import CORE, GATEWAY, ApiServer, serving
