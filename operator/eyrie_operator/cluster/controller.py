@@ -1,9 +1,9 @@
 """Executes the pure `reconcile` for objects of the cluster and rows of the database.
 
-`handle_event` receives objects from kopf, `poll` finds changed rows; both only put keys into the queue. A worker takes
-a key, reads the object from its cache and the row from the database, calls `reconcile` and executes the actions. The
-cache holds the object of the latest event. A write carries the resourceVersion it was planned for: if the object has
-changed since, the API server rejects the write, and the event of the change triggers a new plan.
+`handle_event` receives objects from the watches, `poll` finds changed rows; both only put keys into the queue. A worker
+takes a key, reads the object from its cache and the row from the database, calls `reconcile` and executes the actions.
+The cache holds the object of the latest event. A write carries the resourceVersion it was planned for: if the object
+has changed since, the API server rejects the write, and the event of the change triggers a new plan.
 
 After a restart every object is reconciled once, and nothing is written where the status is correct: 1,000 objects cost
 the reads of 1,000 jobs and as many writes as there are differences. Rows of objects that wait for a quota are compared
@@ -43,7 +43,7 @@ from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_operator.cluster.apply import Cluster, ClusterConflict, ClusterRejected, Object
+from eyrie_operator.cluster.client import Cluster, ClusterConflict, ClusterRejected, Object
 from eyrie_operator.cluster.endpoints import EndpointReconciler
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
@@ -86,8 +86,7 @@ from eyrie_operator.cluster.resources import (
     read_endpoint,
     read_job,
 )
-from eyrie_operator.cluster.telemetry import Telemetry
-from eyrie_operator.cluster.workqueue import Workqueue
+from eyrie_operator.cluster.workqueue import Telemetry, Workqueue
 from eyrie_operator.conditions import is_over
 from eyrie_operator.manifests.deployment import Owner
 from eyrie_operator.unscheduled import waiting_pods
@@ -96,6 +95,7 @@ from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
 log = logging.getLogger(__name__)
 
 Kind = Literal["DrafterJob", "DraftEndpoint"]
+KINDS: tuple[Kind, ...] = ("DrafterJob", "DraftEndpoint")
 Key = tuple[Kind | Literal["Endpoint"], str, str]
 """Kind, namespace, name. An Endpoint is a row and has no namespace."""
 
@@ -149,7 +149,7 @@ class Controller:
 
     # Events.
 
-    def handle_event(self, kind: Kind, event: str | None, raw: Object) -> None:
+    def handle_event(self, kind: Kind, event: str, raw: Object) -> None:
         """An object exists, has changed, or (event DELETED) was deleted."""
         metadata = raw["metadata"]
         key: Key = (kind, metadata["namespace"], metadata["name"])

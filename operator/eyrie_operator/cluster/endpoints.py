@@ -9,16 +9,23 @@ Nothing is written when nothing has changed (`manifest_diff`), neither to the cl
 endpoint without changes causes no list request of its own (`object_cache`). Every write checks the fence first, also
 those to the database.
 
+Counters start at zero with each engine process. Where a window began is an annotation of the revision's workload. Pods
+are read at their own IPs, which the operator's pod can reach; an operator outside the cluster may not, and then no
+window closes, and a canary advances by time alone.
+
 An error is shown in the conditions: a candidate that cannot be deployed is rejected while the serving revision
 continues; for a revision that serves already, the existing objects stay as they are. Objects whose endpoint has no row
 are not touched: this may be another database.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Serving
@@ -28,20 +35,11 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.placement import S3Work
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.cluster.apply import Cluster, ClusterRejected, Object
+from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
-from eyrie_operator.cluster.manifest_diff import difference, is_applied, with_digest
-from eyrie_operator.cluster.metric_windows import (
-    CANARY_BASELINE,
-    WINDOW_BASELINE,
-    CounterBaseline,
-    next_baseline,
-    read_baseline,
-    scrape_engines,
-)
-from eyrie_operator.cluster.object_cache import ObjectCache
+from eyrie_operator.cluster.objects import ObjectCache, difference, is_applied, with_digest
 from eyrie_operator.conditions import Conditions, find, observe
-from eyrie_operator.endpoints.engine_metrics import increase
+from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, Window, increase, read_metrics
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.state import (
@@ -60,6 +58,7 @@ from eyrie_operator.endpoints.state import (
 )
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
+    GROUP,
     OWNER_KIND,
     REVISION_LABEL,
     EndpointDeployment,
@@ -79,6 +78,11 @@ from eyrie_operator.manifests.rollout import (
 )
 
 log = logging.getLogger(__name__)
+
+WINDOW, _CANARY_WINDOW = f"{GROUP}/window", f"{GROUP}/trial-begun"
+"""Annotations of a revision's workload: where its acceptance window began, and its canary's share."""
+
+_SCRAPE_TIMEOUT_S = 2.0
 
 PROGRESSING_S, STEADY_S = 2.0, 15.0
 """Seconds until the next step while a revision starts, and otherwise (then only acceptance is observed). Changes of
@@ -241,10 +245,10 @@ class EndpointReconciler:
         counts = scrape_engines(snapshot.objects, engine.revision, deployment.cluster.port)
         if not counts:
             return engine
-        began = read_baseline(workload, WINDOW_BASELINE)
+        began = _read_window(workload, WINDOW)
         if began is None:
-            began = CounterBaseline(snapshot.now, counts)
-            self._write_baseline(snapshot, workload, WINDOW_BASELINE, began)
+            began = Window(since=snapshot.now, counts=dict(counts))
+            self._write_window(snapshot, workload, WINDOW, began)
         total = increase(counts, began.counts)
         return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
                        window_accepted=total.accepted, window_requests=total.requests,
@@ -257,18 +261,18 @@ class EndpointReconciler:
         counts = scrape_engines(snapshot.objects, revision, deployment.cluster.port)
         if workload is None or not counts:
             return 0, 0
-        began = read_baseline(workload, CANARY_BASELINE)
+        began = _read_window(workload, _CANARY_WINDOW)
         if began is None or began.since != since:
-            self._write_baseline(snapshot, workload, CANARY_BASELINE, CounterBaseline(since, counts))
+            self._write_window(snapshot, workload, _CANARY_WINDOW, Window(since=since, counts=dict(counts)))
             return 0, 0
         total = increase(counts, began.counts)
         return int(total.answered), int(total.failed)
 
-    def _write_baseline(self, snapshot: _Snapshot, workload: Object, annotation: str, began: CounterBaseline) -> None:
+    def _write_window(self, snapshot: _Snapshot, workload: Object, annotation: str, began: Window) -> None:
         metadata = workload["metadata"]
         self.cache.invalidate(snapshot.name)
         self._cluster.merge(workload["apiVersion"], workload["kind"], metadata["namespace"], metadata["name"],
-                            {"metadata": {"annotations": {annotation: began.dump()}}})
+                            {"metadata": {"annotations": {annotation: began.model_dump_json()}}})
 
     # Actions.
 
@@ -280,8 +284,8 @@ class EndpointReconciler:
             # would be recorded twice, and one bad hour would count as drift.
             workload, engine = snapshot.workload(action.revision), seen.engine(action.revision)
             if workload is not None and engine is not None:
-                self._write_baseline(snapshot, workload, WINDOW_BASELINE, next_baseline(
-                    read_baseline(workload, WINDOW_BASELINE), engine.counted, snapshot.objects, snapshot.now))
+                self._write_window(snapshot, workload, WINDOW, next_window(
+                    _read_window(workload, WINDOW), engine.counted, snapshot.objects, snapshot.now))
         return self._records.record(action, snapshot.endpoint, conditions,
                                     self._home.absolute() / "endpoints" / snapshot.name,
                                     lambda number: revision_base_url(snapshot.name, number, self._given.namespace))
@@ -417,3 +421,46 @@ def _url(name: str, deployment: EndpointDeployment) -> str:
     if gateway is not None and deployment.route_api is not None and gateway.hostnames:
         return f"http://{gateway.hostnames[0]}/v1"
     return base_url(name, deployment.cluster.namespace)
+
+
+def _read_window(workload: Mapping[str, Any], annotation: str) -> Window | None:
+    """None when it is absent or invalid."""
+    try:
+        return Window.model_validate_json((workload["metadata"].get("annotations") or {})[annotation])
+    except (KeyError, ValueError):
+        return None
+
+
+def next_window(began: Window | None, counted: Counts, objects: Iterable[Mapping[str, Any]],
+                now: datetime) -> Window:
+    """The window after one that is closed. Pure. A process that did not respond was not judged either, and keeps where
+    it began; one that has ended is left out."""
+    there = {_process_of(one) for one in objects if one["kind"] == "Pod"}
+    kept = {process: counts for process, counts in (began.counts if began else {}).items() if process in there}
+    return Window(since=now, counts=kept | dict(counted))
+
+
+def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: int) -> Counts:
+    """Counters of each engine process of a revision; processes that do not respond are left out."""
+    counts: dict[str, EngineCounters] = {}
+    with httpx.Client(trust_env=False, timeout=_SCRAPE_TIMEOUT_S) as client:
+        for pod in objects:
+            if pod["kind"] != "Pod" or pod["metadata"].get("labels", {}).get(REVISION_LABEL) != str(revision):
+                continue
+            status = pod.get("status", {})
+            address, containers = status.get("podIP"), status.get("containerStatuses", ())
+            if address is None or not all(one.get("ready") for one in containers):
+                continue
+            host = f"[{address}]" if ":" in address else address
+            try:
+                response = client.get(f"http://{host}:{port}/metrics")
+                counts[_process_of(pod)] = read_metrics(response.raise_for_status().text)
+            except (httpx.HTTPError, ValueError) as error:
+                log.debug("pod %s: %s", pod["metadata"]["name"], error)
+    return counts
+
+
+def _process_of(pod: Mapping[str, Any]) -> str:
+    """Names the engine process of a pod; another one after a restart of its containers."""
+    restarts = sum(one.get("restartCount", 0) for one in pod.get("status", {}).get("containerStatuses", ()))
+    return f"{pod['metadata']['uid']}/{restarts}"

@@ -19,8 +19,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_operator.cluster.deployments import Deployments
-from eyrie_operator.cluster.drafters import Drafters, stored_at
+from eyrie_operator.cluster.deployments import Deployments, Drafters, stored_at
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     EmbeddedEngine,
