@@ -28,9 +28,8 @@ from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded import endpoints
-from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
+from eyrie_operator.embedded.endpoints import EmbeddedEndpoints, FreeMemory
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.hardware import FreeMemory
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     EngineRecord,

@@ -5,14 +5,20 @@ actions, store the status. Gateway and engines outlive the control plane, and th
 
 An engine is healthy once its ready file exists, /health answers 200, and it has generated a few tokens: an engine that
 loads but cannot decode must never get requests.
+
+Before a candidate's engine is started next to the serving one, free memory is read from `nvidia-smi` and /proc/meminfo:
+the control plane does not load torch. A machine whose GPUs cannot be read this way (AMD) counts as large enough.
 """
 
 import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -23,15 +29,18 @@ from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.conditions import observe
-from eyrie_operator.embedded.hardware import FreeMemory, Room, find_room, free_memory, weight_bytes
-from eyrie_operator.embedded.marks import Mark, stop_marked
+from eyrie_operator.embedded.gateway import GatewayRecord
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     HOST,
     EngineRecord,
+    Mark,
     adopt_engines,
+    ask_gateway,
     endpoint_dir,
     engine_argv,
     engine_dir,
@@ -41,15 +50,23 @@ from eyrie_operator.embedded.processes import (
     read_counters,
     read_port,
     read_record,
-    read_shares,
-    read_unended,
     resolve_target,
     spawn,
     start_gateway,
     stop_gateway,
+    stop_marked,
 )
-from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share, UnendedAnswers
-from eyrie_operator.endpoints.engine_metrics import EngineCounters
+from eyrie_operator.embedded.routing import (
+    COUNTERS_PATH,
+    ROUTE_FILE,
+    UNENDED_PATH,
+    Counters,
+    RequestCounts,
+    RouteRecord,
+    Share,
+    UnendedAnswers,
+)
+from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, increase
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.state import (
@@ -71,12 +88,86 @@ from eyrie_operator.endpoints.state import (
 )
 from eyrie_operator.endpoints.traffic_recording import delete_older, write_rules
 from eyrie_pipelines.processes import is_alive, stop_group
+from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
 
 log = logging.getLogger(__name__)
 
 _MAX_STEPS = 6
 _LASTING_S = 60.0
 """An engine that runs this long has its count of failed starts reset."""
+
+
+_GIB = 2**30
+_WORKSPACE_BYTES = 4 * _GIB
+"""Of each GPU: CUDA context, graphs, and a KV pool to serve at least a few requests."""
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,memory.free", "--format=csv,noheader,nounits"]
+_QUERY_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """What is free on this machine now."""
+
+    main_bytes: int
+    gpus: dict[str, int] | None = None
+    """Free bytes by GPU index; None without a GPU, or where they cannot be read."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where an engine may start."""
+
+    gpus: tuple[str, ...] = ()
+    """For CUDA_VISIBLE_DEVICES; empty: not restricted."""
+
+    missing: str = ""
+    """Why it does not fit, with the numbers; empty: it does."""
+
+
+def find_room(engine: EngineSpec, weights: int, free: FreeMemory) -> Room:
+    """Choose the GPUs with the most free memory, or find that there is no room. Pure.
+
+    weights   bytes of target and drafter together, as stored
+    """
+    if free.gpus is None:
+        needed = weights + PROCESSES_BYTES[engine.kind]
+        if needed > free.main_bytes:
+            return Room(missing=f"another engine needs about {needed / _GIB:.1f} GiB of main memory and "
+                                f"{free.main_bytes / _GIB:.1f} GiB are free")
+        return Room()
+    needed = weights // engine.tp_size + _WORKSPACE_BYTES
+    by_size = sorted(free.gpus.items(), key=lambda row: -row[1])
+    fitting = [gpu for gpu, size in by_size if size >= needed]
+    if len(fitting) < engine.tp_size:
+        return Room(missing=f"another engine needs {engine.tp_size} GPUs with about {needed / _GIB:.1f} GiB free, and "
+                            f"{len(fitting)} of {len(free.gpus)} have that")
+    return Room(gpus=tuple(sorted(fitting[: engine.tp_size])))
+
+
+def free_memory() -> FreeMemory:
+    """The free memory of this machine."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    main = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**63)
+    return FreeMemory(main, _free_gpus())
+
+
+def _free_gpus() -> dict[str, int] | None:
+    if shutil.which(_QUERY[0]) is None:
+        return None
+    try:
+        shown = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
+        rows = [line.split(",") for line in shown.splitlines() if line.strip()]
+        return {index.strip(): int(mib) * 2**20 for index, mib in rows} or None
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def weight_bytes(target: Path, use: DrafterUse) -> int:
+    """Bytes of the safetensors files of target and drafter."""
+    drafter = [Path(use.drafter_dir)] if use.drafter_dir is not None and use.setting.method == "drafter" else []
+    return sum(map(weights_on_disk, (target, *drafter)))
 
 
 class EmbeddedEndpoints:
@@ -138,13 +229,7 @@ class EmbeddedEndpoints:
         adopt_engines(directory, self._clock())
         route = read_record(directory / ROUTE_FILE, RouteRecord)
 
-        def unended() -> UnendedAnswers | None:  # our engine does not count such answers
-            ours = serving.serve.engine.kind == "embedded"
-            if ours:
-                return UnendedAnswers()
-            return None if gateway is None else read_unended(gateway.port)
-
-        engines = tuple(self._observe_engine(record, folder, endpoint, serving, unended)
+        engines = tuple(self._observe_engine(record, folder, endpoint, serving, gateway)
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
@@ -153,7 +238,8 @@ class EmbeddedEndpoints:
             routed = route.revision
         watched = self._records.watched(endpoint)
         shared = route is not None and bool(route.others)
-        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and shared else None)
+        canary = _observe_canary(
+            route, ask_gateway(gateway, COUNTERS_PATH, Counters) if gateway is not None and shared else None)
         return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
                                 windows=watched.windows,
                                 drift_reported=watched.drift_reported, canary=canary,
@@ -173,7 +259,7 @@ class EmbeddedEndpoints:
         return find_room(serving.serve.engine, weights, self._free_memory())
 
     def _observe_engine(self, record: EngineRecord, folder: Path, endpoint: Endpoint, serving: Serving,
-                        read_unended_answers: Callable[[], UnendedAnswers | None]) -> ObservedEngine:
+                        gateway: GatewayRecord | None) -> ObservedEngine:
         if not is_alive(record.process):
             return ObservedEngine(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
                                   message=last_lines(folder / "engine.log"), alone=record.alone)
@@ -187,25 +273,25 @@ class EmbeddedEndpoints:
                 return ObservedEngine(record.revision, "dead" if lost else "starting", record.started_at, record.starts,
                                       record.retiring_since, alone=record.alone)
             began = read_counters(url) or EngineCounters()  # baseline: the probe's own rounds do not count
-            record = record.model_copy(update={"url": url}).begin_window(began, self._clock())
+            record = record.model_copy(update={
+                "url": url, "window": Window(since=self._clock(), counts={"": began})})
         if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
             record = record.model_copy(update={"starts": 0})
         if record != known:
             write_sealed(folder / ENGINE_FILE, record)
         assert record.url is not None
-        counters = read_counters(record.url)
+        assert record.window is not None
+        counters, ours = read_counters(record.url), serving.serve.engine.kind == "embedded"
         # Race: read after the counters, so that what they count has been noted. While the gateway does not respond,
-        # nothing is judged.
-        unended = read_unended_answers()
-        seen = EngineCounters() if counters is None or unended is None else record.window(counters)
-        requests = None if counters is None else record.requests(counters)
+        # nothing is judged. Our engine counts answers past their end separately.
+        unended = None if ours or gateway is None else ask_gateway(gateway, UNENDED_PATH, UnendedAnswers)
+        counts = {} if counters is None else {"": counters}
+        seen = increase(counts, record.window.counts) if ours or unended is not None else EngineCounters()
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
                               window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
-                              window_requests=requests, window_since=record.window_since, alone=record.alone,
+                              window_requests=seen.requests, window_since=record.window.since, alone=record.alone,
                               window_unended=counters is not None and unended is not None
-                              and record.window_since is not None
-                              and unended.within(record.revision, record.window_since),
-                              counted={} if counters is None else {"": counters})
+                              and unended.within(record.revision, record.window.since), counted=counts)
 
     def _is_lost(self, record: EngineRecord, folder: Path, serving: Serving) -> bool:
         """Whether a serving engine whose address is not known has said for long where it is, and is not there: its
@@ -312,9 +398,9 @@ def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Pat
 
 def _begin_window(folder: Path, seen: ObservedEngine | None, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
-    if record is not None and seen is not None:
-        for counters in seen.counted.values():  # of one process
-            write_sealed(folder / ENGINE_FILE, record.begin_window(counters, now))
+    if record is not None and seen is not None and seen.counted:
+        window = Window(since=now, counts=dict(seen.counted))
+        write_sealed(folder / ENGINE_FILE, record.model_copy(update={"window": window}))
 
 
 @contextlib.contextmanager

@@ -82,16 +82,14 @@ class Counters(Frozen):
 class UnendedAnswers(Frozen):
     """`GET /-/eyrie/unended`: when requests with `ignore_eos` were last in progress."""
 
-    known_since: datetime | None = None
-    """The start of this gateway. None: a gateway of an earlier version, which does not note them."""
+    known_since: datetime
+    """The start of this gateway."""
 
     latest: dict[int, datetime] = Field(default_factory=dict)
     """By revision."""
 
     def within(self, revision: int, since: datetime) -> bool:
         """Whether that may have been so since then. Pure."""
-        if self.known_since is None:
-            return False
         return self.known_since > since or self.latest.get(revision, since) > since
 
 
