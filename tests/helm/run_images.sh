@@ -41,7 +41,7 @@ echo "api: passed"
 
 in_image operator "$of_eyrie; python -c \"$(without 'torch transformers pytest')\"
   eyrie operator --help > /dev/null; eyrie worker --help > /dev/null
-  python -c 'import eyrie_operator.cluster.program, eyrie_operator.celery_app, eyrie_pipelines.kubeflow'"
+  python -c 'import eyrie_operator.cluster.program, eyrie_operator.control_plane, eyrie_pipelines.kubeflow'"
 echo "operator: passed"
 
 in_image workers "$of_eyrie; python -c \"$(without 'sqlalchemy pytest')\"

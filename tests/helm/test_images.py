@@ -19,7 +19,7 @@ from tests.helm.image_requirements import BUILD, EXTRAS, SETUP, brought, entries
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     "api": ["eyrie_operator.command", "eyrie_api.http.replica", "eyrie_api.database.migrations"],
-    "operator": ["eyrie_operator.command", "eyrie_operator.celery_app", "eyrie_operator.cluster.program"],
+    "operator": ["eyrie_operator.command", "eyrie_operator.control_plane", "eyrie_operator.cluster.program"],
     "workers": ["eyrie_pipelines.drafter", "eyrie_workers.stages.train", "eyrie_workers.stages.prove",
                 "eyrie_workers.shards"],
 }

@@ -41,9 +41,9 @@ from eyrie_operator.embedded.processes import (
     stop_endpoints,
 )
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
-from eyrie_operator.endpoints.drift import retraining_job
 from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import MIN_ROUNDS
+from eyrie_operator.endpoints.records import retraining_job
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.api.samples import benchmark_report, finish_stage

@@ -117,7 +117,6 @@ def stop_plane(plane: Plane) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if running_plane(plane.home) is None:
-                (plane.home / PLANE_FILE).unlink(missing_ok=True)
-                return
+                return  # the lock file stays: another process may be about to lock it
             time.sleep(_POLL_S)
     raise PlaneFailed(f"the control plane (pid {plane.pid}) did not end", f"read {plane.home / PLANE_LOG}")
