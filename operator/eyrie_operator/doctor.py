@@ -103,7 +103,11 @@ def examine(home: Home) -> Iterator[Finding]:
                       message="it has no tables, or those of an earlier Eyrie",
                       hint="migrate it, then examine again: `eyrie migrate`, or start the control plane once")
         return
-    jobs = {job.id: job for job in _all_jobs(Jobs(home.database))}
+    rows = Jobs(home.database)
+    pages = [rows.list(limit=_PAGE)]
+    while pages[-1].next_cursor is not None:
+        pages.append(rows.list(limit=_PAGE, cursor=pages[-1].next_cursor))
+    jobs = {job.id: job for page in pages for job in page.items}
     endpoints = {endpoint.name: endpoint for endpoint in Endpoints(home.database).list().items}
     if home.store is None:
         yield from _unknown_directories(home, "jobs", jobs)
@@ -193,14 +197,6 @@ def _sqlite_finds(database: Database, check: Literal["quick_check", "integrity_c
         found += [f"{row[0]} row {row[1]} refers to a row of {row[2]} that does not exist"
                   for row in session.execute(text("PRAGMA foreign_key_check"))]
     return found
-
-
-def _all_jobs(jobs: Jobs) -> Iterator[Job]:
-    page = jobs.list(limit=_PAGE)
-    yield from page.items
-    while page.next_cursor is not None:
-        page = jobs.list(limit=_PAGE, cursor=page.next_cursor)
-        yield from page.items
 
 
 def _examine_job(home: Home, job: Job) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.cluster import reconcile as resources
 from eyrie_operator.cluster.objects import difference, is_applied, with_digest
 from eyrie_operator.cluster.resources import read_endpoint
-from eyrie_operator.endpoints import state as act
+from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,

@@ -103,7 +103,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     """Run the demo; the endpoint keeps running. Raises EyrieError when the job fails."""
     stop(home, screen, quietly=True)
     shutil.rmtree(home, ignore_errors=True)
-    plane = start_detached(demo_settings(home).model_copy(update={"port": free_port()}))
+    plane = start_detached(Settings(home=home, port=free_port()))
     screen.note(f"follow it in a browser: {plane.url}  (log: {home / 'plane.log'})")
     with Client(plane.url) as client:
         created = client.create_job(demo_job(short, engine, target))
@@ -114,7 +114,10 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         plots = draw(home, figures_of_job(client, job.id))
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)
-    reply = send_sample(endpoint) if endpoint is not None else None
+    reply = None
+    if endpoint is not None:  # the request of the printed curl command, which is thereby known to work
+        chatting = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
+        reply = chat.ask(chatting, [{"role": "user", "content": chat.QUESTION}], lambda _text: None)
     if screen.as_json:
         screen.show(report, "")
         return
@@ -127,11 +130,6 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     screen.out.print("\nStop it: make demo-stop")
 
 
-def demo_settings(home: Path) -> Settings:
-    """Settings with the demo's own home; EYRIE_* variables are ignored."""
-    return Settings(home=home)
-
-
 def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
     """Stop a demo's endpoints and control plane; succeeds when nothing runs."""
     from eyrie_operator.control_plane import stop_orphans
@@ -139,7 +137,7 @@ def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
     plane = running_plane(home)
     if plane is None:
         if (home / "eyrie.db").exists():  # the control plane may have been killed: its engines still run
-            stop_orphans(demo_settings(home))
+            stop_orphans(Settings(home=home))
         if not quietly:
             screen.show({"stopped": False}, "No demo is running.")
         return
@@ -176,16 +174,14 @@ def answers(url: str) -> bool:
         return False
 
 
-def send_sample(endpoint: Endpoint) -> chat.Reply:
-    """Send the request of the printed curl command, which is thereby known to work."""
-    settings = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
-    return chat.ask(settings, [{"role": "user", "content": chat.QUESTION}], lambda _text: None)
-
-
 def write_report(home: Path, job_id: str) -> dict[str, Any]:
     """Copy the job's report to `<home>/report.json` and add the time of `make setup`."""
     report: dict[str, Any] = json.loads((home / "jobs" / job_id / REPORT_FILE).read_text())
-    report["seconds"] = {"setup": setup_seconds(), **report["seconds"]}
+    try:
+        setup_s = float(SETUP_SECONDS.read_text())
+    except (OSError, ValueError):  # set up without `make setup`
+        setup_s = None
+    report["seconds"] = {"setup": setup_s, **report["seconds"]}
     write_atomically(home / "report.json", json.dumps(report, indent=2) + "\n")
     return report
 
@@ -194,14 +190,6 @@ def draw(home: Path, figures: Sequence[Figure]) -> list[Path]:
     """Write the job's figures as SVG and PNG; returns the PNG files. Raises NoPlotLibrary."""
     write_figures(figures, home / "plots", "svg", "light")
     return write_figures(figures, home / "plots", "png", "light")
-
-
-def setup_seconds() -> float | None:
-    """Duration of `make setup` on this checkout; None when it was set up otherwise."""
-    try:
-        return float(SETUP_SECONDS.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.Reply | None) -> RenderableType:

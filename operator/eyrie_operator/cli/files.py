@@ -88,7 +88,8 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
     for severity in ("error", "warning"):
         selected = [finding for finding in findings if finding["severity"] == severity]
         if selected:
-            parts.append(Text(_counted(len(selected), severity), style=_STYLE[severity]))
+            plural = "s" if len(selected) > 1 else ""
+            parts.append(Text(f"{len(selected)} {severity}{plural}", style=_STYLE[severity]))
             parts += [_finding(finding) for finding in selected]
     engines = " and ".join(f"{name} {version}" for name, version in document["engines"].items())
     target = f" for {document['target']}" if document.get("target") else ", by itself (name its --target to check both)"
@@ -102,10 +103,6 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
         parts.append(Text.assemble(("Not servable: ", "bold red"), f"{document['drafter']}{target}, by the rules of "
                                                                    f"{engines}."))
     return Group(*parts)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def _finding(finding: Mapping[str, Any]) -> RenderableType:

@@ -53,6 +53,7 @@ _WATCH_PAUSE_S, _WATCH_RETRY_S = 0.1, 2.0
 """Between two watches, and after an error."""
 
 _PAGE = 250
+_MICRO_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 Object = dict[str, Any]
 Counted = Callable[[str, str], None]
 """Called with (verb, kind) of each write."""
@@ -297,7 +298,8 @@ class KubernetesLease:
             "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
             "metadata": metadata if made else {**metadata, "resourceVersion": record.resource_version},
             "spec": {"holderIdentity": record.holder, "leaseDurationSeconds": max(1, round(record.duration_s)),
-                     "renewTime": _micro(record.renewed_at), "acquireTime": _micro(record.acquired_at),
+                     "renewTime": record.renewed_at.astimezone(UTC).strftime(_MICRO_TIME),
+                     "acquireTime": record.acquired_at.astimezone(UTC).strftime(_MICRO_TIME),
                      "leaseTransitions": record.transitions},
         }
         verb, path = ("POST", self._path) if made else ("PUT", f"{self._path}/{self._name}")
@@ -315,10 +317,6 @@ def _read_lease(raw: Object) -> LeaseRecord:
         holder=spec.get("holderIdentity") or "", duration_s=float(spec.get("leaseDurationSeconds") or 15),
         renewed_at=renewed, acquired_at=datetime.fromisoformat(acquired) if acquired else renewed,
         transitions=int(spec.get("leaseTransitions") or 0), resource_version=raw["metadata"]["resourceVersion"])
-
-
-def _micro(moment: datetime) -> str:
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def path_of(api_version: str, kind: str, namespace: str | None = None, name: str | None = None) -> str:

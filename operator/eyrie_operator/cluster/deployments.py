@@ -92,7 +92,7 @@ class Drafters:
             if isinstance(self._work, S3Work) and stored is not None:
                 known = self._fetch(self._work, stored)
             else:
-                known = DrafterFound(_json(_bytes(Path(directory) / CONFIG)), _json(_bytes(Path(directory) / CARD)))
+                known = DrafterFound(_read_file(Path(directory) / CONFIG), _read_file(Path(directory) / CARD))
             if known.config is not None:
                 self._known[directory] = known
         return known
@@ -145,16 +145,14 @@ def stored_at(directory: str, home: PurePosixPath) -> StoredDrafter | None:
     return StoredDrafter(*split_drafter(Path(inside)))
 
 
-def _bytes(path: Path) -> bytes | None:
+def _read_file(path: Path) -> Mapping[str, Any] | None:
     try:
-        return path.read_bytes()
+        return _json(path.read_bytes())
     except OSError:
         return None
 
 
-def _json(data: bytes | None) -> Mapping[str, Any] | None:
-    if data is None:
-        return None
+def _json(data: bytes) -> Mapping[str, Any] | None:
     try:
         read = json.loads(data)
     except ValueError:
@@ -171,12 +169,6 @@ PLAIN_ATTENTION = frozenset({
 
 _ENDING_S = 10.0
 """Of an engine's time to end: its last answers get their errors within four seconds, then the process exits."""
-
-
-def drain_within(drain_timeout_s: float, leave_delay_s: float) -> float:
-    """Seconds that an engine has for its answers after SIGTERM; at least half of those before it is killed. Pure."""
-    left = drain_timeout_s - leave_delay_s
-    return max(left - _ENDING_S, left / 2.0)
 
 
 class Deployments:
@@ -213,8 +205,8 @@ class Deployments:
         volume = self._profile.model_cache
         return None if volume is None or not is_hub_id(target.model) else CachedTarget(volume, target)
 
-    def _path(self, target: TargetSpec) -> str:
-        """The target as an engine is told it: a path in the model cache, else what the endpoint says."""
+    def _served_path(self, target: TargetSpec) -> str:
+        """The target in an engine's command line: a path in the model cache, else what the endpoint says."""
         if self._cached(target) is None:
             return target.model
         return str(revision_link(PurePosixPath(MODEL_CACHE_DIR), target))
@@ -230,14 +222,15 @@ class Deployments:
 
     def _embedded(self, endpoint: Endpoint, serving: Serving) -> EmbeddedEngine:
         target, serve = serving.target, serving.serve
-        path = self._path(target)
+        path, left_s = self._served_path(target), self._given.drain_timeout_s - self._given.leave_delay_s
 
         def argv(use: DrafterUse, port: int) -> tuple[str, ...]:
             command = EngineCommand(
                 target=path, model=endpoint.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
                 setting=use.setting, map=use.map, host=ANY_HOST, port=port,
                 max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY, dtype=target.dtype,
-                drain_s=drain_within(self._given.drain_timeout_s, self._given.leave_delay_s))
+                # What an engine has for its answers after SIGTERM; at least half of the time before it is killed.
+                drain_s=max(left_s - _ENDING_S, left_s / 2.0))
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
 
         return EmbeddedEngine(path, argv)
@@ -246,7 +239,7 @@ class Deployments:
         machine = machine_profile(serving.serve.hardware_profile or self._given.hardware_profile)
         target = self._target(endpoint, serving)
         if self._cached(serving.target) is not None:
-            target = replace(target, model=self._path(serving.target), revision=None)
+            target = replace(target, model=self._served_path(serving.target), revision=None)
         return SglangEngine(LaunchPlan(
             target=target, machine=machine, served_model_name=endpoint.model,
             dtype=serving.target.dtype, tp_size=max(serving.serve.engine.tp_size, placement.num_gpus),

@@ -37,25 +37,12 @@ from eyrie_api.v1alpha1.placement import S3Work
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
-from eyrie_operator.cluster.objects import ObjectCache, difference, is_applied, with_digest
+from eyrie_operator.cluster.objects import APPLIED, ObjectCache, difference, is_applied, with_digest
 from eyrie_operator.conditions import Conditions, find, observe
+from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, Window, increase, read_metrics
-from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.endpoints.plan import EndpointPlan, ObservedEndpoint, ObservedEngine, ServePolicy, plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
-from eyrie_operator.endpoints.state import (
-    Activate,
-    CloseWindow,
-    EndpointAction,
-    EndpointPlan,
-    ObservedEndpoint,
-    ObservedEngine,
-    ProposeNoDrafter,
-    Reject,
-    ReportDrift,
-    RollBack,
-    ServePolicy,
-    ShareRoute,
-)
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
     GROUP,
@@ -153,8 +140,15 @@ class EndpointReconciler:
             return None
         snapshot = _Snapshot(endpoint, serving, self.cache.of(name), self._clock())
         if endpoint.desired == "off":
-            return self._switch_off(snapshot)
-        owner = self._owner_of(self._given.namespace, name, _owner_now(snapshot.objects))
+            seen = observe_endpoint(name, snapshot.objects, replicas=1)
+            plan = plan_endpoint(endpoint, ServePolicy(), seen, snapshot.now)
+            moved = self._delete_obsolete(snapshot, ())
+            moved = self._save_status(snapshot, plan, endpoint.conditions, None) or moved
+            return PROGRESSING_S if moved else STEADY_S
+        owners = [one for each in snapshot.objects for one in each["metadata"].get("ownerReferences", ())
+                  if each["kind"] != "Pod" and one["kind"] == OWNER_KIND]  # all objects have the same
+        owner = self._owner_of(self._given.namespace, name,
+                               Owner(uid=owners[0]["uid"], name=owners[0]["name"]) if owners else None)
         try:
             deployment = self._deployments.of(endpoint, serving, served=self.cache.served, owner=owner)
         except Transient:
@@ -165,18 +159,11 @@ class EndpointReconciler:
         seen = self._observe(snapshot, deployment)
         return self._execute(snapshot, deployment, plan_endpoint(endpoint, policy, seen, snapshot.now), seen)
 
-    def _switch_off(self, snapshot: _Snapshot) -> float:
-        seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=1)
-        plan = plan_endpoint(snapshot.endpoint, ServePolicy(), seen, snapshot.now)
-        moved = self._delete_obsolete(snapshot, ())
-        moved = self._save_status(snapshot, plan, snapshot.endpoint.conditions, None) or moved
-        return PROGRESSING_S if moved else STEADY_S
-
     def _execute(self, snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan,
                  seen: ObservedEndpoint) -> float:
         conditions, moved = snapshot.endpoint.conditions, False
         for action in plan.actions:  # rejections: recorded before the objects are deleted
-            if isinstance(action, Reject | RollBack | CloseWindow | ReportDrift | ProposeNoDrafter):
+            if isinstance(action, act.Reject | act.RollBack | act.CloseWindow | act.ReportDrift | act.ProposeNoDrafter):
                 conditions, moved = self._record(action, snapshot, conditions, seen), True
         wanted = apply_plan(current_state(snapshot.name, snapshot.objects), plan, snapshot.now)
         try:
@@ -194,10 +181,13 @@ class EndpointReconciler:
         else:
             moved = self._delete_obsolete(snapshot, manifests) or moved
             for action in plan.actions:  # activations: recorded after the Service selects the revision
-                if isinstance(action, Activate | ShareRoute):
+                if isinstance(action, act.Activate | act.ShareRoute):
                     conditions, moved = self._record(action, snapshot, conditions, seen), True
         conditions = _complete(snapshot, deployment, conditions)
-        plan = replace(plan, message=plan.message + _replica_message(snapshot, deployment, plan))
+        workload = snapshot.workload(snapshot.endpoint.active_revision or 0)
+        if plan.serving == "True" and deployment.replicas > 1 and workload is not None:
+            available = workload.get("status", {}).get("availableReplicas", 0)
+            plan = replace(plan, message=f"{plan.message}; {available} of {deployment.replicas} replicas are available")
         moved = self._save_status(snapshot, plan, conditions, _url(snapshot.name, deployment)) or moved
         if moved:
             return 0.0
@@ -276,10 +266,10 @@ class EndpointReconciler:
 
     # Actions.
 
-    def _record(self, action: EndpointAction, snapshot: _Snapshot, conditions: Conditions,
+    def _record(self, action: act.EndpointAction, snapshot: _Snapshot, conditions: Conditions,
                 seen: ObservedEndpoint) -> Conditions:
         self._cluster.check()
-        if isinstance(action, CloseWindow):
+        if isinstance(action, act.CloseWindow):
             # The new window's baseline is written first. Killed in between, this window is lost; in the other order it
             # would be recorded twice, and one bad hour would count as drift.
             workload, engine = snapshot.workload(action.revision), seen.engine(action.revision)
@@ -307,7 +297,10 @@ class EndpointReconciler:
                 if revision.number != candidate:
                     raise
                 refusal = error
-                wanted = _without(wanted, candidate)
+                wanted = replace(
+                    wanted, engines=tuple(one for one in wanted.engines if one != candidate),
+                    serving=None if wanted.serving == candidate else wanted.serving,
+                    canary=None if wanted.canary is not None and wanted.canary.revision == candidate else wanted.canary)
         return render_endpoint(snapshot.endpoint, deployment, wanted), refusal
 
     def _apply(self, snapshot: _Snapshot, manifests: Iterable[Manifest]) -> tuple[EyrieError | None, bool]:
@@ -319,7 +312,9 @@ class EndpointReconciler:
         for manifest in map(with_digest, manifests):
             key = (manifest["kind"], manifest["metadata"]["name"])
             there = found.get(key)
-            if there is not None and self._is_right(key, manifest, there):
+            applied_digest = manifest["metadata"]["annotations"][APPLIED]
+            if there is not None and is_applied(manifest, there) and (
+                    self._defaulted.get(key) == applied_digest or difference(manifest, there) is None):
                 continue
             if there is None:
                 self._refuse_to_take_over(manifest)
@@ -334,15 +329,9 @@ class EndpointReconciler:
             where = difference(manifest, written)
             if where is not None:
                 log.warning("%s %s: the server stores %s differently from the manifest", *key, where)
-                self._defaulted[key] = manifest["metadata"]["annotations"]["eyrie.dev/applied"]
+                self._defaulted[key] = applied_digest
             log.info("endpoint %s: applied %s %s", snapshot.name, *key)
         return None, applied
-
-    def _is_right(self, key: tuple[str, str], manifest: Manifest, there: Object) -> bool:
-        if not is_applied(manifest, there):
-            return False
-        defaulted = self._defaulted.get(key) == manifest["metadata"]["annotations"]["eyrie.dev/applied"]
-        return defaulted or difference(manifest, there) is None
 
     def _refuse_to_take_over(self, manifest: Manifest) -> None:
         """Raises Undeployable when an object of that name exists and does not belong to the endpoint."""
@@ -379,19 +368,6 @@ class EndpointReconciler:
         return self._records.save_status(snapshot.endpoint, conditions, url)
 
 
-def _without(wanted: RolloutState, revision: int | None) -> RolloutState:
-    return replace(wanted, engines=tuple(one for one in wanted.engines if one != revision),
-                   serving=None if wanted.serving == revision else wanted.serving,
-                   canary=None if wanted.canary is not None and wanted.canary.revision == revision else wanted.canary)
-
-
-def _owner_now(objects: Iterable[Object]) -> Owner | None:
-    """The owner of the first object that has one: all have the same."""
-    owners = (owner for one in objects for owner in one["metadata"].get("ownerReferences", ())
-              if one["kind"] != "Pod" and owner["kind"] == OWNER_KIND)
-    return next((Owner(uid=one["uid"], name=one["name"]) for one in owners), None)
-
-
 def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: Conditions) -> Conditions:
     """The condition Complete: configured features that this cluster lacks. None of them prevents serving."""
     missing = list(deployment.left_out())
@@ -403,16 +379,6 @@ def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: C
     if find(conditions, "Complete") is not None:
         return observe(conditions, "Complete", "True", "AllAvailable", "", snapshot.now)
     return conditions
-
-
-def _replica_message(snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan) -> str:
-    """Available replicas of several, for the condition's message."""
-    workload = snapshot.workload(snapshot.endpoint.active_revision or 0)
-    if plan.serving != "True" or deployment.replicas == 1 or workload is None:
-        return ""
-    status = workload.get("status", {})
-    available = status.get("availableReplicas", 0)
-    return f"; {available} of {deployment.replicas} replicas are available"
 
 
 def _url(name: str, deployment: EndpointDeployment) -> str:

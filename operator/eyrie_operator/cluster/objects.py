@@ -62,8 +62,17 @@ class ObjectCache:
         kinds: list[tuple[str, str]] = []
         for versions, named in _APIS:
             api = next((one for one in versions if one in offered), None)
-            if api is not None and (api in _ALWAYS or self._may_list(api, named[0])):
-                kinds += [(api, kind) for kind in named]
+            if api is None:
+                continue
+            if api not in _ALWAYS:
+                try:
+                    self._cluster.list_all(api, named[0], self._namespace, labelled=ENDPOINT_LABEL)
+                except ClusterRejected as refused:
+                    if api not in self._denied:
+                        log.warning("%s is installed, but this operator has no permission to use it: %s", api, refused)
+                    self._denied.add(api)
+                    continue
+            kinds += [(api, kind) for kind in named]
         self._kinds = tuple(kinds)
         lacking = {one for versions, _ in _APIS for one in versions} - {api for api, _ in kinds}
         self.served = offered - lacking
@@ -73,7 +82,10 @@ class ObjectCache:
         if not self.served:
             self.discover()
         began = next(self._order)
-        found = _by_endpoint(self._list(ENDPOINT_LABEL))
+        found: dict[str, tuple[Object, ...]] = {}
+        for one in self._list(ENDPOINT_LABEL):
+            name = one["metadata"]["labels"][ENDPOINT_LABEL]
+            found[name] = (*found.get(name, ()), one)
         with self._lock:
             # Race: a write during the list may be missing in it. Writes after `began` stay invalidated, and endpoints
             # that were listed after one stay as they are.
@@ -121,27 +133,10 @@ class ObjectCache:
             return {name: tuple(f"{one['metadata']['uid']}/{one['metadata']['resourceVersion']}" for one in objects)
                     for name, objects in self._objects.items()}
 
-    def _may_list(self, api: str, kind: str) -> bool:
-        try:
-            self._cluster.list_all(api, kind, self._namespace, labelled=ENDPOINT_LABEL)
-        except ClusterRejected as refused:
-            if api not in self._denied:
-                log.warning("%s is installed, but this operator has no permission to use it: %s", api, refused)
-            self._denied.add(api)
-            return False
-        return True
-
     def _list(self, labelled: str) -> Iterable[Object]:
         for api, kind in self._kinds:
             for one in self._cluster.list_all(api, kind, self._namespace, labelled=labelled):
                 yield {**one, "apiVersion": api, "kind": kind}  # items of a list omit both
-
-
-def _by_endpoint(objects: Iterable[Object]) -> dict[str, tuple[Object, ...]]:
-    found: dict[str, list[Object]] = {}
-    for one in objects:
-        found.setdefault(one["metadata"]["labels"][ENDPOINT_LABEL], []).append(one)
-    return {name: tuple(each) for name, each in found.items()}
 
 
 APPLIED = f"{GROUP}/applied"
@@ -172,27 +167,20 @@ def difference(wanted: Any, found: Any, path: str = "") -> str | None:
         have = found if isinstance(found, Mapping) else {}
         return _first(difference(value, have.get(key), f"{path}.{key}") for key, value in wanted.items())
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-        return _list_difference(wanted, found if isinstance(found, Sequence) else (), path)
-    return None if wanted == found or _same_amount(wanted, found) or (not wanted and found is None) else path
-
-
-def _list_difference(wanted: Sequence[Any], found: Sequence[Any], path: str) -> str | None:
-    if all(isinstance(item, Mapping) and "name" in item for item in wanted):  # others may have added items
-        named = {one["name"]: one for one in found if isinstance(one, Mapping) and "name" in one}
-        return _first(difference(one, named.get(one["name"]), f"{path}[{one['name']}]") for one in wanted)
-    if len(wanted) != len(found):
-        return path
-    return _first(difference(one, other, f"{path}[{at}]")
-                  for at, (one, other) in enumerate(zip(wanted, found, strict=True)))
+        items = found if isinstance(found, Sequence) else ()
+        if all(isinstance(item, Mapping) and "name" in item for item in wanted):  # others may have added items
+            named = {one["name"]: one for one in items if isinstance(one, Mapping) and "name" in one}
+            return _first(difference(one, named.get(one["name"]), f"{path}[{one['name']}]") for one in wanted)
+        if len(wanted) != len(items):
+            return path
+        return _first(difference(one, other, f"{path}[{at}]")
+                      for at, (one, other) in enumerate(zip(wanted, items, strict=True)))
+    is_same = wanted == found or (not wanted and found is None)
+    return None if is_same or (_amount(wanted) is not None and _amount(wanted) == _amount(found)) else path
 
 
 def _first(found: Any) -> str | None:
     return next((one for one in found if one is not None), None)
-
-
-def _same_amount(wanted: Any, found: Any) -> bool:
-    amounts = [_amount(one) for one in (wanted, found)]
-    return amounts[0] is not None and amounts[0] == amounts[1]
 
 
 def _amount(value: Any) -> Decimal | None:

@@ -96,7 +96,9 @@ class Operator:
         lease = KubernetesLease(self._cluster, options.lease_namespace, options.lease_name)
         self._elector = Elector(me, lease, options.timings, self._fence, monotonic=time.monotonic, clock=utc_now)
         self._stopping, self._leading, self._lost = threading.Event(), threading.Event(), threading.Event()
-        self._election = threading.Thread(target=self._run_election, name="eyrie-election", daemon=True)
+        self._election = threading.Thread(
+            target=run_election, name="eyrie-election", daemon=True, args=(
+                self._elector, self._fence, options.timings, self._stopping, self._leading.set, self._lost.set))
 
     def run(self) -> int:
         """Run until SIGTERM, SIGINT or the loss of the lease."""
@@ -110,6 +112,8 @@ class Operator:
                 if self._stopping.is_set():
                     return 0
             self._lead()
+            if self._lost.is_set():
+                log.error("the lease or the watch was lost: exiting")
             return 1 if self._lost.is_set() else 0
         finally:
             self._stopping.set()
@@ -170,13 +174,6 @@ class Operator:
             self.telemetry.errors.labels("poll", type(error).__name__).inc()
             known = isinstance(error, EyrieError | SQLAlchemyError)
             log.warning("%s: %s", step.__name__, error, exc_info=None if known else error)
-
-    def _run_election(self) -> None:
-        def lose() -> None:
-            log.error("the lease was lost: exiting")
-            self._lost.set()
-
-        run_election(self._elector, self._fence, self._options.timings, self._stopping, self._leading.set, lose)
 
     def _endpoints(self) -> dict[str, Callable[[], tuple[int, bytes]]]:
         def health() -> tuple[int, bytes]:

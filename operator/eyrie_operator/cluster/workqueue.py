@@ -120,13 +120,8 @@ class Telemetry:
         self.leads = Gauge("eyrie_operator_leader", "1 while this operator holds the lease.", registry=registry)
 
     def count_write(self, verb: str, kind: str) -> None:
-        """For `apply.Cluster`."""
+        """For `client.Cluster`."""
         self.writes.labels(verb, kind).inc()
-
-    def num_writes(self) -> float:
-        """Total number of writes."""
-        return sum(sample.value for family in self.writes.collect() for sample in family.samples
-                   if sample.name.endswith("_total"))
 
     def render(self) -> bytes:
         """Prometheus' text format."""

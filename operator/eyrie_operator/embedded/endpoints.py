@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -66,26 +66,10 @@ from eyrie_operator.embedded.routing import (
     Share,
     UnendedAnswers,
 )
+from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, increase
-from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
-from eyrie_operator.endpoints.state import (
-    AnnounceGap,
-    CloseWindow,
-    DeleteEngine,
-    EndpointAction,
-    EndpointPlan,
-    KillEngine,
-    ObservedCanary,
-    ObservedEndpoint,
-    ObservedEngine,
-    RetireEngine,
-    Route,
-    ShareRoute,
-    StartEngine,
-    StartGateway,
-    StopGateway,
-)
 from eyrie_operator.endpoints.traffic_recording import delete_older, write_rules
 from eyrie_pipelines.processes import is_alive, stop_group
 from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
@@ -150,18 +134,14 @@ def free_memory() -> FreeMemory:
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     main = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**63)
-    return FreeMemory(main, _free_gpus())
-
-
-def _free_gpus() -> dict[str, int] | None:
     if shutil.which(_QUERY[0]) is None:
-        return None
+        return FreeMemory(main)
     try:
         shown = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
         rows = [line.split(",") for line in shown.splitlines() if line.strip()]
-        return {index.strip(): int(mib) * 2**20 for index, mib in rows} or None
+        return FreeMemory(main, {index.strip(): int(mib) * 2**20 for index, mib in rows} or None)
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+        return FreeMemory(main)
 
 
 def weight_bytes(target: Path, use: DrafterUse) -> int:
@@ -200,12 +180,16 @@ class EmbeddedEndpoints:
         seen = self._observe(endpoint, serving, directory)
         plan = plan_endpoint(endpoint, policy, seen, now)
         conditions = endpoint.conditions
-        action: EndpointAction | None = None
+        action: act.EndpointAction | None = None
         try:
             for action in plan.actions:
-                if isinstance(action, CloseWindow):
+                if isinstance(action, act.CloseWindow):
                     # `now` is before the counters were read: a request that went on past its end since then is noted.
-                    _begin_window(engine_dir(directory, action.revision), seen.engine(action.revision), now)
+                    folder, engine = engine_dir(directory, action.revision), seen.engine(action.revision)
+                    record = read_record(folder / ENGINE_FILE, EngineRecord)
+                    if record is not None and engine is not None and engine.counted:
+                        window = Window(since=now, counts=dict(engine.counted))
+                        write_sealed(folder / ENGINE_FILE, record.model_copy(update={"window": window}))
                 self._act(action, endpoint, serving, directory)
                 conditions = self._records.record(action, endpoint, conditions, directory)
         except Transient as reason:
@@ -213,7 +197,7 @@ class EmbeddedEndpoints:
         except EyrieError as error:  # permanent: its port is in use, its target does not exist
             plan = EndpointPlan((), "False", error.reason, str(error))
             # An active revision that cannot be started says nothing of the candidate, which may be the way out of it.
-            if not isinstance(action, StartEngine) or action.revision != endpoint.active_revision:
+            if not isinstance(action, act.StartEngine) or action.revision != endpoint.active_revision:
                 conditions = self._records.reject_candidate(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
         delete_older(directory, serving.serve.record_days, now)
@@ -236,22 +220,24 @@ class EmbeddedEndpoints:
         routed = None
         if route is not None and not route.on_hold and urls.get(route.revision) == route.url:
             routed = route.revision
+        # Why the candidate's engine does not fit next to the serving one; empty where none is to be started.
+        number, no_room = endpoint.candidate_revision, ""
+        if number is not None and any(engine.state != "dead" for engine in engines) and all(
+                engine.revision != number for engine in engines):
+            no_room = self._room(endpoint, serving, number).missing
         watched = self._records.watched(endpoint)
-        shared = route is not None and bool(route.others)
-        canary = _observe_canary(
-            route, ask_gateway(gateway, COUNTERS_PATH, Counters) if gateway is not None and shared else None)
+        canary = None
+        if route is not None and route.others:
+            counters = None if gateway is None else ask_gateway(gateway, COUNTERS_PATH, Counters)
+            # Race: the gateway may not have read this route yet. Its counters then belong to the previous route.
+            is_counted = counters is not None and counters.since == route.since
+            outcomes = counters.revisions if counters is not None and is_counted else {}
+            shared, outcome = route.others[0], outcomes.get(route.others[0].revision, RequestCounts())
+            canary = ObservedCanary(shared.revision, shared.share, route.since, outcome.answered, outcome.errors)
         return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
                                 windows=watched.windows,
                                 drift_reported=watched.drift_reported, canary=canary,
-                                no_room=self._no_room(endpoint, serving, engines))
-
-    def _no_room(self, endpoint: Endpoint, serving: Serving, engines: Sequence[ObservedEngine]) -> str:
-        """Why the candidate's engine does not fit next to the serving one; empty where none is to be started."""
-        number = endpoint.candidate_revision
-        if number is None or not any(engine.state != "dead" for engine in engines) or any(
-                engine.revision == number for engine in engines):
-            return ""
-        return self._room(endpoint, serving, number).missing
+                                no_room=no_room)
 
     def _room(self, endpoint: Endpoint, serving: Serving, number: int) -> Room:
         use = next(each for each in endpoint.revisions if each.number == number).use
@@ -305,29 +291,35 @@ class EmbeddedEndpoints:
 
     # Actions. Each is idempotent: after a crash it is applied again.
 
-    def _act(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+    def _act(self, action: act.EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         now = self._clock()
-        if isinstance(action, StartGateway):
+        if isinstance(action, act.StartGateway):
             write_rules(directory, serving.serve)
             start_gateway(directory, serving.serve.port, endpoint.url)
-        elif isinstance(action, StopGateway):
+        elif isinstance(action, act.StopGateway):
             stop_gateway(directory)
-        elif isinstance(action, StartEngine):
+        elif isinstance(action, act.StartEngine):
             self._start_engine(action, endpoint, serving, directory)
-        elif isinstance(action, ShareRoute):
+        elif isinstance(action, act.ShareRoute):
             write_rules(directory, serving.serve)
-            _share_route(action, directory, serving.serve.record_prompts, now)
-        elif isinstance(action, Route):
+            canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
+            write_model(directory / ROUTE_FILE, RouteRecord(
+                revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
+                record_prompts=serving.serve.record_prompts))
+        elif isinstance(action, act.Route):
             main = _engine_url(directory, action.revision)
             write_rules(directory, serving.serve)
             write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
                                                             record_prompts=serving.serve.record_prompts))
-        elif isinstance(action, AnnounceGap):
-            _hold_requests(directory)
-        elif isinstance(action, RetireEngine | KillEngine | DeleteEngine):
+        elif isinstance(action, act.AnnounceGap):
+            # Before the engine is stopped, so that no request meets a closed port.
+            route = read_record(directory / ROUTE_FILE, RouteRecord)
+            if route is not None:
+                write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
+        elif isinstance(action, act.RetireEngine | act.KillEngine | act.DeleteEngine):
             _act_on_engine(action, engine_dir(directory, action.revision), now)
 
-    def _start_engine(self, action: StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+    def _start_engine(self, action: act.StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         revision = next(each for each in endpoint.revisions if each.number == action.revision)
         folder = engine_dir(directory, action.revision)
         previous = read_record(folder / ENGINE_FILE, EngineRecord)
@@ -346,17 +338,6 @@ class EmbeddedEndpoints:
             alone=action.alone))
 
 
-def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> ObservedCanary | None:
-    if route is None or not route.others:
-        return None
-    canary = route.others[0]
-    # Race: the gateway may not have read this route yet. Its counters then belong to the previous route.
-    counted = RequestCounts()
-    if counters is not None and counters.since == route.since:
-        counted = counters.revisions.get(canary.revision, counted)
-    return ObservedCanary(canary.revision, canary.share, route.since, counted.answered, counted.errors)
-
-
 def _engine_url(directory: Path, revision: int) -> str:
     record = read_record(engine_dir(directory, revision) / ENGINE_FILE, EngineRecord)
     assert record is not None
@@ -364,43 +345,22 @@ def _engine_url(directory: Path, revision: int) -> str:
     return record.url
 
 
-def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: datetime) -> None:
-    canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
-    write_model(directory / ROUTE_FILE, RouteRecord(
-        revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
-        record_prompts=record_prompts))
-
-
-def _hold_requests(directory: Path) -> None:
-    """Put the route on hold: written before the engine is stopped, so that no request meets a closed port."""
-    route = read_record(directory / ROUTE_FILE, RouteRecord)
-    if route is not None:
-        write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
-
-
-def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Path, now: datetime) -> None:
+def _act_on_engine(action: act.RetireEngine | act.KillEngine | act.DeleteEngine, folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     if record is None:
         return
-    if isinstance(action, RetireEngine):
+    if isinstance(action, act.RetireEngine):
         if is_alive(record.process):
             # To the leader only: SGLang's child processes would exit at once and drop their requests.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record.process.pid, signal.SIGTERM)
         write_sealed(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
-    elif isinstance(action, KillEngine):
+    elif isinstance(action, act.KillEngine):
         stop_group(record.process, grace_s=0.0)
     else:
         stop_marked(folder, 0.0)  # children that outlived it
         for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
             (folder / name).unlink(missing_ok=True)
-
-
-def _begin_window(folder: Path, seen: ObservedEngine | None, now: datetime) -> None:
-    record = read_record(folder / ENGINE_FILE, EngineRecord)
-    if record is not None and seen is not None and seen.counted:
-        window = Window(since=now, counts=dict(seen.counted))
-        write_sealed(folder / ENGINE_FILE, record.model_copy(update={"window": window}))
 
 
 @contextlib.contextmanager

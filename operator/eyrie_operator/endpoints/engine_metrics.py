@@ -4,7 +4,7 @@ Our engine counts accepted draft tokens by position; SGLang has no such counter.
 
 SGLang updates its counters when a request ends, and counts the first token, which no round produced: with 100 tokens
 per response its tau is one hundredth too high. A round in which its adaptive mode did not draft counts like any other
-(`state.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: a window has requests alone.
+(`plan.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: a window has requests alone.
 """
 
 from collections.abc import Mapping

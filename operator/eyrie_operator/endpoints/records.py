@@ -39,19 +39,8 @@ from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.status import Endpoint, Job, Revision
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_operator.conditions import Conditions, observe
-from eyrie_operator.endpoints.state import (
-    Activate,
-    AnnounceGap,
-    CanaryStep,
-    CloseWindow,
-    EndpointAction,
-    ProposeNoDrafter,
-    Reject,
-    ReportDrift,
-    RollBack,
-    ServePolicy,
-    ShareRoute,
-)
+from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.plan import ServePolicy
 from eyrie_operator.endpoints.traffic_recording import SNAPSHOTS, TRAFFIC_FILE, write_latest
 
 log = logging.getLogger(__name__)
@@ -77,7 +66,7 @@ class Drift:
         """
         self._histories, self._jobs, self._idempotency, self._stored = histories, jobs, idempotency, stored
 
-    def report(self, action: ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
+    def report(self, action: act.ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
                serving: Revision | None) -> None:
         """Record the drift with the job that would retrain the drafter; start the job if the policy says `retrain`."""
         window = self._histories.watched(endpoint, action.revision).last_window
@@ -201,7 +190,7 @@ class EndpointRecords:
         active = endpoint.active_revision
         return RecentWindows() if active is None else self._histories.watched(endpoint.name, active)
 
-    def record(self, action: EndpointAction, endpoint: Endpoint, conditions: Conditions, directory: Path,
+    def record(self, action: act.EndpointAction, endpoint: Endpoint, conditions: Conditions, directory: Path,
                url_of: Callable[[int], str] | None = None) -> Conditions:
         """Record an action that changes rows; returns the updated conditions.
 
@@ -209,35 +198,35 @@ class EndpointRecords:
         url_of      base URL of a revision alone, where each has one
         """
         name, now = endpoint.name, self._clock()
-        if isinstance(action, Activate):
+        if isinstance(action, act.Activate):
             self.endpoints.activate(name, action.revision, figures=_figures(action.ended),
                                     urls=_urls(url_of, action.revision))
             if action.revision < (endpoint.active_revision or 0):
                 return conditions  # a rollback: the condition RolledBack keeps its reason
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
-        if isinstance(action, Reject):
+        if isinstance(action, act.Reject):
             self.endpoints.reject(name, action.revision, action.reason, action.message, _figures(action.ended))
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
-        if isinstance(action, RollBack):
+        if isinstance(action, act.RollBack):
             self.endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
-        if isinstance(action, AnnounceGap):
+        if isinstance(action, act.AnnounceGap):
             self._histories.record(name, "gap", "ReplacingEngine", action.message, revision=action.revision,
                                    once=f"gap/{action.revision}/{now.isoformat()}")
-        elif isinstance(action, ShareRoute):
+        elif isinstance(action, act.ShareRoute):
             self.endpoints.canary(name, action.revision, action.share, _figures(action.ended),
                                   _urls(url_of, action.revision, action.serving))
-        elif isinstance(action, CloseWindow):
+        elif isinstance(action, act.CloseWindow):
             self._histories.record_window(
                 name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
                 rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
                 seconds=action.seconds)
-        elif isinstance(action, ReportDrift):
+        elif isinstance(action, act.ReportDrift):
             serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
-        elif isinstance(action, ProposeNoDrafter):
+        elif isinstance(action, act.ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                    reason="the target without a drafter, since no drafter became healthy")
         return conditions
@@ -262,5 +251,5 @@ def _urls(url_of: Callable[[int], str] | None, *revisions: int) -> dict[int, str
     return {} if url_of is None else {number: url_of(number) for number in revisions}
 
 
-def _figures(ended: CanaryStep | None) -> dict[str, float | None]:
+def _figures(ended: act.CanaryStep | None) -> dict[str, float | None]:
     return {} if ended is None else asdict(ended)

@@ -144,7 +144,12 @@ class TrafficRecorder:
             if not isinstance(messages, list) or not messages:
                 return None
             if self._redact is not None:
-                messages = self._redacted(self._redact, messages)
+                try:
+                    messages = self._redact(messages)
+                except Exception as error:  # noqa: BLE001 - a program of the administrator's
+                    # Without its message, which may quote the request.
+                    log.warning("%s failed with %s: the request is not recorded", REDACT, type(error).__name__)
+                    return None
                 if not messages:
                     return None
             row = json.dumps({"messages": messages, "recorded_at": datetime.now(UTC).isoformat(timespec="seconds")},
@@ -153,36 +158,24 @@ class TrafficRecorder:
             return None
         return row if len(row) <= _MAX_ROW_BYTES else None
 
-    @staticmethod
-    def _redacted(redact: Redact, messages: list[Any]) -> list[Any] | None:
-        try:
-            return redact(messages)
-        except Exception as error:  # noqa: BLE001 - a program of the administrator's
-            # Without its message, which may quote the request.
-            log.warning("%s failed with %s: the request is not recorded", REDACT, type(error).__name__)
-            return None
-
 
 def delete_older(directory: Path, days: float, now: datetime) -> None:
     """Delete rows of an endpoint's traffic that are older, and copies of it that were made so long ago."""
     oldest = now - timedelta(days=days)
     file = directory / TRAFFIC_FILE
-    if file.exists() and _recorded_before(_first_line(file), oldest):
+    if file.exists():
         with file.open("rb") as rows:
-            kept = [row for row in rows if not _recorded_before(row, oldest)]
-        _replace(file, kept, ".kept")  # the gateway, another process, may be writing `.new`
+            is_old = _recorded_before(rows.readline(), oldest)
+            kept = [row for row in rows if not _recorded_before(row, oldest)] if is_old else []
+        if is_old:
+            _replace(file, kept, ".kept")  # the gateway, another process, may be writing `.new`
     for copy in (directory / SNAPSHOTS).glob("*.jsonl"):
         if datetime.fromtimestamp(copy.stat().st_mtime, UTC) < oldest:
             copy.unlink(missing_ok=True)
 
 
-def _first_line(file: Path) -> bytes:
-    with file.open("rb") as rows:
-        return rows.readline()
-
-
 def _recorded_before(row: bytes, oldest: datetime) -> bool:
-    """Rows of earlier versions have no time and are older than any."""
+    """A row that was cut, or has no time, is older than any."""
     try:
         return datetime.fromisoformat(str(json.loads(row).get("recorded_at"))) < oldest
     except (ValueError, AttributeError):

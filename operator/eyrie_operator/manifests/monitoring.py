@@ -75,23 +75,20 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
     rendered: list[Manifest] = []
     if deployment.cluster.monitoring and wanted.open:
         if deployment.has("monitoring.coreos.com/v1") is not None:
-            rendered += [_pod_monitor(endpoint, deployment), _rules(endpoint, deployment, wanted, series)]
+            name = object_name(endpoint.name)
+            monitor = described("monitoring.coreos.com/v1", "PodMonitor", name, endpoint, deployment)
+            monitor["metadata"]["labels"] |= deployment.cluster.monitoring_labels
+            monitor["spec"] = {
+                "selector": {"matchLabels": selector(endpoint.name)},
+                "podTargetLabels": [ENDPOINT_LABEL, REVISION_LABEL, ROLE_LABEL],
+                # SGLang labels its HTTP counters with `endpoint`, as the Prometheus operator does targets: keep it.
+                "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": "15s", "honorLabels": True}]}
+            rendered += [monitor, _rules(endpoint, deployment, wanted, series)]
         rendered.append(_dashboard(endpoint, deployment, series))
     if deployment.scaled:
         numbers = {one.number for one in endpoint.revisions}
         rendered += [_scaler(endpoint, deployment, number, series) for number in wanted.engines if number in numbers]
     return rendered
-
-
-def _pod_monitor(endpoint: Endpoint, deployment: EndpointDeployment) -> Manifest:
-    monitor = described("monitoring.coreos.com/v1", "PodMonitor", object_name(endpoint.name), endpoint, deployment)
-    monitor["metadata"]["labels"] |= deployment.cluster.monitoring_labels
-    monitor["spec"] = {
-        "selector": {"matchLabels": selector(endpoint.name)},
-        "podTargetLabels": [ENDPOINT_LABEL, REVISION_LABEL, ROLE_LABEL],
-        # SGLang labels its HTTP counters with `endpoint`, as the Prometheus operator does targets: keep SGLang's.
-        "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": "15s", "honorLabels": True}]}
-    return monitor
 
 
 def _rules(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState, series: Series) -> Manifest:
@@ -209,4 +206,3 @@ def _ours(endpoint: Endpoint, deployment: EndpointDeployment, revision: int | No
 def _label(name: str) -> str:
     """The Prometheus label of a Kubernetes label."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)
-

@@ -29,21 +29,8 @@ from typing import Any, Literal
 
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.endpoints.state import (
-    DeleteEngine,
-    EndpointPlan,
-    KillEngine,
-    ObservedCanary,
-    ObservedEndpoint,
-    ObservedEngine,
-    RetireEngine,
-    Route,
-    ServePolicy,
-    ShareRoute,
-    StartEngine,
-    StartGateway,
-    StopGateway,
-)
+from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, ServePolicy
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
     ENTRY,
@@ -114,18 +101,18 @@ def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> Rollo
     wanted = before
     for action in plan.actions:
         match action:
-            case StartGateway():
+            case act.StartGateway():
                 wanted = replace(wanted, open=True)
-            case StopGateway():
+            case act.StopGateway():
                 wanted = replace(wanted, open=False, serving=None, canary=None)
-            case StartEngine(revision=revision):
+            case act.StartEngine(revision=revision):
                 wanted = replace(wanted, engines=tuple(sorted({*wanted.engines, revision})))
-            case Route(revision=revision):
+            case act.Route(revision=revision):
                 wanted = replace(wanted, serving=revision, canary=None)
-            case ShareRoute(revision=revision, serving=serving, share=share):
+            case act.ShareRoute(revision=revision, serving=serving, share=share):
                 wanted = replace(wanted, serving=serving, canary=ObservedCanary(revision, share, now))
-            case RetireEngine(revision=revision) | KillEngine(revision=revision) | DeleteEngine(revision=revision):
-                wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != revision))
+            case act.RetireEngine() | act.KillEngine() | act.DeleteEngine():
+                wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != action.revision))
             case _:
                 pass  # recorded in the database; no object changes
     # A revision without a workload gets no requests.
@@ -229,7 +216,9 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
     state: Literal["starting", "healthy", "dead"] = "starting"
     if up_to_date and available >= needed:
         state = "healthy"
-    elif not available and any(_crashing(one) for one in statuses):
+    elif not available and any(
+            (one.get("state", {}).get("waiting") or {}).get("reason") == "CrashLoopBackOff"
+            and one.get("restartCount", 0) >= CRASHES for one in statuses):
         state = "dead"
     message = _message(statuses)
     wait = None if message else next(filter(None, map(why_waiting, pods)), None)
@@ -249,11 +238,6 @@ def _unready_since(pod: _Object) -> datetime | None:
         return None
     since = ready.get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
     return datetime.fromisoformat(since) if since else None
-
-
-def _crashing(container: _Object) -> bool:
-    waiting = container.get("state", {}).get("waiting") or {}
-    return waiting.get("reason") == "CrashLoopBackOff" and container.get("restartCount", 0) >= CRASHES
 
 
 def _message(statuses: list[_Object]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_operator.endpoints.state import ObservedEngine
+from eyrie_operator.endpoints.plan import ObservedEngine
 from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import CRASHES, observe_engines
 from tests.operator.manifests.samples import deployment, endpoint, one, pods

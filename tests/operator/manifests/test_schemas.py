@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.v1alpha1.placement import HostPath, Toleration
-from eyrie_operator.endpoints.state import ObservedCanary
+from eyrie_operator.endpoints.plan import ObservedCanary
 from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import RolloutState
 from tests.operator.manifests.samples import NOW, PLACEMENT, S3, deployment, embedded, endpoint, rich
