@@ -70,7 +70,7 @@ from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, increase
 from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
-from eyrie_operator.endpoints.traffic_recording import delete_older, write_rules
+from eyrie_operator.endpoints.traffic_recording import Recording, delete_older
 from eyrie_pipelines.processes import is_alive, stop_group
 from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
 
@@ -292,25 +292,24 @@ class EmbeddedEndpoints:
     # Actions. Each is idempotent: after a crash it is applied again.
 
     def _act(self, action: act.EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
-        now = self._clock()
+        now, serve = self._clock(), serving.serve
+        recording = Recording(latest=serve.record_prompts, share=serve.record_share,
+                              consented_only=serve.record_consented_only)
         if isinstance(action, act.StartGateway):
-            write_rules(directory, serving.serve)
-            start_gateway(directory, serving.serve.port, endpoint.url)
+            start_gateway(directory, serve.port, endpoint.url)
         elif isinstance(action, act.StopGateway):
             stop_gateway(directory)
         elif isinstance(action, act.StartEngine):
             self._start_engine(action, endpoint, serving, directory)
         elif isinstance(action, act.ShareRoute):
-            write_rules(directory, serving.serve)
             canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
             write_model(directory / ROUTE_FILE, RouteRecord(
                 revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
-                record_prompts=serving.serve.record_prompts))
+                recording=recording))
         elif isinstance(action, act.Route):
             main = _engine_url(directory, action.revision)
-            write_rules(directory, serving.serve)
             write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
-                                                            record_prompts=serving.serve.record_prompts))
+                                                            recording=recording))
         elif isinstance(action, act.AnnounceGap):
             # Before the engine is stopped, so that no request meets a closed port.
             route = read_record(directory / ROUTE_FILE, RouteRecord)

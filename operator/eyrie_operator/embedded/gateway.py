@@ -67,6 +67,7 @@ from eyrie_operator.endpoints.traffic_recording import (
     CHAT_PATH,
     CONSENT_HEADER,
     TRAFFIC_FILE,
+    Recording,
     TrafficRecorder,
     redaction,
 )
@@ -175,7 +176,7 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                 return JSONResponse(error_body(error), status_code=error.http_status)
         if is_post and request.scope["path"] == CHAT_PATH:
             route = routes.current()
-            traffic.record(body, 0 if route is None else route.record_prompts,
+            traffic.record(body, Recording() if route is None else route.recording,
                            request.headers.get(CONSENT_HEADER, ""))
         past_end = ignores_eos(body)
         for attempt in (1, 2):

@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_operator.endpoints.traffic_recording import Recording
 
 ROUTE_FILE = "route.json"
 COUNTERS_PATH = "/-/eyrie/counters"
@@ -49,8 +50,7 @@ class RouteRecord(Frozen):
     on_hold: bool = False
     """The engine is being replaced by one that does not fit next to it: requests wait for the next route."""
 
-    record_prompts: int = Field(0, ge=0)
-    """Latest chat requests to keep; 0 keeps none."""
+    recording: Recording = Field(default_factory=Recording)
 
     def leads_to(self, url: str) -> bool:
         """Whether new requests may reach the engine with this URL. One that gets none is being stopped."""
