@@ -94,8 +94,13 @@ class Home:
 
 def examine(home: Home) -> Iterator[Finding]:
     """All findings, the database's first. A database that cannot be read ends the examination."""
-    damage = database_damage(home.database)
-    yield from damage
+    try:  # nothing on PostgreSQL, whose checks are its own
+        damage = _cut_off(home.database) or (
+            _sqlite_finds(home.database, "integrity_check") if home.database.is_sqlite else [])
+    except DatabaseError as error:
+        damage = [str(error.orig)]
+    for message in damage:
+        yield Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE)
     if damage:
         return
     if schema_state(home.database) == "behind":
@@ -143,18 +148,14 @@ def check_database(database: Database) -> None:
     except DatabaseError as error:
         damage = [str(error.orig)]
     if damage:
-        raise _damaged(database, damage[0])
+        raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage[0]}", _RESTORE)
 
 
 def check_whole(database: Database) -> None:
     """Raises DatabaseDamaged for a file that is cut off. It opens no connection: closing the last one writes the log
     into the file, with zeros in place of what is lost, and nothing shows the damage afterwards."""
     if lost := _cut_off(database):
-        raise _damaged(database, lost[0])
-
-
-def _damaged(database: Database, damage: str) -> DatabaseDamaged:
-    return DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage}", _RESTORE)
+        raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {lost[0]}", _RESTORE)
 
 
 def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Finding]:
@@ -171,17 +172,6 @@ def _to_be_removed(home: Home) -> set[str]:
     """Ids of deleted jobs whose files a worker removes soon."""
     outbox = Outbox(home.database)
     return {*outbox.recent("remove_files"), *(chore.argument for chore in outbox.pending())}
-
-
-def database_damage(database: Database) -> list[Finding]:
-    """What SQLite finds wrong with its file; nothing on PostgreSQL, whose checks are its own."""
-    if not database.is_sqlite:
-        return []
-    try:
-        found = _cut_off(database) or _sqlite_finds(database, "integrity_check")
-    except DatabaseError as error:
-        found = [str(error.orig)]
-    return [Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE) for message in found]
 
 
 def _cut_off(database: Database) -> list[str]:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -45,7 +44,7 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
-from eyrie_operator.cli.detached import start_detached, stop_plane
+from eyrie_operator.cli.detached import is_ready, start_detached, stop_plane
 from eyrie_operator.jobs.driver import REPORT_FILE
 
 HOME = Path(".eyrie/demo")
@@ -159,19 +158,11 @@ def wait_serving(client: Client, job: Job, timeout_s: float) -> Endpoint | None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         endpoint = client.endpoint(job.status.endpoint)
-        if endpoint.url is not None and endpoint.active_revision is not None and answers(endpoint.url):
+        if endpoint.url is not None and endpoint.active_revision is not None and is_ready(f"{endpoint.url}/models"):
             return endpoint
         time.sleep(0.3)
     raise DemoFailed(f"endpoint {job.status.endpoint!r} did not respond within {timeout_s:g} s",
                      f"eyrie endpoints show {job.status.endpoint} shows its conditions")
-
-
-def answers(url: str) -> bool:
-    """Whether an OpenAI endpoint lists its models."""
-    try:
-        return httpx.get(f"{url}/models", timeout=2.0).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def write_report(home: Path, job_id: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def start_detached(settings: Settings) -> Plane:
             raise PlaneFailed(f"the control plane ended with exit code {child.returncode}: {last_lines(log_file)}",
                               f"read {log_file}")
         plane = running_plane(settings.home)
-        if plane is not None and is_ready(plane.url):
+        if plane is not None and is_ready(f"{plane.url}/readyz"):
             return plane
         time.sleep(_POLL_S)
     child.terminate()
@@ -102,9 +102,9 @@ def check_port(host: str, port: int) -> None:
 
 
 def is_ready(url: str) -> bool:
-    """Whether /readyz answers 200."""
+    """Whether it answers 200."""
     try:
-        return httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200
+        return httpx.get(url, timeout=2.0).status_code == 200
     except httpx.HTTPError:
         return False
 
