@@ -77,10 +77,8 @@ class ClusterUnavailable(Transient):
     reason = "ClusterUnavailable"
 
 
-class VersionGone(Transient):
+class VersionGone(ClusterUnavailable):
     """The API server no longer has the changes since the resourceVersion of a watch."""
-
-    reason = "VersionGone"
 
 
 class Cluster:
