@@ -158,7 +158,7 @@ def worker(
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=256, help="Chores at once.")] = 2,
 ) -> None:
     """Run chores from the Redis of EYRIE_BROKER_URL, on the database of a control plane."""
-    from eyrie_operator.celery_app import work
+    from eyrie_operator.control_plane import work
 
     work(settings_for(home, None, None), concurrency)
 
@@ -282,14 +282,14 @@ def check_drafter(
     as_json: Json = False,
 ) -> None:
     """Check whether SGLang and vLLM can serve this drafter as it was trained. Exits with 65 if not."""
-    from eyrie_operator.cli import drafter_check
+    from eyrie_operator.cli import files
 
     arguments = [str(directory), *(["--target", target] if target else []), *(["--fast"] if fast else []),
                  *(["--context", str(context)] if context else [])]
-    document = drafter_check.run_check(arguments)
-    Screen(as_json=as_json).show(document, drafter_check.verdict(document))
-    if drafter_check.is_defective(document):
-        raise typer.Exit(drafter_check.EXIT_DEFECTIVE)
+    document = files.run_check(arguments)
+    Screen(as_json=as_json).show(document, files.verdict(document))
+    if files.is_defective(document):
+        raise typer.Exit(files.EXIT_DEFECTIVE)
 
 
 @app.command("publish")
@@ -303,15 +303,15 @@ def publish(
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Publish a job's drafter with its card and its measured results."""
-    from eyrie_operator.cli import publish as publishing
+    from eyrie_operator.cli import files
 
     if (to is None) == (out is None):
         raise InvalidInput("give one of --to and --out", "--to org/name writes to the Hub, --out DIR to a directory")
     with Client(server) as client, tempfile.TemporaryDirectory() as scratch:
         found = find_job(client, job)
         directory = out or Path(scratch) / "drafter"
-        name = publishing.publish(client, found.id, checkpoint, directory)
-        where = str(directory) if to is None else publishing.upload(
+        name = files.publish(client, found.id, checkpoint, directory)
+        where = str(directory) if to is None else files.upload(
             directory, to, public=public, message=f"{name} of job {found.spec.name or found.id}, with its results")
     Screen(as_json=as_json).show({"checkpoint": name, "job": found.id, "published": where},
                                  Text(f"{name}, its card and its results are in {where}"))
@@ -330,10 +330,10 @@ def push_data(
     as_json: Json = False,
 ) -> None:
     """Upload data files into a bucket that jobs read; repeated, it sends what is missing."""
-    from eyrie_operator.cli import data_push
+    from eyrie_operator.cli import files
 
     screen = Screen(as_json=as_json)
-    done = data_push.push(path, to, screen)
+    done = files.push(path, to, screen)
     screen.show(done, Text(f"{done.files} files, {done.bytes / 1e6:.1f} MB, are in the bucket; {done.sent} were sent. "
                            f"In a job: data.sources[].path: {done.path}"))
 

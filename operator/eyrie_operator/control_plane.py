@@ -1,4 +1,4 @@
-"""The control plane of one machine in one process: database, chores, HTTP.
+"""The processes that run chores: the control plane of one machine, and chore workers.
 
 `run(settings)` implements `eyrie up`: migrate the database, start the chore worker and the ticker, serve HTTP, and shut
 down on SIGTERM or SIGINT.
@@ -6,6 +6,11 @@ down on SIGTERM or SIGINT.
 - shut down (Ctrl-C, `eyrie down`): runs stop at their next pause point, gateways and engines are stopped. The database
   keeps the desired state: the next `up` resumes jobs from the last finished stage or checkpoint and serves again.
 - killed: runs, gateways and engines continue in their own sessions, and the next `up` finds them by their files.
+
+`work(settings)` implements `eyrie worker`: chores alone, in addition to the API server, on one Redis (EYRIE_BROKER_URL)
+and one database (EYRIE_DATABASE_URL). Without a cluster profile workers drive runs and endpoints of this machine; all
+of them then run on one machine or one shared volume, and leases serialise them. With EYRIE_CLUSTER_PROFILE they drive
+runs of Kubeflow, and the operator reconciles endpoints.
 """
 
 import logging
@@ -13,6 +18,7 @@ import os
 import signal
 import socket
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -20,22 +26,29 @@ import uvicorn
 from sqlalchemy.exc import DatabaseError, OperationalError
 
 from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.chores.tasks import make_celery, queue_lengths
-from eyrie_api.chores.worker import ChoreLoop
+from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.chores.tasks import Step, make_celery, queue_lengths
+from eyrie_api.chores.worker import ChoreLoop, run_worker
 from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.webhook_secrets import encrypt_stored
+from eyrie_api.errors import InvalidInput
 from eyrie_api.full_disk import free_bytes
+from eyrie_api.http.job_files import work_store
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.short_waits import prefer_short_waits
+from eyrie_api.submission.placement import read_profile
 from eyrie_operator import doctor
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
 from eyrie_operator.jobs.driver import Driver
+from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
+from eyrie_pipelines.runner import Runner
+from eyrie_pipelines.unavailable_runner import UnavailableRunner, has_stage_programs
 
 log = logging.getLogger(__name__)
 
@@ -159,3 +172,53 @@ def stop_orphans(settings: Settings) -> None:
     finally:
         database.close()
     stop_endpoints(settings.home)
+
+
+log = logging.getLogger(__name__)
+
+_UPLOAD_S = 7 * 24 * 3600.0
+"""Unfinished uploads older than this are abandoned."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where jobs run, and the reconciler of endpoints where this process has one."""
+
+    runner: Runner
+    reconcile_endpoint: Step | None
+    store: ArtifactStore | None = None
+    """The work area, if it is an artifact store."""
+
+    def sweep(self) -> None:
+        """Delete unfinished uploads of killed pods from the work area: listings do not show them, but they use
+        space."""
+        if self.store is not None:
+            self.store.sweep_unfinished("jobs", older_than_s=_UPLOAD_S)
+
+
+def runtime_of(settings: Settings, database: Database) -> Runtime:
+    """The cluster of the profile, or this machine. Raises InvalidInput for a profile that does not match EYRIE_HOME."""
+    if settings.cluster_profile is None:
+        runner = LocalRunner(settings.home) if has_stage_programs() else UnavailableRunner()
+        return Runtime(runner, EmbeddedEndpoints(settings, database).reconcile)
+    profile = read_profile(settings.cluster_profile)
+    if str(settings.home.absolute()) != profile.home:
+        raise InvalidInput(f"EYRIE_HOME is {settings.home.absolute()} and the cluster profile's home is {profile.home}",
+                           "make them equal: paths in stage specs are the same in every pod")
+    store = work_store(profile, settings)
+    return Runtime(KubeflowRunner(profile, settings.home, store), None, store)
+
+
+def work(settings: Settings, concurrency: int) -> None:
+    """Run chores in prefork processes until SIGTERM."""
+    database = Database(settings.resolved_database_url)
+    upgrade(database)
+    runtime = runtime_of(settings, database)
+    if runtime.store is not None:
+        runtime.store.check()
+        log.info("the work area %s is writable", runtime.store.url)
+    database.engine.dispose()  # a forked child must not share the parent's connections
+    celery = make_celery(settings, Driver(settings, database, runtime.runner).advance,
+                         reconcile_endpoint=runtime.reconcile_endpoint, forget=runtime.runner.delete,
+                         sweep=runtime.sweep, database=database)
+    run_worker(celery, settings, concurrency=concurrency, database=database)

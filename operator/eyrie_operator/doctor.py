@@ -2,9 +2,9 @@
 
 Four things are compared: the database with itself (SQLite's own checks), its rows with the directories of the home, or
 with the objects of the artifact store that is the work area of a cluster, every finished stage with its manifest, the
-records of endpoints with their format. A database that is older than its
-files (a restored backup, a disk that lost its last writes) shows as directories that no row knows, and as jobs that are
-running for the database and have nothing on disk.
+records of endpoints with their format. A database that is older than its files (a restored backup, a disk that lost its
+last writes) shows as directories that no row knows, and as jobs that are running for the database and have nothing on
+disk.
 
 A repair deletes nothing that cannot be made again: directories that no row knows are moved to `<home>/set-aside`, a
 damaged manifest is renamed, so that a retried job runs that stage again, and damaged records of endpoints are removed,
@@ -12,9 +12,15 @@ since the control plane writes them again. Nothing is repaired in a store.
 
 `check_start` is what a control plane does before it serves: it does not start on a damaged database, and logs which
 directories no row knows.
+
+SQLite takes the number of pages from its write-ahead log. Where the file ends before that, and the log does not have
+the page, it reads zeros: `quick_check` finds nothing wrong with a long text whose end is lost. `lost_pages` counts such
+pages. Formats: sqlite.org/fileformat2.html, sections 1.3 (header), 1.4 (the page at the lock byte, which is never
+written) and 4 (the log).
 """
 
 import logging
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,7 +45,6 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, parse_port
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
-from eyrie_operator.sqlite_pages import lost_pages
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +94,13 @@ class Home:
 
 def examine(home: Home) -> Iterator[Finding]:
     """All findings, the database's first. A database that cannot be read ends the examination."""
-    damage = database_damage(home.database)
-    yield from damage
+    try:  # nothing on PostgreSQL, whose checks are its own
+        damage = _cut_off(home.database) or (
+            _sqlite_finds(home.database, "integrity_check") if home.database.is_sqlite else [])
+    except DatabaseError as error:
+        damage = [str(error.orig)]
+    for message in damage:
+        yield Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE)
     if damage:
         return
     if schema_state(home.database) == "behind":
@@ -98,7 +108,11 @@ def examine(home: Home) -> Iterator[Finding]:
                       message="it has no tables, or those of an earlier Eyrie",
                       hint="migrate it, then examine again: `eyrie migrate`, or start the control plane once")
         return
-    jobs = {job.id: job for job in _all_jobs(Jobs(home.database))}
+    rows = Jobs(home.database)
+    pages = [rows.list(limit=_PAGE)]
+    while pages[-1].next_cursor is not None:
+        pages.append(rows.list(limit=_PAGE, cursor=pages[-1].next_cursor))
+    jobs = {job.id: job for page in pages for job in page.items}
     endpoints = {endpoint.name: endpoint for endpoint in Endpoints(home.database).list().items}
     if home.store is None:
         yield from _unknown_directories(home, "jobs", jobs)
@@ -134,18 +148,14 @@ def check_database(database: Database) -> None:
     except DatabaseError as error:
         damage = [str(error.orig)]
     if damage:
-        raise _damaged(database, damage[0])
+        raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage[0]}", _RESTORE)
 
 
 def check_whole(database: Database) -> None:
     """Raises DatabaseDamaged for a file that is cut off. It opens no connection: closing the last one writes the log
     into the file, with zeros in place of what is lost, and nothing shows the damage afterwards."""
     if lost := _cut_off(database):
-        raise _damaged(database, lost[0])
-
-
-def _damaged(database: Database, damage: str) -> DatabaseDamaged:
-    return DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage}", _RESTORE)
+        raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {lost[0]}", _RESTORE)
 
 
 def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Finding]:
@@ -164,17 +174,6 @@ def _to_be_removed(home: Home) -> set[str]:
     return {*outbox.recent("remove_files"), *(chore.argument for chore in outbox.pending())}
 
 
-def database_damage(database: Database) -> list[Finding]:
-    """What SQLite finds wrong with its file; nothing on PostgreSQL, whose checks are its own."""
-    if not database.is_sqlite:
-        return []
-    try:
-        found = _cut_off(database) or _sqlite_finds(database, "integrity_check")
-    except DatabaseError as error:
-        found = [str(error.orig)]
-    return [Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE) for message in found]
-
-
 def _cut_off(database: Database) -> list[str]:
     if not database.is_sqlite or not Path(str(database.engine.url.database)).is_file():
         return []  # of a path that cannot be a database the first connection says why
@@ -188,14 +187,6 @@ def _sqlite_finds(database: Database, check: Literal["quick_check", "integrity_c
         found += [f"{row[0]} row {row[1]} refers to a row of {row[2]} that does not exist"
                   for row in session.execute(text("PRAGMA foreign_key_check"))]
     return found
-
-
-def _all_jobs(jobs: Jobs) -> Iterator[Job]:
-    page = jobs.list(limit=_PAGE)
-    yield from page.items
-    while page.next_cursor is not None:
-        page = jobs.list(limit=_PAGE, cursor=page.next_cursor)
-        yield from page.items
 
 
 def _examine_job(home: Home, job: Job) -> Iterator[Finding]:
@@ -339,3 +330,42 @@ def _free(path: Path) -> Path:
     """The path, or with a number where it is taken."""
     taken = (path.with_name(f"{path.name}.{number}") for number in range(2, 1000))
     return path if not path.exists() else next(one for one in taken if not one.exists())
+
+
+_LOCK_BYTE = 2**30
+_FRAME = struct.Struct(">II8s8x")
+"""Of a frame: page, pages of the database after a commit (0 within a transaction), salt."""
+
+
+def lost_pages(path: Path) -> int:
+    """How many pages are lost; 0 for a file that is no database, which SQLite reports itself. Nothing may write to it.
+    Raises OSError."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        return 0
+    page_size = int.from_bytes(header[16:18]) or 1
+    page_size = 65_536 if page_size == 1 else page_size
+    logged, pages = _log(path.with_name(f"{path.name}-wal"), page_size)
+    pages = pages or int.from_bytes(header[28:32])
+    in_file = path.stat().st_size // page_size
+    return len(set(range(in_file + 1, pages + 1)) - logged - {_LOCK_BYTE // page_size + 1})
+
+
+def _log(path: Path, page_size: int) -> tuple[set[int], int]:
+    """Pages that committed frames of the log have, and pages of the database after the last commit (0: none)."""
+    committed, pending, pages = set[int](), set[int](), 0
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return committed, pages
+    with file:
+        salt = file.read(32)[16:24]
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            page, after, frame_salt = _FRAME.unpack(frame)
+            if frame_salt != salt or len(file.read(page_size)) < page_size:
+                break  # of an earlier log in the same file, or cut off
+            pending.add(page)
+            if after:
+                committed, pending, pages = committed | pending, set(), after
+    return committed, pages

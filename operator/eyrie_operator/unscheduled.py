@@ -91,7 +91,11 @@ def _why_unscheduled(pod: _Object) -> Wait | None:
     since = _since(pod, condition)
     words = " ".join(str(condition.get("message") or condition.get("reason") or "").split())[:_LONGEST]
     place = _place(pod)
-    labels, devices = dict(pod.get("spec", {}).get("nodeSelector") or {}), _devices(pod)
+    labels, devices = dict(pod.get("spec", {}).get("nodeSelector") or {}), dict[str, int]()
+    for container in pod.get("spec", {}).get("containers", ()):
+        for name, amount in container.get("resources", {}).get("limits", {}).items():
+            if "/" in name and str(amount).isdigit():  # GPUs and the like: their names have a domain
+                devices[name] = devices.get(name, 0) + int(amount)
     if condition.get("reason") == "SchedulingGated":
         gates = ", ".join(one["name"] for one in pod.get("spec", {}).get("schedulingGates", ()))
         return Wait(reason="WaitingForQueue", since=since, message=f"not admitted yet: {words} ({gates})",
@@ -109,16 +113,6 @@ def _why_unscheduled(pod: _Object) -> Wait | None:
         hints.append("lower placement.num_gpus where no node has as many")
     return Wait(reason="WaitingForNodes", since=since, hint="; ".join(hints),
                 message=f"no node fits: {words}" + (f" (asked for {asked})" if asked else ""))
-
-
-def _devices(pod: _Object) -> dict[str, int]:
-    """GPUs and the like that the pod's containers ask for: resources whose names have a domain."""
-    found: dict[str, int] = {}
-    for container in pod.get("spec", {}).get("containers", ()):
-        for name, amount in container.get("resources", {}).get("limits", {}).items():
-            if "/" in name and str(amount).isdigit():
-                found[name] = found.get(name, 0) + int(amount)
-    return found
 
 
 def waiting_pods(pods: Iterable[_Object]) -> tuple[WaitingPod, ...]:

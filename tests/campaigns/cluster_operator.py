@@ -43,12 +43,12 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.cluster.apply import Cluster, Object
+from eyrie_operator.cluster.client import Cluster, Object
 from eyrie_operator.cluster.controller import Controller, Kind
 from eyrie_operator.cluster.leases import NotLeader
-from eyrie_operator.cluster.telemetry import Telemetry
+from eyrie_operator.cluster.workqueue import Telemetry
 from eyrie_operator.conditions import is_over
-from eyrie_operator.manifests.names import ENDPOINT_LABEL
+from eyrie_operator.manifests.deployment import ENDPOINT_LABEL
 from tests.api.samples import ended, job_body, job_spec
 from tests.campaigns.histories import Broken
 from tests.campaigns.live_servers import scratch
@@ -259,7 +259,7 @@ class Campaigner:
         before = self._row_times()
         for kind in KINDS:
             for one in self._objects(kind):
-                controller.handle_event(kind, None, one)
+                controller.handle_event(kind, "ADDED", one)
         for step in (controller.resync, controller.poll, controller.sweep):
             with contextlib.suppress(NotLeader):
                 step()

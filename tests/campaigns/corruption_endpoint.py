@@ -20,8 +20,14 @@ from pathlib import Path
 import httpx
 
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.marks import marked_sessions
-from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, read_record, stop_endpoints
+from eyrie_operator.embedded.processes import (
+    ENGINE_FILE,
+    PORT_FILE,
+    EngineRecord,
+    marked_sessions,
+    read_record,
+    stop_endpoints,
+)
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.campaigns.corruption_damage import Damage, Verdict, damage_bytes

@@ -6,7 +6,7 @@ from typing import Any
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_operator.endpoints import state as act
+from eyrie_operator.endpoints import plan as act
 
 TAU = 3.0
 

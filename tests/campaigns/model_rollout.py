@@ -1,5 +1,5 @@
 """A simulated cluster that serves: an applied DraftEndpoint, its row and its Kubernetes objects, driven by the real
-`cluster.reconcile`, `endpoints.plan`, `manifests.rollout`, `manifests.observed` and `manifests.endpoint`.
+`cluster.reconcile`, `endpoints.plan`, `manifests.rollout` and `manifests.objects`.
 
 The world holds the objects of an API server and one row. Between two steps pods become available, crash and recover,
 deletions end, canaries get answers, jobs propose revisions, users roll back, switch off, edit and delete objects. A
@@ -17,18 +17,26 @@ from typing import Any
 from eyrie_api.v1alpha1.resources import FINALIZER, OUTSIDE_ANNOTATION
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.cluster import reconcile as resources
-from eyrie_operator.cluster.manifest_diff import difference, is_applied, with_digest
+from eyrie_operator.cluster.objects import difference, is_applied, with_digest
 from eyrie_operator.cluster.resources import read_endpoint
-from eyrie_operator.endpoints import state as act
+from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import plan_endpoint
-from eyrie_operator.manifests.deployment import DrafterFiles, EndpointDeployment, Owner, StoredDrafter
-from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL, Manifest
-from eyrie_operator.manifests.observed import CRASHES, observe_endpoint
+from eyrie_operator.manifests.deployment import (
+    ENDPOINT_LABEL,
+    REVISION_LABEL,
+    DrafterFiles,
+    EndpointDeployment,
+    Manifest,
+    Owner,
+    StoredDrafter,
+)
+from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import (
+    CRASHES,
     RolloutState,
     apply_plan,
     current_state,
+    observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
     steady_state,
@@ -43,7 +51,7 @@ MAX_PROPOSALS = 6
 _FILES = {number: DrafterFiles(DrafterCheckpoint(f"/drafters/{number}", 8192),
                                StoredDrafter(f"jobs/j{number}/stages/train/a", "checkpoints/c"), f"sha256:{number}")
           for number in range(1, 40)}
-_DEPLOYMENTS = (replace(deployment(), drafters=_FILES), replace(rich(), drafters=_FILES, api_key=None))
+_DEPLOYMENTS = (deployment(drafters=_FILES), rich(drafters=_FILES, key_secret=None))
 _DECISIONS_FIRST = (act.Reject, act.RollBack, act.CloseWindow, act.ReportDrift, act.ProposeNoDrafter)
 Key = tuple[str, str]
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_operator.cluster.apply import Object
+from eyrie_operator.cluster.client import Object
 from eyrie_operator.cluster.resources import applied_uid
 from eyrie_operator.conditions import is_over
 from tests.campaigns.histories import Broken

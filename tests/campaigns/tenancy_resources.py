@@ -24,10 +24,10 @@ from eyrie_api.v1alpha1.resources import (
     OUTSIDE_ANNOTATION,
     UID_LABEL,
 )
-from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.cluster.controller import Controller, Kind
 from eyrie_operator.cluster.resources import MIRRORED, ORIGIN_LABEL, SUSPENDED_ANNOTATION
-from eyrie_operator.cluster.telemetry import Telemetry
+from eyrie_operator.cluster.workqueue import Telemetry
 from tests.api.access.harness import Harness
 from tests.api.samples import job_body
 from tests.campaigns.report import Campaign

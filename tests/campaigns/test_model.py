@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_operator.endpoints.state import EndpointPlan, Reject
+from eyrie_operator.endpoints.plan import EndpointPlan, Reject
 from eyrie_operator.jobs.reconcile import ObservedJob, Plan, reconcile
 from eyrie_operator.manifests.rollout import RolloutState, apply_plan
 from tests.campaigns import model_plane, model_rollout

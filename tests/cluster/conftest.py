@@ -13,7 +13,7 @@ import pytest
 collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_CLUSTER") == "1" else ["*.py"]
 
 if os.environ.get("EYRIE_TEST_CLUSTER") == "1":
-    from eyrie_operator.cluster.apply import Cluster
+    from eyrie_operator.cluster.client import Cluster
     from tests.cluster.definitions import define_ours, delete_namespace
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from eyrie_api.errors import NotFound
-from eyrie_operator.cluster.apply import Cluster, ClusterConflict
+from eyrie_operator.cluster.client import Cluster, ClusterConflict
 from tests.cluster.patience import eventually
 
 CRDS = Path(__file__).parents[2] / "helm" / "eyrie" / "files" / "crds"

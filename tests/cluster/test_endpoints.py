@@ -27,10 +27,10 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.cluster.apply import Cluster
-from eyrie_operator.cluster.metric_windows import WINDOW_BASELINE
+from eyrie_operator.cluster.client import Cluster
+from eyrie_operator.cluster.endpoints import WINDOW
 from eyrie_operator.conditions import find
-from eyrie_operator.manifests.names import ENDPOINT_LABEL
+from eyrie_operator.manifests.deployment import ENDPOINT_LABEL
 from tests.cluster.operators import OperatorProcess, operating
 from tests.cluster.patience import eventually
 from tests.cluster.programs import missing, programs
@@ -212,7 +212,7 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
     assert result.reason == "EngineDied"
 
     window = harness.cluster.get("apps/v1", "Deployment", harness.namespace, f"eyrie-chat-r{after.active_revision}")
-    assert json.loads(window["metadata"]["annotations"][WINDOW_BASELINE])["counts"]  # its pod has been asked
+    assert json.loads(window["metadata"]["annotations"][WINDOW])["counts"]  # its pod has been asked
 
     def steady_state() -> bool:
         """Looked at again and again, nothing is written."""

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from eyrie_api.processes import free_port
-from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.cluster.client import Cluster
 from tests.cluster.patience import eventually
 from tests.cluster.programs import Programs, programs
 from tests.kubeflow import samples

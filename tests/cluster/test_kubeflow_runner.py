@@ -14,7 +14,7 @@ import pytest
 
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.records import WaitingPod
-from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL

@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.resources import FINALIZER
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRejected
+from eyrie_operator.cluster.client import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRejected
 from eyrie_operator.cluster.resources import read_job
 from tests.api.samples import ended, job_body, job_spec
 from tests.cluster.operators import OperatorProcess, operating

@@ -17,7 +17,7 @@ from kubernetes import config
 
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.placement import Placement, VolumeWork
-from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.cluster.client import Cluster
 from eyrie_pipelines.trainjob import (
     API_VERSION,
     TrainJobClient,

@@ -20,7 +20,7 @@ in_image() {
 without() { echo "import importlib.util as u; found = [n for n in '$1'.split() if u.find_spec(n)]; assert not found, found"; }
 of_eyrie='test "$(id -u)" = 10001 && test ! -w /opt/eyrie'
 
-in_image api "$of_eyrie; python -c \"$(without 'torch kfp kopf pytest')\"
+in_image api "$of_eyrie; python -c \"$(without 'torch kfp kubernetes pytest')\"
   eyrie migrate
   # \`up\` is the same server with chores of its own: it needs no Redis, which no image contains.
   eyrie up --port 18642 > /tmp/up.log 2>&1 & pid=\$!
@@ -41,10 +41,10 @@ echo "api: passed"
 
 in_image operator "$of_eyrie; python -c \"$(without 'torch transformers pytest')\"
   eyrie operator --help > /dev/null; eyrie worker --help > /dev/null
-  python -c 'import eyrie_operator.cluster.program, eyrie_operator.celery_app, eyrie_pipelines.kubeflow'"
+  python -c 'import eyrie_operator.cluster.program, eyrie_operator.control_plane, eyrie_pipelines.kubeflow'"
 echo "operator: passed"
 
-in_image workers "$of_eyrie; python -c \"$(without 'sqlalchemy kopf pytest')\"
+in_image workers "$of_eyrie; python -c \"$(without 'sqlalchemy pytest')\"
   cd /tmp && printf '%s' '{}' > spec.json
   # A spec that lacks everything: the program starts, and says what is missing.
   if python -m eyrie_workers.stages.train --spec spec.json --out out/manifest.json 2> said.txt; then exit 1; fi

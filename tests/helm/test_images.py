@@ -19,7 +19,7 @@ from tests.helm.image_requirements import BUILD, EXTRAS, SETUP, brought, entries
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     "api": ["eyrie_operator.command", "eyrie_api.http.replica", "eyrie_api.database.migrations"],
-    "operator": ["eyrie_operator.command", "eyrie_operator.celery_app", "eyrie_operator.cluster.program"],
+    "operator": ["eyrie_operator.command", "eyrie_operator.control_plane", "eyrie_operator.cluster.program"],
     "workers": ["eyrie_pipelines.drafter", "eyrie_workers.stages.train", "eyrie_workers.stages.prove",
                 "eyrie_workers.shards"],
 }
@@ -231,8 +231,8 @@ for program in sys.argv[3:]:
 """
 
 
-@pytest.mark.parametrize(("image", "lacks"), [("api", "torch,kfp,kopf"), ("operator", "torch,transformers"),
-                                              ("workers", "sqlalchemy,kopf")])
+@pytest.mark.parametrize(("image", "lacks"), [("api", "torch,kfp,kubernetes"), ("operator", "torch,transformers"),
+                                              ("workers", "sqlalchemy")])
 def test_the_programs_of_an_image_import_with_nothing_but_its_extra(image: str, lacks: str) -> None:
     done = subprocess.run([sys.executable, "-c", _HIDDEN, ",".join(EXTRAS[image]), lacks, *PROGRAMS[image]],
                           capture_output=True, text=True, check=False, timeout=280, cwd=ROOT)

@@ -36,9 +36,9 @@ NAMES = {
 """Replaced names: no public name is one of them as a whole."""
 
 FILES = {
-    "counted": "metric_windows", "following": "event_fanout", "foundation": "profile", "guards": "middleware",
+    "counted": "engine_metrics", "following": "event_fanout", "foundation": "profile", "guards": "middleware",
     "outbound": "ssrf_safe_http", "places": "storage_backend", "quiet": "machine_lock", "reach": "spec_policy",
-    "standing": "object_cache", "unchanged": "manifest_diff",
+    "standing": "objects", "unchanged": "objects",
 }
 """Replaced file names; in other names these words are common."""
 

@@ -12,7 +12,7 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.cli.screen import Screen
 from eyrie_api.errors import InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.data import DataSource
-from eyrie_operator.cli.data_push import destination, push
+from eyrie_operator.cli.files import destination, push
 from eyrie_workers.conversations.readers import read_conversations
 from tests.api.artifacts.conftest import Bucket, make_bucket
 from tests.servers.s3 import S3Server

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from typer.testing import CliRunner
 
-from eyrie_operator.cli.drafter_check import is_defective, refusal, verdict
+from eyrie_operator.cli.files import is_defective, refusal, verdict
 from eyrie_operator.command import app
 
 

@@ -16,8 +16,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.endpoints.drift import Drift
-from eyrie_operator.endpoints.state import ReportDrift
+from eyrie_operator.endpoints.plan import ReportDrift
+from eyrie_operator.endpoints.records import Drift
 from tests.api.samples import job_body
 
 LOG = "s3://logs/chats/*.jsonl.gz"

@@ -18,8 +18,8 @@ from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.serving import ServeSpec
-from eyrie_operator.celery_app import runtime_of
 from eyrie_operator.conditions import find
+from eyrie_operator.control_plane import runtime_of
 from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines.kubeflow import KubeflowRunner

@@ -28,9 +28,8 @@ from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded import endpoints
-from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
+from eyrie_operator.embedded.endpoints import EmbeddedEndpoints, FreeMemory
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.hardware import FreeMemory
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     EngineRecord,
@@ -42,9 +41,9 @@ from eyrie_operator.embedded.processes import (
     stop_endpoints,
 )
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
-from eyrie_operator.endpoints.drift import retraining_job
 from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import MIN_ROUNDS
+from eyrie_operator.endpoints.records import retraining_job
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.api.samples import benchmark_report, finish_stage

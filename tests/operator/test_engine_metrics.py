@@ -41,9 +41,3 @@ def test_accepted_tokens_are_counted_by_position_over_all_engines() -> None:
     now = {"a": EngineCounters(rounds=20, tokens=40, accepted=(12, 7, 1)),
            "b": EngineCounters(rounds=5, tokens=8, accepted=(3,))}
     assert increase(now, since).accepted == (9, 4, 1)
-
-
-def test_positions_are_unknown_since_a_baseline_that_lacks_them() -> None:
-    since = {"a": EngineCounters(rounds=10, tokens=19)}
-    now = {"a": EngineCounters(rounds=20, tokens=40, accepted=(12, 7, 1))}
-    assert increase(now, since) == EngineCounters(rounds=10, tokens=21)

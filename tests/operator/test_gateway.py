@@ -17,7 +17,6 @@ import pytest
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, PortInUse
-from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.embedded.gateway import bind, create_gateway
 from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
 from eyrie_operator.embedded.routing import (
@@ -32,13 +31,12 @@ from eyrie_operator.embedded.routing import (
 )
 from eyrie_operator.endpoints.traffic_recording import (
     REDACT,
-    RULES_FILE,
     SNAPSHOTS,
     TRAFFIC_FILE,
+    Recording,
     TrafficRecorder,
     delete_older,
     redaction,
-    write_rules,
 )
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.campaigns.raw_http import send
@@ -146,7 +144,7 @@ def gateway(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 def lead_to(directory: Path, engine: Engine, revision: int, *others: Share, record_prompts: int = 0) -> None:
     write_model(directory / ROUTE_FILE, RouteRecord(revision=revision, url=engine.url, since=datetime.now(UTC),
-                                                    others=others, record_prompts=record_prompts))
+                                                    others=others, recording=Recording(latest=record_prompts)))
 
 
 def ask(url: str, path: str = "/v1/chat/completions", body: str = "{}") -> httpx.Response:
@@ -162,7 +160,6 @@ def counted(url: str) -> dict[str, dict[str, int]]:
 def test_bytes_that_a_url_or_a_header_cannot_have_are_relayed_or_refused_and_never_an_error_of_the_gateway(
         gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
     directory, url = gateway
-    write_rules(directory, ServeSpec())
     lead_to(directory, engines[0], 1, record_prompts=10)
     port, chat = int(url.rpartition(":")[2]), b"/v1/chat/completions"
     declared = {"Content-Type": b"application/json"}
@@ -372,7 +369,6 @@ def test_recent_chats_are_kept_on_request_alone_for_our_eyes_only_and_deleted_wh
     lead_to(directory, engines[0], 1)
     say("not kept")
     assert not kept.exists()
-    write_rules(directory, ServeSpec())
     lead_to(directory, engines[0], 1, record_prompts=4)
     for number in range(6):  # 4 and a quarter more, then cut back
         say(str(number))
@@ -399,19 +395,12 @@ def kept_words(directory: Path) -> list[str]:
 
 def test_a_share_of_the_requests_is_kept_and_with_consent_only_those_that_say_yes(tmp_path: Path) -> None:
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
-    write_rules(tmp_path, ServeSpec(record_share=0.25))
     for number in range(400):
-        traffic.record(body_of(str(number)), 1000)
+        traffic.record(body_of(str(number)), Recording(latest=1000, share=0.25))
     assert 60 <= len(kept_words(tmp_path)) <= 150  # far beyond chance
     (tmp_path / TRAFFIC_FILE).unlink()
-    write_rules(tmp_path, ServeSpec(record_consented_only=True))
     for words, consent in (("silent", ""), ("no", "no"), ("yes", "Yes"), ("also", " yes ")):
-        traffic.record(body_of(words), 1000, consent)
-    assert kept_words(tmp_path) == ["yes", "also"]
-    (tmp_path / RULES_FILE).write_text("{")  # damaged: nothing that was not consented to
-    traffic.record(body_of("later"), 1000)
-    (tmp_path / RULES_FILE).unlink()
-    traffic.record(body_of("still later"), 1000)
+        traffic.record(body_of(words), Recording(latest=1000, consented_only=True), consent)
     assert kept_words(tmp_path) == ["yes", "also"]
 
 
@@ -424,10 +413,9 @@ def test_the_administrators_function_decides_what_of_a_request_is_stored(
         "    return [one | {'content': one['content'].replace('ada', '[name]')} for one in messages]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(REDACT, "our_redaction:redact")
-    write_rules(tmp_path, ServeSpec())
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE, redaction())
     for words in ("ada was here", "fail", "drop", "nobody"):
-        traffic.record(body_of(words), 10)
+        traffic.record(body_of(words), Recording(latest=10))
     assert kept_words(tmp_path) == ["[name] was here", "nobody"]
     monkeypatch.setenv(REDACT, "our_redaction:missing")
     with pytest.raises(InvalidInput, match="our_redaction:missing"):
@@ -448,31 +436,29 @@ def test_messages_are_deleted_when_they_are_as_old_as_the_endpoint_keeps_them(tm
     delete_older(tmp_path, 20.0, now)
     assert kept_words(tmp_path) == ["15", "30"]
     assert [one.name for one in copies.iterdir()] == ["new.jsonl"]
-    write_rules(tmp_path, ServeSpec())
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
-    traffic.record(body_of("31"), 2)
-    traffic.record(body_of("32"), 2)  # counts what is left
+    traffic.record(body_of("31"), Recording(latest=2))
+    traffic.record(body_of("32"), Recording(latest=2))  # counts what is left
     assert kept_words(tmp_path) == ["31", "32"]
 
 
 def test_what_the_disk_does_not_take_is_not_kept_and_later_rows_are_whole(tmp_path: Path) -> None:
     directory = tmp_path / "endpoint"
     traffic = TrafficRecorder(directory / TRAFFIC_FILE)
-    traffic.record(body_of("lost"), 10)  # no directory: what a full disk answers is an OSError too
+    traffic.record(body_of("lost"), Recording(latest=10))  # no directory: what a full disk answers is an OSError too
     directory.mkdir()
-    write_rules(directory, ServeSpec())
     (directory / TRAFFIC_FILE).write_text('{"messages": [{"content": "cut o')
     for words in ("31", "32"):
-        traffic.record(body_of(words), 10)
+        traffic.record(body_of(words), Recording(latest=10))
     cut, *rows = (directory / TRAFFIC_FILE).read_text().splitlines()
     assert cut.endswith("cut o")
     assert [json.loads(row)["messages"][0]["content"] for row in rows] == ["31", "32"]
 
 
 def test_a_conversation_too_long_to_train_on_is_not_kept(tmp_path: Path) -> None:
-    write_rules(tmp_path, ServeSpec())
     traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
-    traffic.record(json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode(), 4)
+    traffic.record(json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode(),
+                   Recording(latest=4))
     assert not (tmp_path / TRAFFIC_FILE).exists()
 
 

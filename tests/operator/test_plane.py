@@ -142,12 +142,3 @@ def test_a_port_in_use_is_reported_before_anything_is_started(plane: PlaneProces
     assert second.returncode != 0
     assert f"port {plane.port}" in second.stderr
     assert not (tmp_path / "other").exists()
-
-
-def test_the_chores_of_a_separate_worker_are_made_only_when_asked_for(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EYRIE_HOME", str(tmp_path / "home"))
-    from eyrie_operator import celery_app
-
-    assert not (tmp_path / "home").exists()
-    assert "eyrie.advance_job" in celery_app.make_app().tasks

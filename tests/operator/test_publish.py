@@ -23,7 +23,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.reports import TrainReport, TuneReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import FileEntry, Manifest, StageReport
-from eyrie_operator.cli.publish import publish
+from eyrie_operator.cli.files import publish
 from eyrie_operator.embedded.gateway import bind
 from eyrie_workers.drafters.card import Card, identify, write_card
 from eyrie_workers.drafters.check import check_directory

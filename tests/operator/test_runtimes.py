@@ -6,8 +6,8 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
-from eyrie_operator.celery_app import runtime_of
 from eyrie_operator.conditions import find
+from eyrie_operator.control_plane import runtime_of
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.unavailable_runner import UnavailableRunner

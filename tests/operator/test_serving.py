@@ -12,8 +12,10 @@ from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.records import Wait
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_operator.endpoints.plan import CANARY_ROUNDS, KILL_MARGIN_S, MIN_ROUNDS, highest_tau, plan_endpoint
-from eyrie_operator.endpoints.state import (
+from eyrie_operator.endpoints.plan import (
+    CANARY_ROUNDS,
+    KILL_MARGIN_S,
+    MIN_ROUNDS,
     Activate,
     AnnounceGap,
     CanaryStep,
@@ -34,6 +36,8 @@ from eyrie_operator.endpoints.state import (
     StartEngine,
     StartGateway,
     StopGateway,
+    highest_tau,
+    plan_endpoint,
 )
 from eyrie_operator.unscheduled import GRACE
 

@@ -30,19 +30,21 @@ from eyrie_api.v1alpha1.status import Condition
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find
-from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
+from eyrie_operator.embedded.endpoints import EmbeddedEndpoints, FreeMemory
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.hardware import FreeMemory
-from eyrie_operator.embedded.marks import Mark, marked_sessions, running_leaders, stop_marked
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     PORT_FILE,
     EngineRecord,
+    Mark,
     adopt_engines,
     endpoint_dir,
+    marked_sessions,
     read_record,
+    running_leaders,
     spawn,
     stop_endpoints,
+    stop_marked,
 )
 from eyrie_pipelines.processes import group_members, is_alive, wait_until
 from tests.api.samples import target_directory

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.database.engine import Database
-from eyrie_operator.doctor import DatabaseDamaged, check_database, check_whole
-from eyrie_operator.sqlite_pages import lost_pages
+from eyrie_operator.doctor import DatabaseDamaged, check_database, check_whole, lost_pages
 
 
 def copied(path: Path, to: Path) -> Path:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -45,7 +44,7 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
-from eyrie_operator.cli.detached import start_detached, stop_plane
+from eyrie_operator.cli.detached import is_ready, start_detached, stop_plane
 from eyrie_operator.jobs.driver import REPORT_FILE
 
 HOME = Path(".eyrie/demo")
@@ -103,7 +102,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     """Run the demo; the endpoint keeps running. Raises EyrieError when the job fails."""
     stop(home, screen, quietly=True)
     shutil.rmtree(home, ignore_errors=True)
-    plane = start_detached(demo_settings(home).model_copy(update={"port": free_port()}))
+    plane = start_detached(Settings(home=home, port=free_port()))
     screen.note(f"follow it in a browser: {plane.url}  (log: {home / 'plane.log'})")
     with Client(plane.url) as client:
         created = client.create_job(demo_job(short, engine, target))
@@ -114,7 +113,10 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         plots = draw(home, figures_of_job(client, job.id))
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)
-    reply = send_sample(endpoint) if endpoint is not None else None
+    reply = None
+    if endpoint is not None:  # the request of the printed curl command, which is thereby known to work
+        chatting = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
+        reply = chat.ask(chatting, [{"role": "user", "content": chat.QUESTION}], lambda _text: None)
     if screen.as_json:
         screen.show(report, "")
         return
@@ -127,11 +129,6 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     screen.out.print("\nStop it: make demo-stop")
 
 
-def demo_settings(home: Path) -> Settings:
-    """Settings with the demo's own home; EYRIE_* variables are ignored."""
-    return Settings(home=home)
-
-
 def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
     """Stop a demo's endpoints and control plane; succeeds when nothing runs."""
     from eyrie_operator.control_plane import stop_orphans
@@ -139,7 +136,7 @@ def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
     plane = running_plane(home)
     if plane is None:
         if (home / "eyrie.db").exists():  # the control plane may have been killed: its engines still run
-            stop_orphans(demo_settings(home))
+            stop_orphans(Settings(home=home))
         if not quietly:
             screen.show({"stopped": False}, "No demo is running.")
         return
@@ -161,31 +158,21 @@ def wait_serving(client: Client, job: Job, timeout_s: float) -> Endpoint | None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         endpoint = client.endpoint(job.status.endpoint)
-        if endpoint.url is not None and endpoint.active_revision is not None and answers(endpoint.url):
+        if endpoint.url is not None and endpoint.active_revision is not None and is_ready(f"{endpoint.url}/models"):
             return endpoint
         time.sleep(0.3)
     raise DemoFailed(f"endpoint {job.status.endpoint!r} did not respond within {timeout_s:g} s",
                      f"eyrie endpoints show {job.status.endpoint} shows its conditions")
 
 
-def answers(url: str) -> bool:
-    """Whether an OpenAI endpoint lists its models."""
-    try:
-        return httpx.get(f"{url}/models", timeout=2.0).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def send_sample(endpoint: Endpoint) -> chat.Reply:
-    """Send the request of the printed curl command, which is thereby known to work."""
-    settings = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
-    return chat.ask(settings, [{"role": "user", "content": chat.QUESTION}], lambda _text: None)
-
-
 def write_report(home: Path, job_id: str) -> dict[str, Any]:
     """Copy the job's report to `<home>/report.json` and add the time of `make setup`."""
     report: dict[str, Any] = json.loads((home / "jobs" / job_id / REPORT_FILE).read_text())
-    report["seconds"] = {"setup": setup_seconds(), **report["seconds"]}
+    try:
+        setup_s = float(SETUP_SECONDS.read_text())
+    except (OSError, ValueError):  # set up without `make setup`
+        setup_s = None
+    report["seconds"] = {"setup": setup_s, **report["seconds"]}
     write_atomically(home / "report.json", json.dumps(report, indent=2) + "\n")
     return report
 
@@ -194,14 +181,6 @@ def draw(home: Path, figures: Sequence[Figure]) -> list[Path]:
     """Write the job's figures as SVG and PNG; returns the PNG files. Raises NoPlotLibrary."""
     write_figures(figures, home / "plots", "svg", "light")
     return write_figures(figures, home / "plots", "png", "light")
-
-
-def setup_seconds() -> float | None:
-    """Duration of `make setup` on this checkout; None when it was set up otherwise."""
-    try:
-        return float(SETUP_SECONDS.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.Reply | None) -> RenderableType:

@@ -81,7 +81,7 @@ def start_detached(settings: Settings) -> Plane:
             raise PlaneFailed(f"the control plane ended with exit code {child.returncode}: {last_lines(log_file)}",
                               f"read {log_file}")
         plane = running_plane(settings.home)
-        if plane is not None and is_ready(plane.url):
+        if plane is not None and is_ready(f"{plane.url}/readyz"):
             return plane
         time.sleep(_POLL_S)
     child.terminate()
@@ -102,9 +102,9 @@ def check_port(host: str, port: int) -> None:
 
 
 def is_ready(url: str) -> bool:
-    """Whether /readyz answers 200."""
+    """Whether it answers 200."""
     try:
-        return httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200
+        return httpx.get(url, timeout=2.0).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -117,7 +117,6 @@ def stop_plane(plane: Plane) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if running_plane(plane.home) is None:
-                (plane.home / PLANE_FILE).unlink(missing_ok=True)
-                return
+                return  # the lock file stays: another process may be about to lock it
             time.sleep(_POLL_S)
     raise PlaneFailed(f"the control plane (pid {plane.pid}) did not end", f"read {plane.home / PLANE_LOG}")

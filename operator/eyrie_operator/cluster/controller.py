@@ -1,9 +1,9 @@
 """Executes the pure `reconcile` for objects of the cluster and rows of the database.
 
-`handle_event` receives objects from kopf, `poll` finds changed rows; both only put keys into the queue. A worker takes
-a key, reads the object from its cache and the row from the database, calls `reconcile` and executes the actions. The
-cache holds the object of the latest event. A write carries the resourceVersion it was planned for: if the object has
-changed since, the API server rejects the write, and the event of the change triggers a new plan.
+`handle_event` receives objects from the watches, `poll` finds changed rows; both only put keys into the queue. A worker
+takes a key, reads the object from its cache and the row from the database, calls `reconcile` and executes the actions.
+The cache holds the object of the latest event. A write carries the resourceVersion it was planned for: if the object
+has changed since, the API server rejects the write, and the event of the change triggers a new plan.
 
 After a restart every object is reconciled once, and nothing is written where the status is correct: 1,000 objects cost
 the reads of 1,000 jobs and as many writes as there are differences. Rows of objects that wait for a quota are compared
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
@@ -43,32 +43,14 @@ from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_operator.cluster.apply import Cluster, ClusterConflict, ClusterRejected, Object
+from eyrie_operator.cluster import reconcile as act
+from eyrie_operator.cluster.client import Cluster, ClusterConflict, ClusterRejected, Object
 from eyrie_operator.cluster.endpoints import EndpointReconciler
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
     STOPPING_CHECK_S,
-    Action,
-    Actions,
-    AddFinalizer,
-    Annotate,
-    CancelJob,
-    CreateEndpoint,
-    CreateJob,
-    DeleteJob,
-    DeleteResource,
     EndpointObjects,
     JobHistory,
-    PostEvent,
-    RecordWaiting,
-    RemoveFinalizer,
-    RemoveWaiting,
-    RequeueAfter,
-    RetryJob,
-    SetDesired,
-    UpdateMirror,
-    UpdateServing,
-    UpdateStatus,
     orphaned,
     reconcile_endpoint,
     reconcile_job,
@@ -86,8 +68,7 @@ from eyrie_operator.cluster.resources import (
     read_endpoint,
     read_job,
 )
-from eyrie_operator.cluster.telemetry import Telemetry
-from eyrie_operator.cluster.workqueue import Workqueue
+from eyrie_operator.cluster.workqueue import Telemetry, Workqueue
 from eyrie_operator.conditions import is_over
 from eyrie_operator.manifests.deployment import Owner
 from eyrie_operator.unscheduled import waiting_pods
@@ -96,6 +77,7 @@ from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
 log = logging.getLogger(__name__)
 
 Kind = Literal["DrafterJob", "DraftEndpoint"]
+KINDS: tuple[Kind, ...] = ("DrafterJob", "DraftEndpoint")
 Key = tuple[Kind | Literal["Endpoint"], str, str]
 """Kind, namespace, name. An Endpoint is a row and has no namespace."""
 
@@ -149,7 +131,7 @@ class Controller:
 
     # Events.
 
-    def handle_event(self, kind: Kind, event: str | None, raw: Object) -> None:
+    def handle_event(self, kind: Kind, event: str, raw: Object) -> None:
         """An object exists, has changed, or (event DELETED) was deleted."""
         metadata = raw["metadata"]
         key: Key = (kind, metadata["namespace"], metadata["name"])
@@ -170,7 +152,12 @@ class Controller:
             self._endpoint_reconciler.discover()
             for endpoint in self._endpoints.list().items:
                 self.queue.add(("Endpoint", "", endpoint.name))
-        self._remove_orphaned_rows()
+        # Delete the rows of waiting objects that were deleted while no operator watched. Those of existing objects are
+        # corrected by their reconciliation.
+        unseen = [one for one in self._waiting.all() if ("DrafterJob", one.namespace, one.name) not in self._objects]
+        if unseen:
+            for one in orphaned(unseen, {each["metadata"]["uid"] for each in self._list_watched("DrafterJob")}):
+                self._waiting.remove(one)
 
     def poll(self) -> None:
         """Enqueue the objects of rows that changed since the last poll."""
@@ -201,20 +188,19 @@ class Controller:
         """Record which pods of runs do not start, for the drivers of their jobs (`unscheduled`)."""
         if self._profile is None:
             return
-        pods = [pod for namespace in self._runs_in if namespace not in self._unlisted
-                for pod in self._pending_pods(namespace)]
+        pods: list[Object] = []
+        for namespace in self._runs_in:
+            if namespace in self._unlisted:
+                continue
+            try:
+                pods += self._cluster.list_all("v1", "Pod", namespace, labelled=f"{RUN_LABEL},{STAGE_LABEL}",
+                                               fields="status.phase=Pending")
+            except ClusterRejected as refused:
+                log.warning("pods that wait are not shown: this operator may not list pods in %s: %s",
+                            namespace or "all namespaces", refused)
+                self._unlisted.add(namespace)
         self._cluster.check()
         self._jobs.record_waiting_pods(waiting_pods(pods))
-
-    def _pending_pods(self, namespace: str | None) -> list[Object]:
-        try:
-            return self._cluster.list_all("v1", "Pod", namespace, labelled=f"{RUN_LABEL},{STAGE_LABEL}",
-                                          fields="status.phase=Pending")
-        except ClusterRejected as refused:
-            log.warning("pods that wait are not shown: this operator may not list pods in %s: %s",
-                        namespace or "all namespaces", refused)
-            self._unlisted.add(namespace)
-            return []
 
     def _see_row(self, row: str, updated_at: datetime, keys: tuple[Key, ...]) -> None:
         if self._rows_seen.get(row) != updated_at:
@@ -238,28 +224,16 @@ class Controller:
             elif self._mirror_namespace is None:
                 self._key_of[job_id] = None
             else:
-                if not is_over(job.status.conditions):
-                    self._mirror(job, self._mirror_namespace)
-                self._key_of[job_id] = ("DrafterJob", self._mirror_namespace, job_id)
+                mirror: Key = ("DrafterJob", self._mirror_namespace, job_id)
+                if not is_over(job.status.conditions) and mirror not in self._objects:
+                    try:
+                        raw = self._cluster.get(API_VERSION, *mirror)
+                    except NotFound:
+                        raw = self._cluster.apply(mirror_of(job, self._mirror_namespace))
+                    self._cache_object(mirror, raw)
+                self._key_of[job_id] = mirror  # after the mirror exists: an error is retried by the next poll
         key = self._key_of[job_id]
         return () if key is None else (key,)
-
-    def _mirror(self, job: Job, namespace: str) -> None:
-        key: Key = ("DrafterJob", namespace, job.id)
-        if key in self._objects:
-            return
-        try:
-            self._cache_object(key, self._cluster.get(API_VERSION, "DrafterJob", namespace, job.id))
-        except NotFound:
-            self._cache_object(key, self._cluster.apply(mirror_of(job, namespace)))
-
-    def _remove_orphaned_rows(self) -> None:
-        """Delete the rows of waiting objects that were deleted while no operator watched. Those of existing objects are
-        corrected by their reconciliation."""
-        unseen = [one for one in self._waiting.all() if ("DrafterJob", one.namespace, one.name) not in self._objects]
-        if unseen:
-            for one in orphaned(unseen, {each["metadata"]["uid"] for each in self._list_watched("DrafterJob")}):
-                self._waiting.remove(one)
 
     def _list_watched(self, kind: Kind) -> Iterator[Object]:
         """All objects of the watched namespaces. Race: events may lag, most of all after the start."""
@@ -349,20 +323,25 @@ class Controller:
             self._execute(key, resource, reconcile_job(resource, job, self._memory(resource, job), self._clock()))
         else:
             endpoint = read_endpoint(raw, self._mirror_namespace)
-            row = self._find_endpoint(endpoint)
+            try:
+                row = self._endpoints.get(endpoint.identity.name)
+            except NotFound:
+                row = None
             shown = _model_name(endpoint.spec.target.model) if endpoint.spec is not None else ""
-            taken_by = self._name_taken_by(key)
+            # Who has the name, if not this object. Other projects' namespaces are not disclosed.
+            keys, taken_by = self._entitled_keys(key[2]), None
+            first = min(keys, key=self._age, default=None)
+            if first != key and not (first is None and key not in self._objects):  # it may have been deleted meanwhile
+                taken_by = f"{first[1]}/{first[2]}" if first is not None and key in keys else "another project"
+            existing = None
             serve = None if row is None else self._endpoints.serving(row.name).serve
+            if self._endpoint_reconciler is not None:
+                cache = self._endpoint_reconciler.cache
+                existing = EndpointObjects(cache.has_objects(key[2]), cache.owned_by(key[2], endpoint.identity.uid))
             self._execute(key, endpoint, reconcile_endpoint(
-                endpoint, row, shown, self._clock(), taken_by, serve, self._endpoint_objects(endpoint.identity)))
+                endpoint, row, shown, self._clock(), taken_by, serve, existing))
             if self._endpoint_reconciler is not None:  # the owner of its objects may have changed
                 self.queue.add(("Endpoint", "", key[2]))
-
-    def _endpoint_objects(self, identity: Identity) -> EndpointObjects:
-        if self._endpoint_reconciler is None:
-            return EndpointObjects()
-        cache = self._endpoint_reconciler.cache
-        return EndpointObjects(cache.has_objects(identity.name), cache.owned_by(identity.name, identity.uid))
 
     def _find_job(self, resource: JobResource) -> Job | None:
         uid = resource.identity.uid
@@ -386,25 +365,10 @@ class Controller:
                      or ((raw := self._objects.get(key)) is not None
                          and read_endpoint(raw, self._mirror_namespace).mirrored))
 
-    def _name_taken_by(self, key: Key) -> str | None:
-        """Who has the name of this DraftEndpoint; None when it is this object. Other projects' namespaces are not
-        disclosed."""
-        keys = self._entitled_keys(key[2])
-        first = min(keys, key=self._age, default=None)
-        if first == key or (first is None and key not in self._objects):  # it may have been deleted meanwhile
-            return None
-        return f"{first[1]}/{first[2]}" if first is not None and key in keys else "another project"
-
     def _age(self, key: Key) -> tuple[str, str]:
         """Sort key: creation time, then namespace."""
         raw = self._objects.get(key)
         return ("" if raw is None else raw["metadata"].get("creationTimestamp", ""), key[1])
-
-    def _find_endpoint(self, resource: EndpointResource) -> Endpoint | None:
-        try:
-            return self._endpoints.get(resource.identity.name)
-        except NotFound:
-            return None
 
     def _memory(self, resource: JobResource, job: Job | None) -> JobHistory:
         """Read only where it affects the decision: these are additional queries."""
@@ -425,13 +389,13 @@ class Controller:
         replay = self._idempotency.find(Once(uid, _ROUTE, uid))
         return None if replay is None else str(replay.response["id"])
 
-    def _execute(self, key: Key, resource: JobResource | EndpointResource, actions: Actions) -> None:
+    def _execute(self, key: Key, resource: JobResource | EndpointResource, actions: act.Actions) -> None:
         """Execute actions in order. A key whose row or object changed is enqueued again at once."""
         moved = False
         for action in actions:
-            if moved and isinstance(action, PostEvent | UpdateStatus):
+            if moved and isinstance(action, act.PostEvent | act.UpdateStatus):
                 continue  # planned for the state before the change
-            if isinstance(action, CreateJob):
+            if isinstance(action, act.CreateJob):
                 assert isinstance(resource, JobResource)
                 refused = self._submit(action, resource)
                 self._execute(key, resource, refused)
@@ -440,69 +404,71 @@ class Controller:
                 try:
                     moved = self._execute_one(key, action, resource.identity) or moved
                 except (QuotaReached, PriorityClassRefused) as refusal:
-                    if isinstance(action, RetryJob) and isinstance(refusal, QuotaReached):
+                    if isinstance(action, act.RetryJob) and isinstance(refusal, QuotaReached):
                         project = self._jobs.project_of(action.job_id)
                         self._execute(key, resource, self._wait(resource.identity, project, refusal))
                         return
                     if not isinstance(resource, EndpointResource):
                         raise
                     refused = refuse_endpoint(resource, refusal.reason, str(refusal), self._clock())
-                    self._execute(key, resource, (*refused, RequeueAfter(_FULL_CHECK_S)))
+                    self._execute(key, resource, (*refused, act.RequeueAfter(_FULL_CHECK_S)))
                     return
         if moved:
             self.queue.add(key)
 
-    def _execute_one(self, key: Key, action: Action, identity: Identity) -> bool:
+    def _execute_one(self, key: Key, action: act.Action, identity: Identity) -> bool:
         """Execute one action; returns whether it changed the object or its row."""
-        if isinstance(action, AddFinalizer | RemoveFinalizer):
-            self._set_finalizer(key, identity, held=isinstance(action, AddFinalizer))
-        elif isinstance(action, Annotate):
-            self._cache_object(key, self._cluster.annotate(identity, action.name, action.value))
-        elif isinstance(action, DeleteResource):
-            log.info("%s %s/%s: deleting: %s", *key, action.why)
-            self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
-        elif isinstance(action, UpdateMirror):
-            self._apply_mirror(self._endpoints.get(action.name), identity.namespace)
-        elif isinstance(action, UpdateStatus):
-            self._cache_object(key, self._cluster.write_status(identity, action.status))
-            return False
-        elif isinstance(action, PostEvent):
-            self._cluster.post_event(identity, action.event, self._clock())
-            return False
-        elif isinstance(action, RequeueAfter):
-            self.queue.add_after(key, action.after_s)
-            return False
-        elif isinstance(action, RecordWaiting | RemoveWaiting):
-            (self._waiting.record if isinstance(action, RecordWaiting) else self._waiting.remove)(action.waiting)
-            return False
-        else:
-            self._change_row(action, identity)
-            # UpdateServing does not affect the status, which can be written in the same pass with the current
-            # generation.
-            return not isinstance(action, UpdateServing)
+        match action:
+            case act.AddFinalizer() | act.RemoveFinalizer():
+                others = [each for each in self._objects[key]["metadata"].get("finalizers") or [] if each != FINALIZER]
+                finalizers = [*others, FINALIZER] if isinstance(action, act.AddFinalizer) else others
+                self._cache_object(key, self._cluster.set_finalizers(identity, finalizers))
+            case act.Annotate():
+                self._cache_object(key, self._cluster.annotate(identity, action.name, action.value))
+            case act.DeleteResource():
+                log.info("%s %s/%s: deleting: %s", *key, action.why)
+                self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
+            case act.UpdateMirror():
+                self._apply_mirror(self._endpoints.get(action.name), identity.namespace)
+            case act.UpdateStatus():
+                self._cache_object(key, self._cluster.write_status(identity, action.status))
+                return False
+            case act.PostEvent():
+                self._cluster.post_event(identity, action.event, self._clock())
+                return False
+            case act.RequeueAfter():
+                self.queue.add_after(key, action.after_s)
+                return False
+            case act.RecordWaiting():
+                self._waiting.record(action.waiting)
+                return False
+            case act.RemoveWaiting():
+                self._waiting.remove(action.waiting)
+                return False
+            case act.CancelJob():
+                self._jobs.cancel(action.job_id)
+            case act.RetryJob():
+                self._jobs.retry(action.job_id)
+            case act.DeleteJob():
+                self._jobs.delete(action.job_id)
+            case act.CreateEndpoint():
+                self._endpoints.create(action.name, action.target, action.serve, action.model,
+                                       self._project_at(identity.namespace), replicas_of(action.serve, self._profile),
+                                       checked=True)
+            case act.UpdateServing():
+                target = self._endpoints.serving(action.name).target
+                is_on = self._endpoints.get(action.name).desired == "on"
+                self._endpoints.create(action.name, target, action.serve, _model_name(target.model),
+                                       num_replicas=replicas_of(action.serve, self._profile), checked=is_on)
+                # It does not affect the status, which can be written in the same pass with the current generation.
+                return False
+            case act.SetDesired():
+                self._endpoints.set_desired(action.name, action.desired, checked=True)
+            case _:
+                raise TypeError(f"unknown action {type(action).__name__}")
         return True
 
-    def _change_row(self, action: Action, identity: Identity) -> None:
-        if isinstance(action, CancelJob):
-            self._jobs.cancel(action.job_id)
-        elif isinstance(action, RetryJob):
-            self._jobs.retry(action.job_id)
-        elif isinstance(action, DeleteJob):
-            self._jobs.delete(action.job_id)
-        elif isinstance(action, CreateEndpoint):
-            self._endpoints.create(action.name, action.target, action.serve, action.model, self._project_of(identity),
-                                   replicas_of(action.serve, self._profile), checked=True)
-        elif isinstance(action, UpdateServing):
-            target = self._endpoints.serving(action.name).target
-            is_on = self._endpoints.get(action.name).desired == "on"
-            self._endpoints.create(action.name, target, action.serve, _model_name(target.model),
-                                   num_replicas=replicas_of(action.serve, self._profile), checked=is_on)
-        elif isinstance(action, SetDesired):
-            self._endpoints.set_desired(action.name, action.desired, checked=True)
-        else:
-            raise TypeError(f"unknown action {type(action).__name__}")
-
-    def _submit(self, action: CreateJob, resource: JobResource) -> Actions:
+    def _submit(self, action: act.CreateJob, resource: JobResource) -> act.Actions:
         """Submit once per uid; returns the actions that report a rejection, if any."""
         claimed = self._idempotency.claim(action.key, _ROUTE, action.key)
         if isinstance(claimed, Replay):
@@ -510,9 +476,9 @@ class Controller:
             try:
                 self._jobs.get(job_id)
             except NotFound:
-                return (DeleteResource(f"its job {job_id} was deleted at the REST API"),)
+                return (act.DeleteResource(f"its job {job_id} was deleted at the REST API"),)
             return ()
-        project = self._project_of(resource.identity)
+        project = self._project_at(resource.identity.namespace)
         try:
             spec = endpoint_names.with_project_endpoint(action.spec, project)
             # The same checks as for a REST caller with access to this project only, in namespaces without a project
@@ -534,12 +500,9 @@ class Controller:
             raise
         return ()
 
-    def _wait(self, identity: Identity, project: str, full: QuotaReached) -> Actions:
+    def _wait(self, identity: Identity, project: str, full: QuotaReached) -> act.Actions:
         stored = self._waiting.find(identity.namespace, identity.name)
-        return (*wait_for_quota(identity, project, full, stored, self._clock()), RequeueAfter(_FULL_CHECK_S))
-
-    def _project_of(self, identity: Identity) -> str:
-        return self._project_at(identity.namespace)
+        return (*wait_for_quota(identity, project, full, stored, self._clock()), act.RequeueAfter(_FULL_CHECK_S))
 
     def _project_at(self, namespace: str) -> str:
         return self._projects.get(namespace, DEFAULT_PROJECT)
@@ -559,27 +522,20 @@ class Controller:
 
         return is_mine
 
-    def _set_finalizer(self, key: Key, identity: Identity, *, held: bool) -> None:
-        current = self._objects[key]["metadata"].get("finalizers") or []
-        others = [each for each in current if each != FINALIZER]
-        self._cache_object(key, self._cluster.set_finalizers(identity, [*others, FINALIZER] if held else others))
-
     def _cache_object(self, key: Key, raw: Object) -> None:
         """Cache an object unless a newer version is cached. Race: responses to our writes arrive before older
         events."""
+        def version(one: Object) -> int:  # documented as comparable since Kubernetes 1.35; with etcd always an integer
+            text = str(one["metadata"].get("resourceVersion", "0"))
+            return int(text) if text.isdigit() else 0
+
         known = self._objects.get(key)
-        if known is None or known["metadata"]["uid"] != raw["metadata"]["uid"] or _version(raw) >= _version(known):
+        if known is None or known["metadata"]["uid"] != raw["metadata"]["uid"] or version(raw) >= version(known):
             self._objects[key] = raw
 
 
 def _viewer_of(project: str) -> Scope:
     return Scope(Principal(subject="kubernetes", roles={project: "viewer"}), project)
-
-
-def _version(raw: Mapping[str, Any]) -> int:
-    """The resourceVersion as a number: documented as comparable since Kubernetes 1.35; with etcd always an integer."""
-    version = str(raw["metadata"].get("resourceVersion", "0"))
-    return int(version) if version.isdigit() else 0
 
 
 def _model_name(model: str) -> str:

@@ -9,16 +9,23 @@ Nothing is written when nothing has changed (`manifest_diff`), neither to the cl
 endpoint without changes causes no list request of its own (`object_cache`). Every write checks the fence first, also
 those to the database.
 
+Counters start at zero with each engine process. Where a window began is an annotation of the revision's workload. Pods
+are read at their own IPs, which the operator's pod can reach; an operator outside the cluster may not, and then no
+window closes, and a canary advances by time alone.
+
 An error is shown in the conditions: a candidate that cannot be deployed is rejected while the serving revision
 continues; for a revision that serves already, the existing objects stay as they are. Objects whose endpoint has no row
 are not touched: this may be another database.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Serving
@@ -28,51 +35,41 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.placement import S3Work
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.cluster.apply import Cluster, ClusterRejected, Object
+from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
-from eyrie_operator.cluster.manifest_diff import difference, is_applied, with_digest
-from eyrie_operator.cluster.metric_windows import (
-    CANARY_BASELINE,
-    WINDOW_BASELINE,
-    CounterBaseline,
-    next_baseline,
-    read_baseline,
-    scrape_engines,
-)
-from eyrie_operator.cluster.object_cache import ObjectCache
+from eyrie_operator.cluster.objects import APPLIED, ObjectCache, difference, is_applied, with_digest
 from eyrie_operator.conditions import Conditions, find, observe
-from eyrie_operator.endpoints.engine_metrics import increase
-from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, Window, increase, read_metrics
+from eyrie_operator.endpoints.plan import EndpointPlan, ObservedEndpoint, ObservedEngine, ServePolicy, plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
-from eyrie_operator.endpoints.state import (
-    Activate,
-    CloseWindow,
-    EndpointAction,
-    EndpointPlan,
-    ObservedEndpoint,
-    ObservedEngine,
-    ProposeNoDrafter,
-    Reject,
-    ReportDrift,
-    RollBack,
-    ServePolicy,
-    ShareRoute,
+from eyrie_operator.manifests.deployment import (
+    ENDPOINT_LABEL,
+    GROUP,
+    OWNER_KIND,
+    REVISION_LABEL,
+    EndpointDeployment,
+    Manifest,
+    Owner,
+    Undeployable,
 )
-from eyrie_operator.manifests.deployment import EndpointDeployment, Owner, Undeployable
-from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL, Manifest
-from eyrie_operator.manifests.observed import observe_endpoint
+from eyrie_operator.manifests.objects import base_url, render_endpoint, revision_base_url
 from eyrie_operator.manifests.rollout import (
-    WORKLOADS,
+    WORKLOAD,
     RolloutState,
     apply_plan,
     current_state,
+    observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
 )
-from eyrie_operator.manifests.traffic import base_url, revision_base_url
 
 log = logging.getLogger(__name__)
+
+WINDOW, _CANARY_WINDOW = f"{GROUP}/window", f"{GROUP}/trial-begun"
+"""Annotations of a revision's workload: where its acceptance window began, and its canary's share."""
+
+_SCRAPE_TIMEOUT_S = 2.0
 
 PROGRESSING_S, STEADY_S = 2.0, 15.0
 """Seconds until the next step while a revision starts, and otherwise (then only acceptance is observed). Changes of
@@ -97,7 +94,7 @@ class _Snapshot:
         return self.endpoint.name
 
     def workload(self, revision: int) -> Object | None:
-        return next((each for each in self.objects if each["kind"] in WORKLOADS
+        return next((each for each in self.objects if each["kind"] == WORKLOAD
                      and each["metadata"]["labels"].get(REVISION_LABEL) == str(revision)), None)
 
 
@@ -143,8 +140,15 @@ class EndpointReconciler:
             return None
         snapshot = _Snapshot(endpoint, serving, self.cache.of(name), self._clock())
         if endpoint.desired == "off":
-            return self._switch_off(snapshot)
-        owner = self._owner_of(self._given.namespace, name, _owner_now(snapshot.objects))
+            seen = observe_endpoint(name, snapshot.objects, replicas=1)
+            plan = plan_endpoint(endpoint, ServePolicy(), seen, snapshot.now)
+            moved = self._delete_obsolete(snapshot, ())
+            moved = self._save_status(snapshot, plan, endpoint.conditions, None) or moved
+            return PROGRESSING_S if moved else STEADY_S
+        owners = [one for each in snapshot.objects for one in each["metadata"].get("ownerReferences", ())
+                  if each["kind"] != "Pod" and one["kind"] == OWNER_KIND]  # all objects have the same
+        owner = self._owner_of(self._given.namespace, name,
+                               Owner(uid=owners[0]["uid"], name=owners[0]["name"]) if owners else None)
         try:
             deployment = self._deployments.of(endpoint, serving, served=self.cache.served, owner=owner)
         except Transient:
@@ -155,18 +159,11 @@ class EndpointReconciler:
         seen = self._observe(snapshot, deployment)
         return self._execute(snapshot, deployment, plan_endpoint(endpoint, policy, seen, snapshot.now), seen)
 
-    def _switch_off(self, snapshot: _Snapshot) -> float:
-        seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=1)
-        plan = plan_endpoint(snapshot.endpoint, ServePolicy(), seen, snapshot.now)
-        moved = self._delete_obsolete(snapshot, ())
-        moved = self._save_status(snapshot, plan, snapshot.endpoint.conditions, None) or moved
-        return PROGRESSING_S if moved else STEADY_S
-
     def _execute(self, snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan,
                  seen: ObservedEndpoint) -> float:
         conditions, moved = snapshot.endpoint.conditions, False
         for action in plan.actions:  # rejections: recorded before the objects are deleted
-            if isinstance(action, Reject | RollBack | CloseWindow | ReportDrift | ProposeNoDrafter):
+            if isinstance(action, act.Reject | act.RollBack | act.CloseWindow | act.ReportDrift | act.ProposeNoDrafter):
                 conditions, moved = self._record(action, snapshot, conditions, seen), True
         wanted = apply_plan(current_state(snapshot.name, snapshot.objects), plan, snapshot.now)
         try:
@@ -184,10 +181,13 @@ class EndpointReconciler:
         else:
             moved = self._delete_obsolete(snapshot, manifests) or moved
             for action in plan.actions:  # activations: recorded after the Service selects the revision
-                if isinstance(action, Activate | ShareRoute):
+                if isinstance(action, act.Activate | act.ShareRoute):
                     conditions, moved = self._record(action, snapshot, conditions, seen), True
         conditions = _complete(snapshot, deployment, conditions)
-        plan = replace(plan, message=plan.message + _replica_message(snapshot, deployment, plan))
+        workload = snapshot.workload(snapshot.endpoint.active_revision or 0)
+        if plan.serving == "True" and deployment.replicas > 1 and workload is not None:
+            available = workload.get("status", {}).get("availableReplicas", 0)
+            plan = replace(plan, message=f"{plan.message}; {available} of {deployment.replicas} replicas are available")
         moved = self._save_status(snapshot, plan, conditions, _url(snapshot.name, deployment)) or moved
         if moved:
             return 0.0
@@ -232,13 +232,13 @@ class EndpointReconciler:
         workload = snapshot.workload(engine.revision)
         if engine.state != "healthy" or not serving_or_canary or workload is None:
             return engine
-        counts = scrape_engines(snapshot.objects, engine.revision, deployment.port)
+        counts = scrape_engines(snapshot.objects, engine.revision, deployment.cluster.port)
         if not counts:
             return engine
-        began = read_baseline(workload, WINDOW_BASELINE)
+        began = _read_window(workload, WINDOW)
         if began is None:
-            began = CounterBaseline(snapshot.now, counts)
-            self._write_baseline(snapshot, workload, WINDOW_BASELINE, began)
+            began = Window(since=snapshot.now, counts=dict(counts))
+            self._write_window(snapshot, workload, WINDOW, began)
         total = increase(counts, began.counts)
         return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
                        window_accepted=total.accepted, window_requests=total.requests,
@@ -248,34 +248,34 @@ class EndpointReconciler:
                        since: datetime) -> tuple[int, int]:
         """Answered and failed requests of the canary since it has its share."""
         workload = snapshot.workload(revision)
-        counts = scrape_engines(snapshot.objects, revision, deployment.port)
+        counts = scrape_engines(snapshot.objects, revision, deployment.cluster.port)
         if workload is None or not counts:
             return 0, 0
-        began = read_baseline(workload, CANARY_BASELINE)
+        began = _read_window(workload, _CANARY_WINDOW)
         if began is None or began.since != since:
-            self._write_baseline(snapshot, workload, CANARY_BASELINE, CounterBaseline(since, counts))
+            self._write_window(snapshot, workload, _CANARY_WINDOW, Window(since=since, counts=dict(counts)))
             return 0, 0
         total = increase(counts, began.counts)
         return int(total.answered), int(total.failed)
 
-    def _write_baseline(self, snapshot: _Snapshot, workload: Object, annotation: str, began: CounterBaseline) -> None:
+    def _write_window(self, snapshot: _Snapshot, workload: Object, annotation: str, began: Window) -> None:
         metadata = workload["metadata"]
         self.cache.invalidate(snapshot.name)
         self._cluster.merge(workload["apiVersion"], workload["kind"], metadata["namespace"], metadata["name"],
-                            {"metadata": {"annotations": {annotation: began.dump()}}})
+                            {"metadata": {"annotations": {annotation: began.model_dump_json()}}})
 
     # Actions.
 
-    def _record(self, action: EndpointAction, snapshot: _Snapshot, conditions: Conditions,
+    def _record(self, action: act.EndpointAction, snapshot: _Snapshot, conditions: Conditions,
                 seen: ObservedEndpoint) -> Conditions:
         self._cluster.check()
-        if isinstance(action, CloseWindow):
+        if isinstance(action, act.CloseWindow):
             # The new window's baseline is written first. Killed in between, this window is lost; in the other order it
             # would be recorded twice, and one bad hour would count as drift.
             workload, engine = snapshot.workload(action.revision), seen.engine(action.revision)
             if workload is not None and engine is not None:
-                self._write_baseline(snapshot, workload, WINDOW_BASELINE, next_baseline(
-                    read_baseline(workload, WINDOW_BASELINE), engine.counted, snapshot.objects, snapshot.now))
+                self._write_window(snapshot, workload, WINDOW, next_window(
+                    _read_window(workload, WINDOW), engine.counted, snapshot.objects, snapshot.now))
         return self._records.record(action, snapshot.endpoint, conditions,
                                     self._home.absolute() / "endpoints" / snapshot.name,
                                     lambda number: revision_base_url(snapshot.name, number, self._given.namespace))
@@ -297,7 +297,10 @@ class EndpointReconciler:
                 if revision.number != candidate:
                     raise
                 refusal = error
-                wanted = _without(wanted, candidate)
+                wanted = replace(
+                    wanted, engines=tuple(one for one in wanted.engines if one != candidate),
+                    serving=None if wanted.serving == candidate else wanted.serving,
+                    canary=None if wanted.canary is not None and wanted.canary.revision == candidate else wanted.canary)
         return render_endpoint(snapshot.endpoint, deployment, wanted), refusal
 
     def _apply(self, snapshot: _Snapshot, manifests: Iterable[Manifest]) -> tuple[EyrieError | None, bool]:
@@ -309,7 +312,9 @@ class EndpointReconciler:
         for manifest in map(with_digest, manifests):
             key = (manifest["kind"], manifest["metadata"]["name"])
             there = found.get(key)
-            if there is not None and self._is_right(key, manifest, there):
+            applied_digest = manifest["metadata"]["annotations"][APPLIED]
+            if there is not None and is_applied(manifest, there) and (
+                    self._defaulted.get(key) == applied_digest or difference(manifest, there) is None):
                 continue
             if there is None:
                 self._refuse_to_take_over(manifest)
@@ -324,15 +329,9 @@ class EndpointReconciler:
             where = difference(manifest, written)
             if where is not None:
                 log.warning("%s %s: the server stores %s differently from the manifest", *key, where)
-                self._defaulted[key] = manifest["metadata"]["annotations"]["eyrie.dev/applied"]
+                self._defaulted[key] = applied_digest
             log.info("endpoint %s: applied %s %s", snapshot.name, *key)
         return None, applied
-
-    def _is_right(self, key: tuple[str, str], manifest: Manifest, there: Object) -> bool:
-        if not is_applied(manifest, there):
-            return False
-        defaulted = self._defaulted.get(key) == manifest["metadata"]["annotations"]["eyrie.dev/applied"]
-        return defaulted or difference(manifest, there) is None
 
     def _refuse_to_take_over(self, manifest: Manifest) -> None:
         """Raises Undeployable when an object of that name exists and does not belong to the endpoint."""
@@ -369,19 +368,6 @@ class EndpointReconciler:
         return self._records.save_status(snapshot.endpoint, conditions, url)
 
 
-def _without(wanted: RolloutState, revision: int | None) -> RolloutState:
-    return replace(wanted, engines=tuple(one for one in wanted.engines if one != revision),
-                   serving=None if wanted.serving == revision else wanted.serving,
-                   canary=None if wanted.canary is not None and wanted.canary.revision == revision else wanted.canary)
-
-
-def _owner_now(objects: Iterable[Object]) -> Owner | None:
-    """The owner of the first object that has one: all have the same."""
-    owners = (owner for one in objects for owner in one["metadata"].get("ownerReferences", ())
-              if one["kind"] != "Pod" and owner["kind"] == Owner.kind)
-    return next((Owner(uid=one["uid"], name=one["name"], api_version=one["apiVersion"]) for one in owners), None)
-
-
 def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: Conditions) -> Conditions:
     """The condition Complete: configured features that this cluster lacks. None of them prevents serving."""
     missing = list(deployment.left_out())
@@ -395,19 +381,52 @@ def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: C
     return conditions
 
 
-def _replica_message(snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan) -> str:
-    """Available replicas of several, for the condition's message."""
-    workload = snapshot.workload(snapshot.endpoint.active_revision or 0)
-    if plan.serving != "True" or deployment.replicas == 1 or workload is None:
-        return ""
-    status = workload.get("status", {})
-    available = status.get("availableReplicas", status.get("readyReplicas", 0))
-    return f"; {available} of {deployment.replicas} replicas are available"
-
-
 def _url(name: str, deployment: EndpointDeployment) -> str:
     """The URL for clients: the gateway's hostname if it has one, else the Service's."""
-    gateway = deployment.gateway
+    gateway = deployment.cluster.gateway
     if gateway is not None and deployment.route_api is not None and gateway.hostnames:
         return f"http://{gateway.hostnames[0]}/v1"
-    return base_url(name, deployment.namespace)
+    return base_url(name, deployment.cluster.namespace)
+
+
+def _read_window(workload: Mapping[str, Any], annotation: str) -> Window | None:
+    """None when it is absent or invalid."""
+    try:
+        return Window.model_validate_json((workload["metadata"].get("annotations") or {})[annotation])
+    except (KeyError, ValueError):
+        return None
+
+
+def next_window(began: Window | None, counted: Counts, objects: Iterable[Mapping[str, Any]],
+                now: datetime) -> Window:
+    """The window after one that is closed. Pure. A process that did not respond was not judged either, and keeps where
+    it began; one that has ended is left out."""
+    there = {_process_of(one) for one in objects if one["kind"] == "Pod"}
+    kept = {process: counts for process, counts in (began.counts if began else {}).items() if process in there}
+    return Window(since=now, counts=kept | dict(counted))
+
+
+def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: int) -> Counts:
+    """Counters of each engine process of a revision; processes that do not respond are left out."""
+    counts: dict[str, EngineCounters] = {}
+    with httpx.Client(trust_env=False, timeout=_SCRAPE_TIMEOUT_S) as client:
+        for pod in objects:
+            if pod["kind"] != "Pod" or pod["metadata"].get("labels", {}).get(REVISION_LABEL) != str(revision):
+                continue
+            status = pod.get("status", {})
+            address, containers = status.get("podIP"), status.get("containerStatuses", ())
+            if address is None or not all(one.get("ready") for one in containers):
+                continue
+            host = f"[{address}]" if ":" in address else address
+            try:
+                response = client.get(f"http://{host}:{port}/metrics")
+                counts[_process_of(pod)] = read_metrics(response.raise_for_status().text)
+            except (httpx.HTTPError, ValueError) as error:
+                log.debug("pod %s: %s", pod["metadata"]["name"], error)
+    return counts
+
+
+def _process_of(pod: Mapping[str, Any]) -> str:
+    """Names the engine process of a pod; another one after a restart of its containers."""
+    restarts = sum(one.get("restartCount", 0) for one in pod.get("status", {}).get("containerStatuses", ()))
+    return f"{pod['metadata']['uid']}/{restarts}"

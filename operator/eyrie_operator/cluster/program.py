@@ -1,8 +1,8 @@
 """`eyrie operator`: election, watching, workers, and a port for probes and metrics, in one process.
 
-It starts the election first and writes nothing until it leads; then kopf watches, and a few threads reconcile. When the
-lease is lost the process exits with 1 and is restarted by Kubernetes, which discards all cached state. On SIGTERM it
-shuts down and releases the lease, so that another operator takes over at once.
+It starts the election first and writes nothing until it leads; then a thread per kind and namespace watches, and a few
+threads reconcile. When the lease is lost the process exits with 1 and is restarted by Kubernetes, which discards all
+cached state. On SIGTERM it shuts down and releases the lease, so that another operator takes over at once.
 
     /healthz   200 while the election loop runs: a frozen or dead loop is restarted
     /readyz    200 when the API server and the database respond. Not "leads": a standby that never became ready would
@@ -10,8 +10,6 @@ shuts down and releases the lease, so that another operator takes over at once.
     /metrics   Prometheus
 """
 
-import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -20,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,11 +29,11 @@ from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable, KubernetesLease
-from eyrie_operator.cluster.controller import Controller
+from eyrie_api.v1alpha1.model import API_VERSION
+from eyrie_operator.cluster.client import Cluster, KubernetesLease
+from eyrie_operator.cluster.controller import KINDS, Controller, Kind
 from eyrie_operator.cluster.leases import Elector, Fence, LeaseTimings, run_election
-from eyrie_operator.cluster.telemetry import Telemetry
-from eyrie_operator.cluster.watch import watch
+from eyrie_operator.cluster.workqueue import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +72,8 @@ class Options:
 def run(settings: Settings, options: Options) -> int:
     """Run an operator until SIGTERM or SIGINT (0), or until the lease is lost (1)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("kopf", "httpx", "kubernetes", "aiohttp"):
+    for chatty in ("httpx", "kubernetes"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # its warning about signal handlers
     database = Database(settings.resolved_database_url)
     try:
         return Operator(settings, database, options).run()
@@ -100,7 +96,9 @@ class Operator:
         lease = KubernetesLease(self._cluster, options.lease_namespace, options.lease_name)
         self._elector = Elector(me, lease, options.timings, self._fence, monotonic=time.monotonic, clock=utc_now)
         self._stopping, self._leading, self._lost = threading.Event(), threading.Event(), threading.Event()
-        self._election = threading.Thread(target=self._run_election, name="eyrie-election", daemon=True)
+        self._election = threading.Thread(
+            target=run_election, name="eyrie-election", daemon=True, args=(
+                self._elector, self._fence, options.timings, self._stopping, self._leading.set, self._lost.set))
 
     def run(self) -> int:
         """Run until SIGTERM, SIGINT or the loss of the lease."""
@@ -114,6 +112,8 @@ class Operator:
                 if self._stopping.is_set():
                     return 0
             self._lead()
+            if self._lost.is_set():
+                log.error("the lease or the watch was lost: exiting")
             return 1 if self._lost.is_set() else 0
         finally:
             self._stopping.set()
@@ -126,13 +126,14 @@ class Operator:
         parts = [threading.Thread(target=self._work, name=f"eyrie-worker-{number}", daemon=True)
                  for number in range(_WORKERS)]
         parts.append(threading.Thread(target=self._tick, name="eyrie-ticker", daemon=True))
-        for part in parts:
+        # Not joined: a watch may wait for its next event, and may be cut off anywhere.
+        watches = [threading.Thread(target=self._watch, args=(kind, namespace), name=f"eyrie-watch-{kind}", daemon=True)
+                   for kind in KINDS for namespace in self._options.namespaces or (None,)]
+        for part in (*parts, *watches):
             part.start()
         try:
-            # In its own thread: in the main thread kopf would handle the signals, and fail on the second one (it sets
-            # a future's result twice).
-            with ThreadPoolExecutor(1, thread_name_prefix="eyrie-watch") as aside:
-                aside.submit(asyncio.run, self._watch()).result()
+            while not self._stopping.wait(0.1) and not self._lost.is_set():
+                pass
         finally:
             self.telemetry.leads.set(0)
             self._controller.queue.close()
@@ -140,30 +141,13 @@ class Operator:
             for part in parts:
                 part.join(_STOP_S)
 
-    async def _await_definitions(self) -> None:
-        """Wait for the custom resource definitions. Race: kopf discovers resources once, and a chart may start this
-        process before the API server serves them."""
-        waited = False
-        while not self._stopping.is_set() and not self._lost.is_set():
-            with contextlib.suppress(ClusterUnavailable):
-                if await asyncio.to_thread(self._cluster.serves_ours):
-                    return
-            if not waited:
-                log.warning("waiting for the definitions of DrafterJob and DraftEndpoint, which helm/eyrie installs")
-            waited = True
-            await asyncio.sleep(1.0)
-
-    async def _watch(self) -> None:
-        await self._await_definitions()
-        stop = asyncio.Event()
-        watching = asyncio.ensure_future(
-            watch(self._controller.handle_event, stop, namespaces=self._options.namespaces))
+    def _watch(self, kind: Kind, namespace: str | None) -> None:
         try:
-            while not self._stopping.is_set() and not self._lost.is_set() and not watching.done():
-                await asyncio.wait({watching}, timeout=0.1)
-        finally:
-            stop.set()
-        await asyncio.wait_for(watching, _STOP_S)
+            self._cluster.watch(API_VERSION, kind, namespace, self._stopping,
+                                lambda event, raw: self._controller.handle_event(kind, event, raw))
+        except Exception:  # without its events nothing is reconciled: the next process starts from a list
+            log.exception("the watch of %s failed", kind)
+            self._lost.set()
 
     def _work(self) -> None:
         while self._controller.process_next():
@@ -190,13 +174,6 @@ class Operator:
             self.telemetry.errors.labels("poll", type(error).__name__).inc()
             known = isinstance(error, EyrieError | SQLAlchemyError)
             log.warning("%s: %s", step.__name__, error, exc_info=None if known else error)
-
-    def _run_election(self) -> None:
-        run_election(self._elector, self._fence, self._options.timings, self._stopping, self._leading.set, self._lose)
-
-    def _lose(self) -> None:
-        log.error("the lease was lost: exiting")
-        self._lost.set()
 
     def _endpoints(self) -> dict[str, Callable[[], tuple[int, bytes]]]:
         def health() -> tuple[int, bytes]:

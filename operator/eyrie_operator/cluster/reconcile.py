@@ -253,8 +253,10 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
         return refuse_job(resource, "InvalidSpec", resource.refusal, now, over=True)
     if resource.spec.suspend:
         return refuse_job(resource, "Suspended", "not submitted while spec.suspend is true", now, over=False)
-    if _was_refused(resource):  # rejected for this generation: retried when the spec changes
-        return ()
+    failed = _stored(resource.status, "Failed")
+    if (failed is not None and failed.get("status") == "True"
+            and resource.status.get("observedGeneration") == resource.identity.generation):
+        return ()  # rejected for this generation: retried when the spec changes
     spec = resource.spec.job
     labelled = spec.model_copy(update={"labels": {**spec.labels, **labels_of(resource)}})
     # An added finalizer leads to another pass at once; an object that is refused for now would be tried without pause.
@@ -295,25 +297,16 @@ def _finalize(resource: JobResource, job: Job | None, history: JobHistory, now: 
 def _project(resource: JobResource, job: Job, now: datetime, *more: ResourceCondition) -> Actions:
     status = job_status(job, resource)
     if resource.spec is not None and resource.spec.suspend:
-        more = (*more, _suspended(resource, job, now))
+        stopped = is_true(job.status.conditions, "Cancelled")
+        reason, message = ("Stopping", "stops at its next pause point")
+        if is_over(job.status.conditions):
+            reason, message = (("Suspended", "stopped; finished stages are kept") if stopped else
+                               ("AlreadyFinished", "finished before"))
+        more = (*more, _condition("Suspended", "True" if stopped else "False", reason, message, resource, now))
     elif _stored(resource.status, "Suspended") is not None:
         more = (*more, _condition("Suspended", "False", "Resumed", "", resource, now))
     return _write(resource.identity, resource.status, status.model_copy(
         update={"conditions": (*status.conditions, *more)}))
-
-
-def _suspended(resource: JobResource, job: Job, now: datetime) -> ResourceCondition:
-    if is_over(job.status.conditions):
-        ended = is_true(job.status.conditions, "Cancelled")
-        words = ("Suspended", "stopped; finished stages are kept") if ended else ("AlreadyFinished", "finished before")
-        return _condition("Suspended", "True" if ended else "False", *words, resource, now)
-    return _condition("Suspended", "False", "Stopping", "stops at its next pause point", resource, now)
-
-
-def _was_refused(resource: JobResource) -> bool:
-    failed = _stored(resource.status, "Failed")
-    return (failed is not None and failed.get("status") == "True"
-            and resource.status.get("observedGeneration") == resource.identity.generation)
 
 
 def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, *, over: bool) -> Actions:

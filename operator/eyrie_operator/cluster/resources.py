@@ -34,9 +34,9 @@ from eyrie_api.v1alpha1.resources import (
 )
 from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Revision
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.manifests.names import digest
+from eyrie_operator.manifests.deployment import digest
 
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended-attempt"
 """The attempt that was cancelled because the object was suspended; resuming retries it. A job cancelled by a user stays
@@ -64,100 +64,84 @@ class Identity:
     generation: int
     resource_version: str
 
-    @property
-    def key(self) -> str:
-        """For queues and logs."""
-        return f"{self.namespace}/{self.name}"
-
 
 @dataclass(frozen=True)
-class JobResource:
-    """A DrafterJob as the API server has it."""
+class Resource:
+    """What both kinds have."""
 
     identity: Identity
-    spec: DrafterJobSpec | None
-    """None when it is invalid."""
-
     refusal: str = ""
-    """The validation error."""
+    """The validation error of an invalid spec."""
 
     deleting: bool = False
     held: bool = False
     """Whether our finalizer is on it."""
 
     keep_outside: bool = False
-    job_id: str | None = None
-    """From the annotation, or from the status."""
-
-    suspended_attempt: int | None = None
     mirrored: bool = False
-    """A mirror of a job posted to the REST API."""
+    """A mirror of a job posted to the REST API, or of an endpoint created by a promotion or through the REST API."""
 
     status: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class EndpointResource:
+class JobResource(Resource):
+    """A DrafterJob as the API server has it."""
+
+    spec: DrafterJobSpec | None = None
+    """None when it is invalid."""
+
+    job_id: str | None = None
+    """From the annotation, or from the status."""
+
+    suspended_attempt: int | None = None
+
+
+@dataclass(frozen=True)
+class EndpointResource(Resource):
     """A DraftEndpoint as the API server has it."""
 
-    identity: Identity
-    spec: DraftEndpointSpec | None
-    refusal: str = ""
-    deleting: bool = False
-    held: bool = False
-    keep_outside: bool = False
-    mirrored: bool = False
-    """A mirror of an endpoint created by a promotion or through the REST API."""
-
+    spec: DraftEndpointSpec | None = None
     edited: bool = False
     """Its spec was changed since its status was written or, for a mirror, since the operator wrote it."""
-
-    status: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_job(raw: Mapping[str, Any], mirror_namespace: str | None) -> JobResource:
     """A DrafterJob object. Only objects in `mirror_namespace` are mirrors: anyone who may create an object in another
     namespace can write a mirror's label and annotation."""
-    metadata = raw["metadata"]
-    annotations = metadata.get("annotations") or {}
+    common, annotations = _read("DrafterJob", raw, mirror_namespace)
     spec, refusal = _read_spec(DrafterJobSpec, raw.get("spec"))
     suspended = annotations.get(SUSPENDED_ANNOTATION, "")
-    status = raw.get("status") or {}
-    job_id = annotations.get(JOB_ID_ANNOTATION) or status.get("job_id")
-    return JobResource(
-        identity=_identity("DrafterJob", metadata), spec=spec, refusal=refusal,
-        deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
-        keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep", job_id=job_id,
-        suspended_attempt=int(suspended) if suspended.isdigit() else None,
-        # A mirror is named after its job: a copy applied under another name is a new job.
-        mirrored=_is_mirror(metadata, mirror_namespace) and job_id is not None and metadata["name"] == job_id,
-        status=status)
+    job_id = annotations.get(JOB_ID_ANNOTATION) or common.status.get("job_id")
+    # A mirror is named after its job: a copy applied under another name is a new job.
+    mirrored = common.mirrored and job_id is not None and common.identity.name == job_id
+    return JobResource(**vars(common) | {"mirrored": mirrored, "refusal": refusal}, spec=spec, job_id=job_id,
+                       suspended_attempt=int(suspended) if suspended.isdigit() else None)
 
 
 def read_endpoint(raw: Mapping[str, Any], mirror_namespace: str | None) -> EndpointResource:
     """A DraftEndpoint object; mirrors as in `read_job`."""
-    metadata = raw["metadata"]
+    common, annotations = _read("DraftEndpoint", raw, mirror_namespace)
     spec, refusal = _read_spec(DraftEndpointSpec, raw.get("spec"))
-    annotations, status = metadata.get("annotations") or {}, raw.get("status") or {}
-    mirrored = _is_mirror(metadata, mirror_namespace)
-    if mirrored:
+    if common.mirrored:
         edited = spec is not None and annotations.get(SHOWN_ANNOTATION) != _digest_of(spec)
     else:
-        edited = status.get("observedGeneration") != metadata.get("generation", 1)
-    return EndpointResource(
-        identity=_identity("DraftEndpoint", metadata), spec=spec, refusal=refusal,
+        edited = common.status.get("observedGeneration") != raw["metadata"].get("generation", 1)
+    return EndpointResource(**vars(common) | {"refusal": refusal}, spec=spec, edited=edited)
+
+
+def _read(kind: Literal["DrafterJob", "DraftEndpoint"], raw: Mapping[str, Any],
+          mirror_namespace: str | None) -> tuple[Resource, Mapping[str, str]]:
+    """What both kinds have, and the annotations."""
+    metadata = raw["metadata"]
+    annotations, namespace = metadata.get("annotations") or {}, metadata["namespace"]
+    return Resource(
+        identity=Identity(kind, namespace, metadata["name"], metadata["uid"], int(metadata.get("generation", 1)),
+                          str(metadata.get("resourceVersion", ""))),
         deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
-        keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep", mirrored=mirrored, edited=edited, status=status)
-
-
-def _is_mirror(metadata: Mapping[str, Any], mirror_namespace: str | None) -> bool:
-    labels = metadata.get("labels") or {}
-    return labels.get(ORIGIN_LABEL) == MIRRORED and metadata["namespace"] == mirror_namespace
-
-
-def _identity(kind: Literal["DrafterJob", "DraftEndpoint"], metadata: Mapping[str, Any]) -> Identity:
-    return Identity(kind, metadata["namespace"], metadata["name"], metadata["uid"], int(metadata.get("generation", 1)),
-                    str(metadata.get("resourceVersion", "")))
+        keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep",
+        mirrored=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == MIRRORED and namespace == mirror_namespace,
+        status=raw.get("status") or {}), annotations
 
 
 def _read_spec(model: type[_Spec], raw: Any) -> tuple[_Spec | None, str]:
@@ -235,12 +219,9 @@ def endpoint_status(endpoint: Endpoint, resource: EndpointResource) -> DraftEndp
         observed_generation=generation, url=endpoint.url, model=endpoint.model,
         conditions=conditions_of(endpoint.conditions, generation), active_revision=endpoint.active_revision,
         candidate_revision=endpoint.candidate_revision,
-        revisions=tuple(_revision(one) for one in endpoint.revisions[-_REVISIONS_SHOWN:]))
-
-
-def _revision(one: Revision) -> ResourceRevision:
-    return ResourceRevision(number=one.number, job_id=one.job_id, checkpoint=one.checkpoint,
-                            setting=one.use.setting.label(), state=one.state, speedup=one.speedup, tau=one.tau)
+        revisions=tuple(ResourceRevision(
+            number=one.number, job_id=one.job_id, checkpoint=one.checkpoint, setting=one.use.setting.label(),
+            state=one.state, speedup=one.speedup, tau=one.tau) for one in endpoint.revisions[-_REVISIONS_SHOWN:]))
 
 
 def conditions_of(conditions: Iterable[Condition], generation: int) -> tuple[ResourceCondition, ...]:
@@ -287,13 +268,13 @@ def event_records(identity: Identity, before: Iterable[Mapping[str, Any]],
                   after: Iterable[ResourceCondition]) -> tuple[EventRecord, ...]:
     """An event per condition whose status or reason has changed."""
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before}
-    changed = [one for one in after if known.get(one.type) != (one.status, one.reason)]
-    return tuple(_event_record(identity, one) for one in changed)
-
-
-def _event_record(identity: Identity, one: ResourceCondition) -> EventRecord:
-    bad = one.status == "True" if one.type in _BAD_WHEN_TRUE else one.status == "False"
-    content = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
-    name = f"{identity.name[:200]}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-    message = f"{one.type}={one.status}" + (f": {one.message}" if one.message else "")
-    return EventRecord(name, "Warning" if bad else "Normal", one.reason, message[:1024])
+    records = []
+    for one in after:
+        if known.get(one.type) == (one.status, one.reason):
+            continue
+        bad = one.status == ("True" if one.type in _BAD_WHEN_TRUE else "False")
+        content = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
+        name = f"{identity.name[:200]}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        message = f"{one.type}={one.status}" + (f": {one.message}" if one.message else "")
+        records.append(EventRecord(name, "Warning" if bad else "Normal", one.reason, message[:1024]))
+    return tuple(records)

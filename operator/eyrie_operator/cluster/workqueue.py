@@ -1,4 +1,4 @@
-"""A queue of keys to reconcile: each key at most once, and never processed by two workers at a time.
+"""A queue of keys to reconcile: each key at most once, and never processed by two workers at a time. And its metrics.
 
 The level-triggered queue of controllers, as in client-go: an event says *that* an object changed, not what, so ten
 events for one key cause one reconciliation. A key added while it is being processed is processed again afterwards.
@@ -11,6 +11,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -100,3 +102,27 @@ class Workqueue(Generic[Key]):
         elif key not in self._ready:
             self._ready[key] = None
             self._changed.notify()
+
+
+class Telemetry:
+    """Metrics of one operator in their own registry."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.reconciled = Counter("eyrie_operator_reconcile", "Reconciliations.", ("kind",), registry=registry)
+        self.errors = Counter("eyrie_operator_reconcile_errors", "Reconciliations that failed and are retried.",
+                              ("kind", "reason"), registry=registry)
+        self.seconds = Histogram("eyrie_operator_reconcile_seconds", "Duration of a reconciliation with its writes.",
+                                 ("kind",), registry=registry)
+        self.writes = Counter("eyrie_operator_writes", "Write requests to the cluster.",
+                              ("verb", "kind"), registry=registry)
+        self.waiting = Gauge("eyrie_operator_queue_length", "Objects waiting for reconciliation.", registry=registry)
+        self.leads = Gauge("eyrie_operator_leader", "1 while this operator holds the lease.", registry=registry)
+
+    def count_write(self, verb: str, kind: str) -> None:
+        """For `client.Cluster`."""
+        self.writes.labels(verb, kind).inc()
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -5,14 +5,20 @@ actions, store the status. Gateway and engines outlive the control plane, and th
 
 An engine is healthy once its ready file exists, /health answers 200, and it has generated a few tokens: an engine that
 loads but cannot decode must never get requests.
+
+Before a candidate's engine is started next to the serving one, free memory is read from `nvidia-smi` and /proc/meminfo:
+the control plane does not load torch. A machine whose GPUs cannot be read this way (AMD) counts as large enough.
 """
 
 import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -23,15 +29,18 @@ from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.conditions import observe
-from eyrie_operator.embedded.hardware import FreeMemory, Room, find_room, free_memory, weight_bytes
-from eyrie_operator.embedded.marks import Mark, stop_marked
+from eyrie_operator.embedded.gateway import GatewayRecord
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
     HOST,
     EngineRecord,
+    Mark,
     adopt_engines,
+    ask_gateway,
     endpoint_dir,
     engine_argv,
     engine_dir,
@@ -41,42 +50,104 @@ from eyrie_operator.embedded.processes import (
     read_counters,
     read_port,
     read_record,
-    read_shares,
-    read_unended,
     resolve_target,
     spawn,
     start_gateway,
     stop_gateway,
+    stop_marked,
 )
-from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share, UnendedAnswers
-from eyrie_operator.endpoints.engine_metrics import EngineCounters
-from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.embedded.routing import (
+    COUNTERS_PATH,
+    ROUTE_FILE,
+    UNENDED_PATH,
+    Counters,
+    RequestCounts,
+    RouteRecord,
+    Share,
+    UnendedAnswers,
+)
+from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, increase
+from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
-from eyrie_operator.endpoints.state import (
-    AnnounceGap,
-    CloseWindow,
-    DeleteEngine,
-    EndpointAction,
-    EndpointPlan,
-    KillEngine,
-    ObservedCanary,
-    ObservedEndpoint,
-    ObservedEngine,
-    RetireEngine,
-    Route,
-    ShareRoute,
-    StartEngine,
-    StartGateway,
-    StopGateway,
-)
-from eyrie_operator.endpoints.traffic_recording import delete_older, write_rules
+from eyrie_operator.endpoints.traffic_recording import Recording, delete_older
 from eyrie_pipelines.processes import is_alive, stop_group
+from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
 
 log = logging.getLogger(__name__)
 
 _MAX_STEPS = 6
 _LASTING_S = 60.0
 """An engine that runs this long has its count of failed starts reset."""
+
+
+_GIB = 2**30
+_WORKSPACE_BYTES = 4 * _GIB
+"""Of each GPU: CUDA context, graphs, and a KV pool to serve at least a few requests."""
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,memory.free", "--format=csv,noheader,nounits"]
+_QUERY_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """What is free on this machine now."""
+
+    main_bytes: int
+    gpus: dict[str, int] | None = None
+    """Free bytes by GPU index; None without a GPU, or where they cannot be read."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where an engine may start."""
+
+    gpus: tuple[str, ...] = ()
+    """For CUDA_VISIBLE_DEVICES; empty: not restricted."""
+
+    missing: str = ""
+    """Why it does not fit, with the numbers; empty: it does."""
+
+
+def find_room(engine: EngineSpec, weights: int, free: FreeMemory) -> Room:
+    """Choose the GPUs with the most free memory, or find that there is no room. Pure.
+
+    weights   bytes of target and drafter together, as stored
+    """
+    if free.gpus is None:
+        needed = weights + PROCESSES_BYTES[engine.kind]
+        if needed > free.main_bytes:
+            return Room(missing=f"another engine needs about {needed / _GIB:.1f} GiB of main memory and "
+                                f"{free.main_bytes / _GIB:.1f} GiB are free")
+        return Room()
+    needed = weights // engine.tp_size + _WORKSPACE_BYTES
+    by_size = sorted(free.gpus.items(), key=lambda row: -row[1])
+    fitting = [gpu for gpu, size in by_size if size >= needed]
+    if len(fitting) < engine.tp_size:
+        return Room(missing=f"another engine needs {engine.tp_size} GPUs with about {needed / _GIB:.1f} GiB free, and "
+                            f"{len(fitting)} of {len(free.gpus)} have that")
+    return Room(gpus=tuple(sorted(fitting[: engine.tp_size])))
+
+
+def free_memory() -> FreeMemory:
+    """The free memory of this machine."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    main = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**63)
+    if shutil.which(_QUERY[0]) is None:
+        return FreeMemory(main)
+    try:
+        shown = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
+        rows = [line.split(",") for line in shown.splitlines() if line.strip()]
+        return FreeMemory(main, {index.strip(): int(mib) * 2**20 for index, mib in rows} or None)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return FreeMemory(main)
+
+
+def weight_bytes(target: Path, use: DrafterUse) -> int:
+    """Bytes of the safetensors files of target and drafter."""
+    drafter = [Path(use.drafter_dir)] if use.drafter_dir is not None and use.setting.method == "drafter" else []
+    return sum(map(weights_on_disk, (target, *drafter)))
 
 
 class EmbeddedEndpoints:
@@ -109,12 +180,16 @@ class EmbeddedEndpoints:
         seen = self._observe(endpoint, serving, directory)
         plan = plan_endpoint(endpoint, policy, seen, now)
         conditions = endpoint.conditions
-        action: EndpointAction | None = None
+        action: act.EndpointAction | None = None
         try:
             for action in plan.actions:
-                if isinstance(action, CloseWindow):
+                if isinstance(action, act.CloseWindow):
                     # `now` is before the counters were read: a request that went on past its end since then is noted.
-                    _begin_window(engine_dir(directory, action.revision), seen.engine(action.revision), now)
+                    folder, engine = engine_dir(directory, action.revision), seen.engine(action.revision)
+                    record = read_record(folder / ENGINE_FILE, EngineRecord)
+                    if record is not None and engine is not None and engine.counted:
+                        window = Window(since=now, counts=dict(engine.counted))
+                        write_sealed(folder / ENGINE_FILE, record.model_copy(update={"window": window}))
                 self._act(action, endpoint, serving, directory)
                 conditions = self._records.record(action, endpoint, conditions, directory)
         except Transient as reason:
@@ -122,7 +197,7 @@ class EmbeddedEndpoints:
         except EyrieError as error:  # permanent: its port is in use, its target does not exist
             plan = EndpointPlan((), "False", error.reason, str(error))
             # An active revision that cannot be started says nothing of the candidate, which may be the way out of it.
-            if not isinstance(action, StartEngine) or action.revision != endpoint.active_revision:
+            if not isinstance(action, act.StartEngine) or action.revision != endpoint.active_revision:
                 conditions = self._records.reject_candidate(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
         delete_older(directory, serving.serve.record_days, now)
@@ -138,34 +213,31 @@ class EmbeddedEndpoints:
         adopt_engines(directory, self._clock())
         route = read_record(directory / ROUTE_FILE, RouteRecord)
 
-        def unended() -> UnendedAnswers | None:  # our engine does not count such answers
-            ours = serving.serve.engine.kind == "embedded"
-            if ours:
-                return UnendedAnswers()
-            return None if gateway is None else read_unended(gateway.port)
-
-        engines = tuple(self._observe_engine(record, folder, endpoint, serving, unended)
+        engines = tuple(self._observe_engine(record, folder, endpoint, serving, gateway)
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
         routed = None
         if route is not None and not route.on_hold and urls.get(route.revision) == route.url:
             routed = route.revision
+        # Why the candidate's engine does not fit next to the serving one; empty where none is to be started.
+        number, no_room = endpoint.candidate_revision, ""
+        if number is not None and any(engine.state != "dead" for engine in engines) and all(
+                engine.revision != number for engine in engines):
+            no_room = self._room(endpoint, serving, number).missing
         watched = self._records.watched(endpoint)
-        shared = route is not None and bool(route.others)
-        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and shared else None)
+        canary = None
+        if route is not None and route.others:
+            counters = None if gateway is None else ask_gateway(gateway, COUNTERS_PATH, Counters)
+            # Race: the gateway may not have read this route yet. Its counters then belong to the previous route.
+            is_counted = counters is not None and counters.since == route.since
+            outcomes = counters.revisions if counters is not None and is_counted else {}
+            shared, outcome = route.others[0], outcomes.get(route.others[0].revision, RequestCounts())
+            canary = ObservedCanary(shared.revision, shared.share, route.since, outcome.answered, outcome.errors)
         return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
                                 windows=watched.windows,
                                 drift_reported=watched.drift_reported, canary=canary,
-                                no_room=self._no_room(endpoint, serving, engines))
-
-    def _no_room(self, endpoint: Endpoint, serving: Serving, engines: Sequence[ObservedEngine]) -> str:
-        """Why the candidate's engine does not fit next to the serving one; empty where none is to be started."""
-        number = endpoint.candidate_revision
-        if number is None or not any(engine.state != "dead" for engine in engines) or any(
-                engine.revision == number for engine in engines):
-            return ""
-        return self._room(endpoint, serving, number).missing
+                                no_room=no_room)
 
     def _room(self, endpoint: Endpoint, serving: Serving, number: int) -> Room:
         use = next(each for each in endpoint.revisions if each.number == number).use
@@ -173,7 +245,7 @@ class EmbeddedEndpoints:
         return find_room(serving.serve.engine, weights, self._free_memory())
 
     def _observe_engine(self, record: EngineRecord, folder: Path, endpoint: Endpoint, serving: Serving,
-                        read_unended_answers: Callable[[], UnendedAnswers | None]) -> ObservedEngine:
+                        gateway: GatewayRecord | None) -> ObservedEngine:
         if not is_alive(record.process):
             return ObservedEngine(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
                                   message=last_lines(folder / "engine.log"), alone=record.alone)
@@ -187,25 +259,25 @@ class EmbeddedEndpoints:
                 return ObservedEngine(record.revision, "dead" if lost else "starting", record.started_at, record.starts,
                                       record.retiring_since, alone=record.alone)
             began = read_counters(url) or EngineCounters()  # baseline: the probe's own rounds do not count
-            record = record.model_copy(update={"url": url}).begin_window(began, self._clock())
+            record = record.model_copy(update={
+                "url": url, "window": Window(since=self._clock(), counts={"": began})})
         if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
             record = record.model_copy(update={"starts": 0})
         if record != known:
             write_sealed(folder / ENGINE_FILE, record)
         assert record.url is not None
-        counters = read_counters(record.url)
+        assert record.window is not None
+        counters, ours = read_counters(record.url), serving.serve.engine.kind == "embedded"
         # Race: read after the counters, so that what they count has been noted. While the gateway does not respond,
-        # nothing is judged.
-        unended = read_unended_answers()
-        seen = EngineCounters() if counters is None or unended is None else record.window(counters)
-        requests = None if counters is None else record.requests(counters)
+        # nothing is judged. Our engine counts answers past their end separately.
+        unended = None if ours or gateway is None else ask_gateway(gateway, UNENDED_PATH, UnendedAnswers)
+        counts = {} if counters is None else {"": counters}
+        seen = increase(counts, record.window.counts) if ours or unended is not None else EngineCounters()
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
                               window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
-                              window_requests=requests, window_since=record.window_since, alone=record.alone,
+                              window_requests=seen.requests, window_since=record.window.since, alone=record.alone,
                               window_unended=counters is not None and unended is not None
-                              and record.window_since is not None
-                              and unended.within(record.revision, record.window_since),
-                              counted={} if counters is None else {"": counters})
+                              and unended.within(record.revision, record.window.since), counted=counts)
 
     def _is_lost(self, record: EngineRecord, folder: Path, serving: Serving) -> bool:
         """Whether a serving engine whose address is not known has said for long where it is, and is not there: its
@@ -219,29 +291,34 @@ class EmbeddedEndpoints:
 
     # Actions. Each is idempotent: after a crash it is applied again.
 
-    def _act(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
-        now = self._clock()
-        if isinstance(action, StartGateway):
-            write_rules(directory, serving.serve)
-            start_gateway(directory, serving.serve.port, endpoint.url)
-        elif isinstance(action, StopGateway):
+    def _act(self, action: act.EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+        now, serve = self._clock(), serving.serve
+        recording = Recording(latest=serve.record_prompts, share=serve.record_share,
+                              consented_only=serve.record_consented_only)
+        if isinstance(action, act.StartGateway):
+            start_gateway(directory, serve.port, endpoint.url)
+        elif isinstance(action, act.StopGateway):
             stop_gateway(directory)
-        elif isinstance(action, StartEngine):
+        elif isinstance(action, act.StartEngine):
             self._start_engine(action, endpoint, serving, directory)
-        elif isinstance(action, ShareRoute):
-            write_rules(directory, serving.serve)
-            _share_route(action, directory, serving.serve.record_prompts, now)
-        elif isinstance(action, Route):
+        elif isinstance(action, act.ShareRoute):
+            canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
+            write_model(directory / ROUTE_FILE, RouteRecord(
+                revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
+                recording=recording))
+        elif isinstance(action, act.Route):
             main = _engine_url(directory, action.revision)
-            write_rules(directory, serving.serve)
             write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
-                                                            record_prompts=serving.serve.record_prompts))
-        elif isinstance(action, AnnounceGap):
-            _hold_requests(directory)
-        elif isinstance(action, RetireEngine | KillEngine | DeleteEngine):
+                                                            recording=recording))
+        elif isinstance(action, act.AnnounceGap):
+            # Before the engine is stopped, so that no request meets a closed port.
+            route = read_record(directory / ROUTE_FILE, RouteRecord)
+            if route is not None:
+                write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
+        elif isinstance(action, act.RetireEngine | act.KillEngine | act.DeleteEngine):
             _act_on_engine(action, engine_dir(directory, action.revision), now)
 
-    def _start_engine(self, action: StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+    def _start_engine(self, action: act.StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         revision = next(each for each in endpoint.revisions if each.number == action.revision)
         folder = engine_dir(directory, action.revision)
         previous = read_record(folder / ENGINE_FILE, EngineRecord)
@@ -260,17 +337,6 @@ class EmbeddedEndpoints:
             alone=action.alone))
 
 
-def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> ObservedCanary | None:
-    if route is None or not route.others:
-        return None
-    canary = route.others[0]
-    # Race: the gateway may not have read this route yet. Its counters then belong to the previous route.
-    counted = RequestCounts()
-    if counters is not None and counters.since == route.since:
-        counted = counters.revisions.get(canary.revision, counted)
-    return ObservedCanary(canary.revision, canary.share, route.since, counted.answered, counted.errors)
-
-
 def _engine_url(directory: Path, revision: int) -> str:
     record = read_record(engine_dir(directory, revision) / ENGINE_FILE, EngineRecord)
     assert record is not None
@@ -278,43 +344,22 @@ def _engine_url(directory: Path, revision: int) -> str:
     return record.url
 
 
-def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: datetime) -> None:
-    canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
-    write_model(directory / ROUTE_FILE, RouteRecord(
-        revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
-        record_prompts=record_prompts))
-
-
-def _hold_requests(directory: Path) -> None:
-    """Put the route on hold: written before the engine is stopped, so that no request meets a closed port."""
-    route = read_record(directory / ROUTE_FILE, RouteRecord)
-    if route is not None:
-        write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
-
-
-def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Path, now: datetime) -> None:
+def _act_on_engine(action: act.RetireEngine | act.KillEngine | act.DeleteEngine, folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     if record is None:
         return
-    if isinstance(action, RetireEngine):
+    if isinstance(action, act.RetireEngine):
         if is_alive(record.process):
             # To the leader only: SGLang's child processes would exit at once and drop their requests.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record.process.pid, signal.SIGTERM)
         write_sealed(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
-    elif isinstance(action, KillEngine):
+    elif isinstance(action, act.KillEngine):
         stop_group(record.process, grace_s=0.0)
     else:
         stop_marked(folder, 0.0)  # children that outlived it
         for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
             (folder / name).unlink(missing_ok=True)
-
-
-def _begin_window(folder: Path, seen: ObservedEngine | None, now: datetime) -> None:
-    record = read_record(folder / ENGINE_FILE, EngineRecord)
-    if record is not None and seen is not None:
-        for counters in seen.counted.values():  # of one process
-            write_sealed(folder / ENGINE_FILE, record.begin_window(counters, now))
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ from eyrie_operator.endpoints.traffic_recording import (
     CHAT_PATH,
     CONSENT_HEADER,
     TRAFFIC_FILE,
+    Recording,
     TrafficRecorder,
     redaction,
 )
@@ -175,7 +176,7 @@ def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOL
                 return JSONResponse(error_body(error), status_code=error.http_status)
         if is_post and request.scope["path"] == CHAT_PATH:
             route = routes.current()
-            traffic.record(body, 0 if route is None else route.record_prompts,
+            traffic.record(body, Recording() if route is None else route.recording,
                            request.headers.get(CONSENT_HEADER, ""))
         past_end = ignores_eos(body)
         for attempt in (1, 2):
@@ -248,14 +249,21 @@ async def _send(client: httpx.AsyncClient, routes: Routes, routed: RoutedRequest
         return StreamingResponse(_with_error_event(relayed, routes, routed), status_code=response.status_code,
                                  headers=forwarded)
     # Read whole, so that an engine that fails meanwhile yields an error and not a truncated response.
-    content = await _unless_disconnected(request, _joined(relayed))
+    async def joined() -> bytes:
+        async with contextlib.aclosing(relayed):
+            return b"".join([chunk async for chunk in relayed])
+
+    content = await _unless_disconnected(request, joined())
     return Response(content, status_code=response.status_code, headers=forwarded)
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects first. Raises ClientDisconnect."""
-    working = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnected(request))
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -265,16 +273,6 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -
         for task in (working, disconnect):
             task.cancel()
         await asyncio.gather(working, disconnect, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _joined(chunks: AsyncGenerator[bytes]) -> bytes:
-    async with contextlib.aclosing(chunks):
-        return b"".join([chunk async for chunk in chunks])
 
 
 async def _with_error_event(chunks: AsyncGenerator[bytes], routes: Routes,

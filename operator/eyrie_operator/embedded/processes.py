@@ -1,8 +1,11 @@
 """Gateway and engine processes of an endpoint, and the files that identify them.
 
 They run in their own sessions and are found by process ids on disk: they continue without the control plane, and the
-next one finds them. One whose record is missing or damaged is found by its mark (`marks`), and its record is written
-again.
+next one finds them. A control plane that is killed between a start and its record, or a damaged record, leaves a
+process that no file names. Command lines do not identify it: the launcher of SGLang replaces its own. Each process
+therefore inherits a variable, EYRIE_ENDPOINT_PROCESS, with the folder it belongs to and what its record needs, which
+/proc/<pid>/environ shows, and the record is written again. Its children inherit the mark, so that they are found when
+their parent has ended.
 
     <home>/endpoints/<name>/port                      the stable port, chosen once
     <home>/endpoints/<name>/gateway.json, .log        the gateway process (`gateway`)
@@ -14,6 +17,7 @@ again.
 This module decides nothing: `endpoints` executes the actions of the plan with it.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -21,13 +25,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel
 
 from eyrie_api.artifacts import read_sealed, verify_part, write_atomically, write_sealed
 from eyrie_api.database.endpoints import Serving
@@ -39,10 +43,9 @@ from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
-from eyrie_operator.embedded.marks import Mark, running_leaders, stop_marked
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, UNENDED_PATH, Counters, UnendedAnswers
-from eyrie_operator.endpoints.engine_metrics import EngineCounters, increase, read_metrics
-from eyrie_pipelines.processes import ProcessId, identify, is_alive, stop_group
+from eyrie_operator.embedded.routing import ROUTE_FILE
+from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, read_metrics
+from eyrie_pipelines.processes import ProcessId, boot_id, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ _GATEWAY_START_S = 60.0
 _STOP_S = 5.0
 _FETCH_S = 3600.0
 _PROBE = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
-
+_PROC = Path("/proc")
+_VARIABLE = "EYRIE_ENDPOINT_PROCESS"
 
 ModelT = TypeVar("ModelT", bound=Frozen)
 
@@ -74,30 +78,35 @@ class EngineRecord(Frozen):
     alone: bool = False
     """The serving engine was stopped for it, because both do not fit the memory."""
 
-    window_rounds: float = 0.0
-    """The engine's counters when the current acceptance window began."""
+    window: Window | None = None
+    """Of its acceptance; None before it is healthy."""
 
-    window_tokens: float = 0.0
-    window_accepted: tuple[float, ...] = ()
-    window_requests: float | None = None
-    """None: an earlier version, which did not read them, began the window."""
 
-    window_since: datetime | None = None
+class Mark(Frozen):
+    """The value of EYRIE_ENDPOINT_PROCESS, in JSON."""
 
-    def begin_window(self, counters: EngineCounters, now: datetime) -> "EngineRecord":
-        """With a window that begins now."""
-        return self.model_copy(update={"window_rounds": counters.rounds, "window_tokens": counters.tokens,
-                                       "window_accepted": counters.accepted, "window_requests": counters.requests,
-                                       "window_since": now})
+    folder: str
+    """Absolute: the endpoint's for a gateway, the revision's for an engine."""
 
-    def window(self, now: EngineCounters) -> EngineCounters:
-        """What was counted since the window began."""
-        began = EngineCounters(self.window_rounds, self.window_tokens, accepted=self.window_accepted)
-        return increase({"": now}, {"": began})
+    port: int | None = None
+    """A gateway's."""
 
-    def requests(self, now: EngineCounters) -> float | None:
-        """Requests that ended since the window began; None where that is not known."""
-        return None if self.window_requests is None else now.requests - self.window_requests
+    alone: bool = False
+    """An engine for which the serving one was stopped."""
+
+    def variables(self) -> dict[str, str]:
+        """The environment of a marked process. SGLang names its processes with setproctitle, which writes over their
+        environment unless SPT_NOENV is set."""
+        return {_VARIABLE: self.model_dump_json(), "SPT_NOENV": "1"}
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A session whose processes have one mark."""
+
+    mark: Mark
+    leader: ProcessId
+    """It may have ended while others of its session run."""
 
 
 def find_gateway(directory: Path) -> GatewayRecord | None:
@@ -222,44 +231,29 @@ def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path)
 def probe(folder: Path, model: str) -> str | None:
     """The engine's URL if it is ready, healthy and able to generate; None otherwise."""
     try:
-        url = Ready.model_validate_json((folder / "ready.json").read_text()).url
+        url = str(json.loads((folder / "ready.json").read_bytes())["url"])
         with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as client:
             if client.get("/health").status_code != 200:
                 return None
             answer = client.post("/v1/completions", json={"model": model, **_PROBE}, timeout=30.0)
             return url if answer.status_code == 200 else None
-    except (FileNotFoundError, ValueError, httpx.HTTPError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, httpx.HTTPError, httpx.InvalidURL):
         return None
-
-
-class Ready(BaseModel):
-    """The part of an engine's ready file that is read here."""
-
-    url: str
 
 
 def read_counters(url: str) -> EngineCounters | None:
     """From the engine's /metrics; None when it does not respond."""
     try:
         return read_metrics(httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text)
-    except httpx.HTTPError:
-        return None
-
-
-def read_shares(port: int) -> Counters | None:
-    """The gateway's counts under the current route; None when it does not respond."""
-    try:
-        answer = httpx.get(f"http://{HOST}:{port}{COUNTERS_PATH}", timeout=2.0, trust_env=False)
-        return Counters.model_validate_json(answer.text)
     except (httpx.HTTPError, ValueError):
         return None
 
 
-def read_unended(port: int) -> UnendedAnswers | None:
-    """When the gateway last had requests with `ignore_eos` in progress; None when it does not respond."""
+def ask_gateway(record: GatewayRecord, path: str, kind: type[ModelT]) -> ModelT | None:
+    """What the gateway itself has counted; None when it does not respond."""
     try:
-        answer = httpx.get(f"http://{HOST}:{port}{UNENDED_PATH}", timeout=2.0, trust_env=False)
-        return UnendedAnswers() if answer.status_code == 404 else UnendedAnswers.model_validate_json(answer.text)
+        answer = httpx.get(f"http://{HOST}:{record.port}{path}", timeout=2.0, trust_env=False)
+        return kind.model_validate_json(answer.text)
     except (httpx.HTTPError, ValueError):
         return None
 
@@ -330,3 +324,37 @@ def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
     except ValueError as error:
         log.warning("%s is damaged and is written again: %s", path, " ".join(str(error).split())[:200])
         return None
+
+
+def marked_sessions(below: Path) -> list[Marked]:
+    """Sessions of this user with running processes of `below` or of a folder in it."""
+    below, sessions = below.absolute(), dict[int, Marked]()
+    prefix = f"{_VARIABLE}=".encode()
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if entry.stat().st_uid != os.geteuid():
+                continue
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            value = next((one for one in variables if one.startswith(prefix)), None)
+            if value is None:
+                continue
+            mark = Mark.model_validate_json(value.removeprefix(prefix))
+            if below == Path(mark.folder) or below in Path(mark.folder).parents:
+                pid = os.getsid(int(entry.name))
+                sessions[pid] = Marked(mark, identify(pid) or ProcessId(pid=pid, started_ticks=0, boot=boot_id()))
+        except (OSError, ValueError):  # it ended, may not be read, or the variable is someone else's
+            continue
+    return list(sessions.values())
+
+
+def running_leaders(below: Path) -> list[Marked]:
+    """Those of `marked_sessions` whose leader runs: engines and gateways."""
+    return [one for one in marked_sessions(below) if is_alive(one.leader)]
+
+
+def stop_marked(below: Path, grace_s: float) -> None:
+    """Stop every process of `below` and the folders in it."""
+    for one in marked_sessions(below):
+        stop_group(one.leader, grace_s)

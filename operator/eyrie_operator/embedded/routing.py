@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_operator.endpoints.traffic_recording import Recording
 
 ROUTE_FILE = "route.json"
 COUNTERS_PATH = "/-/eyrie/counters"
@@ -49,8 +50,7 @@ class RouteRecord(Frozen):
     on_hold: bool = False
     """The engine is being replaced by one that does not fit next to it: requests wait for the next route."""
 
-    record_prompts: int = Field(0, ge=0)
-    """Latest chat requests to keep; 0 keeps none."""
+    recording: Recording = Field(default_factory=Recording)
 
     def leads_to(self, url: str) -> bool:
         """Whether new requests may reach the engine with this URL. One that gets none is being stopped."""
@@ -82,16 +82,14 @@ class Counters(Frozen):
 class UnendedAnswers(Frozen):
     """`GET /-/eyrie/unended`: when requests with `ignore_eos` were last in progress."""
 
-    known_since: datetime | None = None
-    """The start of this gateway. None: a gateway of an earlier version, which does not note them."""
+    known_since: datetime
+    """The start of this gateway."""
 
     latest: dict[int, datetime] = Field(default_factory=dict)
     """By revision."""
 
     def within(self, revision: int, since: datetime) -> bool:
         """Whether that may have been so since then. Pure."""
-        if self.known_since is None:
-            return False
         return self.known_since > since or self.latest.get(revision, since) > since
 
 

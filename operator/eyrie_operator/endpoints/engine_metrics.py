@@ -4,15 +4,18 @@ Our engine counts accepted draft tokens by position; SGLang has no such counter.
 
 SGLang updates its counters when a request ends, and counts the first token, which no round produced: with 100 tokens
 per response its tau is one hundredth too high. A round in which its adaptive mode did not draft counts like any other
-(`state.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: a window has requests alone.
+(`plan.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: a window has requests alone.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import datetime
 from itertools import zip_longest
 
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+from prometheus_client.parser import text_string_to_metric_families
+
+from eyrie_api.v1alpha1.model import Frozen
+
 _ROUNDS = ("eyrie_drafted_rounds_total", "sglang:spec_verify_calls_total")
 _TOKENS = ("eyrie_drafted_round_tokens_total", "sglang:generation_tokens_total")
 _ACCEPTED = "eyrie_accepted_tokens_total"
@@ -41,29 +44,25 @@ class EngineCounters:
 
 
 def read_metrics(text: str) -> EngineCounters:
-    """Parse Prometheus' text format; absent counters are zero."""
+    """Parse Prometheus' text format; absent counters are zero. Raises ValueError."""
     rounds = tokens = answered = failed = 0.0
     accepted: dict[int, float] = {}
-    for line in text.splitlines():
-        head, _, value = line.rpartition(" ")
-        name, _, labels = head.partition("{")
+    for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
+        name, labels, value = sample.name, sample.labels, sample.value
         if name in _ROUNDS:
-            rounds += float(value)
+            rounds += value
         elif name in _TOKENS:
-            tokens += float(value)
+            tokens += value
         elif name == _ACCEPTED:
-            accepted[int(dict(_LABEL.findall(labels))["position"])] = float(value)
-        elif name in (_OURS, _SGLANG):
-            parsed = dict(_LABEL.findall(labels))
-            if name == _SGLANG and not parsed.get("endpoint", "").startswith("/v1/"):
-                continue  # probes and scrapes
-            if parsed.get("finish_reason") == "error" or parsed.get("status_code", "").startswith("5"):
-                failed += float(value)
+            accepted[int(labels["position"])] = value
+        # SGLang's responses to probes and scrapes are not counted.
+        elif name == _OURS or (name == _SGLANG and labels.get("endpoint", "").startswith("/v1/")):
+            if labels.get("finish_reason") == "error" or labels.get("status_code", "").startswith("5"):
+                failed += value
             else:
-                answered += float(value)
-    deepest = max(accepted, default=0)
-    return EngineCounters(rounds, tokens, answered, failed,
-                          tuple(accepted.get(position, 0.0) for position in range(1, deepest + 1)))
+                answered += value
+    positions = range(1, max(accepted, default=0) + 1)
+    return EngineCounters(rounds, tokens, answered, failed, tuple(accepted.get(one, 0.0) for one in positions))
 
 
 Counts = Mapping[str, EngineCounters]
@@ -73,14 +72,19 @@ Counts = Mapping[str, EngineCounters]
 def increase(counts: Counts, since: Counts) -> EngineCounters:
     """The increase since `since`. A process started meanwhile counts from zero; one that ended is left out."""
     total = EngineCounters()
-    positions_known = True
     for process, now in counts.items():
         base = since.get(process, EngineCounters())
-        # A version before positions were read wrote a baseline that lacks them.
-        positions_known = positions_known and (bool(base.accepted) or base.tokens <= base.rounds)
         accepted = tuple(before + later - earlier for before, later, earlier
                          in zip_longest(total.accepted, now.accepted, base.accepted, fillvalue=0.0))
         total = EngineCounters(total.rounds + now.rounds - base.rounds, total.tokens + now.tokens - base.tokens,
                                total.answered + now.answered - base.answered, total.failed + now.failed - base.failed,
                                accepted)
-    return total if positions_known else replace(total, accepted=())
+    return total
+
+
+class Window(Frozen):
+    """The beginning of an acceptance window or of a canary's share: its time, and the engines' counters then. Stored,
+    so that a restarted control plane continues the window of its predecessor."""
+
+    since: datetime
+    counts: dict[str, EngineCounters]

@@ -12,40 +12,282 @@ same. When the acceptance length over enough recent rounds falls below a share o
 back to the revision before; the first revision is always the target without a drafter. When it falls less, but in
 several windows in a row, the traffic has drifted: this is reported once, with a job that retrains the drafter.
 
-Like `jobs.reconcile`, `plan_endpoint` is called repeatedly and keeps no state.
+Like `jobs.reconcile`, `plan_endpoint` is called repeatedly and keeps no state. First the values that it reads and
+returns: what was observed, the limits, the actions. The runtimes execute the actions: `cluster` as changes of
+Kubernetes objects, `embedded` as processes and files.
 """
 
 import math
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import Literal
 
+from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
+from eyrie_api.v1alpha1.records import Wait
 from eyrie_api.v1alpha1.status import Endpoint, Revision
-from eyrie_operator.endpoints.state import (
-    Activate,
-    AnnounceGap,
-    CanaryStep,
-    CloseWindow,
-    DeleteEngine,
-    EndpointAction,
-    EndpointPlan,
-    KillEngine,
-    ObservedCanary,
-    ObservedEndpoint,
-    ObservedEngine,
-    ProposeNoDrafter,
-    Reject,
-    ReportDrift,
-    RetireEngine,
-    RollBack,
-    Route,
-    ServePolicy,
-    ShareRoute,
-    StartEngine,
-    StartGateway,
-    StopGateway,
-)
+from eyrie_operator.endpoints.engine_metrics import Counts
 from eyrie_operator.unscheduled import is_due
+
+
+@dataclass(frozen=True)
+class ObservedEngine:
+    """One engine process of an endpoint."""
+
+    revision: int
+    state: Literal["starting", "healthy", "dead"]
+    """starting: running, but its probe has not passed yet."""
+
+    started_at: datetime
+    starts: int = 1
+    """Consecutive starts without a lasting engine, this one included; 0 once it has been healthy for a while."""
+
+    retiring_since: datetime | None = None
+    message: str = ""
+    """The end of a dead engine's log, or why the engine does not start."""
+
+    wait: Wait | None = None
+    """Why a pod of it has no node, on a cluster, if that is what it waits for."""
+
+    unready_since: datetime | None = None
+    """Since when one of its pods is not ready, on a cluster; None where that is not known."""
+
+    window_rounds: float = 0.0
+    """Verify rounds since the window began, and the tokens they produced."""
+
+    window_tokens: float = 0.0
+    window_accepted: tuple[float, ...] = ()
+    """Draft tokens that they accepted at each position; empty where the engine does not say."""
+
+    window_requests: float | None = None
+    """Requests that it answered or failed since the window began; None where that is not known."""
+
+    window_since: datetime | None = None
+    window_unended: bool = False
+    """The window may have answers that were generated past their end, which the engine does not count separately."""
+
+    alone: bool = False
+    """It was started after the serving engine had been stopped, because both do not fit the memory."""
+
+    counted: Counts = field(default_factory=dict, compare=False)
+    """The counters of each of its processes that responded: what a window that follows this one begins from. Read again
+    later they would leave out the rounds between, and a process that does not respond then would be judged twice."""
+
+
+@dataclass(frozen=True)
+class ObservedCanary:
+    """A revision with a share of the requests, and their outcomes since it has this share."""
+
+    revision: int
+    share: float
+    since: datetime
+    answered: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True)
+class ObservedEndpoint:
+    """The observation of an endpoint that `plan_endpoint` decides from."""
+
+    gateway_alive: bool = False
+    routed: int | None = None
+    """The revision that the route leads to."""
+
+    engines: tuple[ObservedEngine, ...] = ()
+    canary: ObservedCanary | None = None
+    windows: tuple[float, ...] = ()
+    """tau of the active revision's windows since its activation, or since the last drift report; oldest first."""
+
+    no_room: str = ""
+    """Why an engine for the candidate does not fit next to the serving one; empty: it does."""
+
+    drift_reported: bool = False
+    """Drift of the active revision has been reported since its activation."""
+
+    def engine(self, revision: int | None) -> ObservedEngine | None:
+        """The engine of a revision, dead or alive."""
+        return next((engine for engine in self.engines if engine.revision == revision), None)
+
+
+@dataclass(frozen=True)
+class ServePolicy:
+    """The limits that apply to a promotion (`EndpointServeSpec`, and the job's `PromotionPolicy`)."""
+
+    health_timeout_s: float = 60.0
+    min_acceptance_ratio: float = 0.5
+    drain_s: float = 600.0
+    canary: CanarySpec = field(default_factory=CanarySpec)
+    drift: DriftSpec = field(default_factory=DriftSpec)
+    counts_drafted: bool = False
+    """The engine counts drafted rounds separately. Ours does, SGLang does not."""
+
+
+@dataclass(frozen=True)
+class StartGateway:
+    """Listen on the stable port."""
+
+
+@dataclass(frozen=True)
+class StopGateway:
+    """Close the stable port."""
+
+
+@dataclass(frozen=True)
+class StartEngine:
+    """Start a revision's engine, on any free port."""
+
+    revision: int
+    starts: int
+    alone: bool = False
+    """The serving engine was stopped for it."""
+
+
+@dataclass(frozen=True)
+class AnnounceGap:
+    """Record that requests wait until the candidate is ready, and hold them: both engines do not fit."""
+
+    revision: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """Route all requests of the stable URL to this revision's engine."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class CanaryStep:
+    """What was counted of a canary until one of its steps ended."""
+
+    answered: int
+    """Requests since it had this share, and those that failed."""
+
+    errors: int
+    tau: float | None = None
+    """Over all its rounds so far; None before enough of them."""
+
+    rounds: float | None = None
+    tau_low: float | None = None
+    """The interval of tau by which the watch judges (`plan.highest_tau`)."""
+
+    tau_high: float | None = None
+
+
+@dataclass(frozen=True)
+class ShareRoute:
+    """Route a share of the requests to the candidate's engine, and the rest to the serving one."""
+
+    revision: int
+    serving: int
+    share: float
+    ended: CanaryStep | None = None
+    """The step before."""
+
+
+@dataclass(frozen=True)
+class RetireEngine:
+    """Make an engine finish its requests and exit."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class KillEngine:
+    """Kill an engine that did not exit in time."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class DeleteEngine:
+    """Delete the record of a dead engine that is not needed."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class CloseWindow:
+    """The window is full: record its figures and begin a new one."""
+
+    revision: int
+    tau: float | None
+    rounds: float
+    proven: float | None
+    """None for a revision without a proven tau, such as the target without a drafter: requests alone are recorded."""
+
+    rollback_below: float | None = None
+    """The acceptance lengths at which the watch rolls back, and at which it counts towards drift."""
+
+    drift_below: float | None = None
+    accepted: tuple[float, ...] = ()
+    """As `ObservedEngine.window_accepted`."""
+
+    requests: float | None = None
+    """As `ObservedEngine.window_requests`."""
+
+    seconds: float | None = None
+    """How long the window lasted."""
+
+
+@dataclass(frozen=True)
+class Activate:
+    """Record that the candidate serves, and the last step of its canary."""
+
+    revision: int
+    ended: CanaryStep | None = None
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Record that the candidate was rejected; the active revision continues to serve."""
+
+    revision: int
+    reason: str
+    message: str
+    ended: CanaryStep | None = None
+    """The step of its canary in which it was."""
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """Record that the active revision was rolled back: the one before it becomes the candidate."""
+
+    revision: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ReportDrift:
+    """Record that live acceptance stayed low, and offer or start a job that retrains the drafter."""
+
+    revision: int
+    taus: tuple[float, ...]
+    proven: float
+    message: str
+
+
+@dataclass(frozen=True)
+class ProposeNoDrafter:
+    """Propose the target without a drafter: the only revision ever proposed did not become healthy."""
+
+
+EndpointAction = (StartGateway | StopGateway | StartEngine | AnnounceGap | Route | ShareRoute | RetireEngine
+                  | KillEngine | DeleteEngine | CloseWindow | Activate | Reject | RollBack | ReportDrift
+                  | ProposeNoDrafter)
+
+
+@dataclass(frozen=True)
+class EndpointPlan:
+    """Actions in order, and the condition Serving."""
+
+    actions: tuple[EndpointAction, ...]
+    serving: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str
+
 
 MIN_ROUNDS = 200
 """Verify rounds of a window before its tau is used: at tau 3 its standard error is then about 0.15."""
@@ -85,7 +327,9 @@ def window_tau(engine: ObservedEngine, rounds: int = MIN_ROUNDS) -> float | None
 def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
     """Decide what an endpoint needs next. Pure."""
     if endpoint.desired == "off":
-        return _off(policy, seen, now)
+        stop: tuple[EndpointAction, ...] = (StopGateway(),) if seen.gateway_alive else ()
+        return EndpointPlan((*stop, *_retire_unused(set(), policy, seen, now)), "False", "Off",
+                            "switched off on request")
     actions: list[EndpointAction] = [] if seen.gateway_alive else [StartGateway()]
     active, candidate = endpoint.active_revision, endpoint.candidate_revision
     if candidate is not None and candidate != active:
@@ -101,11 +345,6 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoin
     routed = next((action.revision for action in actions if isinstance(action, Route)), seen.routed)
     actions += _retire_unused({active, candidate, routed}, policy, seen, now)
     return EndpointPlan(tuple(actions), *_serving(endpoint, seen, now))
-
-
-def _off(policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
-    stop: tuple[EndpointAction, ...] = (StopGateway(),) if seen.gateway_alive else ()
-    return EndpointPlan((*stop, *_retire_unused(set(), policy, seen, now)), "False", "Off", "switched off on request")
 
 
 def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime,
@@ -128,28 +367,24 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     elif engine.state == "healthy":
         return _run_canary(endpoint, policy, seen, engine, now, actions)
     elif engine.state == "dead":
-        if _machine_was_down(seen) and engine.starts <= _MACHINE_RESTARTS:
+        # Gateway and engines have all ended: with their machine or container, not by an engine's own fault.
+        machine_was_down = not seen.gateway_alive and all(each.state == "dead" for each in seen.engines)
+        if machine_was_down and engine.starts <= _MACHINE_RESTARTS:
             actions.append(StartEngine(candidate, engine.starts + 1, alone=engine.alone))
             return False
         actions.append(Reject(candidate, "EngineDied", f"the new engine ended: {engine.message}"))
         return True
-    elif now - _unhealthy_since(engine, seen) > timedelta(seconds=policy.health_timeout_s):
+    else:
+        # It is waited for since its start, or, once it has served a share, since a pod of it was lost.
+        had_a_share = seen.canary is not None and seen.canary.revision == candidate
+        since = engine.unready_since or engine.started_at if had_a_share else engine.started_at
+        if now - since <= timedelta(seconds=policy.health_timeout_s):
+            return False
         message = (f"the new engine was not healthy after {policy.health_timeout_s:g} s (serve.health_timeout_s)"
                    f"{_because(engine)}")
         actions.append(Reject(candidate, "HealthTimeout", message))
         return True
     return False
-
-
-def _machine_was_down(seen: ObservedEndpoint) -> bool:
-    """Whether gateway and engines have all ended: with their machine or container, and not by an engine's own fault."""
-    return not seen.gateway_alive and all(engine.state == "dead" for engine in seen.engines)
-
-
-def _unhealthy_since(engine: ObservedEngine, seen: ObservedEndpoint) -> datetime:
-    """Since when a candidate is waited for: its start, or, once it has served a share, when a pod of it was lost."""
-    had_a_share = seen.canary is not None and seen.canary.revision == engine.revision
-    return engine.unready_since or engine.started_at if had_a_share else engine.started_at
 
 
 def _start_candidate(candidate: int, policy: ServePolicy, seen: ObservedEndpoint, serving: ObservedEngine | None,
@@ -247,40 +482,29 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     if revision is None or engine is None or engine.state != "healthy":
         return []
     proven, tau = proven_tau(revision, policy.counts_drafted), window_tau(engine)
+    # None when the beginning is not known, or the clock was set back.
+    lasted_s = 0.0 if engine.window_since is None else (now - engine.window_since).total_seconds()
+    seconds = lasted_s if lasted_s > 0.0 else None
     if proven is None or engine.window_unended:
-        return _count_requests(engine, policy, now)
+        # Acceptance is not judged: the window is closed when it is long enough and a request has ended.
+        requested = engine.window_requests or engine.window_unended
+        if not requested or seconds is None or seconds < policy.drift.window_s:
+            return []
+        return [CloseWindow(active, None, 0.0, None, requests=engine.window_requests, seconds=seconds)]
     if tau is None:
         return _drift(revision, policy, seen)
-    close = _close_window(revision, engine, tau, proven, policy, now)
+    limit = policy.min_acceptance_ratio * proven
+    close = CloseWindow(active, tau, engine.window_rounds, proven, limit,
+                        None if policy.drift.action == "ignore" else policy.drift.ratio * proven,
+                        engine.window_accepted, engine.window_requests, seconds)
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.
         return [close, RollBack(active, "AcceptanceCollapsed", collapse)]
-    if _may_collapse(revision, tau, policy) and engine.window_rounds < _MOST_ROUNDS:
+    if tau < limit and engine.window_rounds < _MOST_ROUNDS:
         return _drift(revision, policy, seen)
     short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
     return _drift(revision, policy, seen) if short else [close]
-
-
-def _count_requests(engine: ObservedEngine, policy: ServePolicy, now: datetime) -> list[EndpointAction]:
-    """Close a window whose acceptance is not judged when it is long enough and a request has ended."""
-    seconds = _window_seconds(engine, now)
-    if (not engine.window_requests and not engine.window_unended) or seconds is None or seconds < policy.drift.window_s:
-        return []
-    return [CloseWindow(engine.revision, None, 0.0, None, requests=engine.window_requests, seconds=seconds)]
-
-
-def _close_window(revision: Revision, engine: ObservedEngine, tau: float, proven: float, policy: ServePolicy,
-                  now: datetime) -> CloseWindow:
-    return CloseWindow(revision.number, tau, engine.window_rounds, proven, policy.min_acceptance_ratio * proven,
-                       None if policy.drift.action == "ignore" else policy.drift.ratio * proven, engine.window_accepted,
-                       engine.window_requests, _window_seconds(engine, now))
-
-
-def _window_seconds(engine: ObservedEngine, now: datetime) -> float | None:
-    """None when the beginning is not known, or the clock was set back."""
-    seconds = 0.0 if engine.window_since is None else (now - engine.window_since).total_seconds()
-    return seconds if seconds > 0.0 else None
 
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:
@@ -294,12 +518,6 @@ def _collapse(revision: Revision | None, tau: float | None, rounds: float, polic
         return None
     return (f"acceptance length fell to {tau:.2f} (at most {highest:.2f}) over {rounds:.0f} rounds, below "
             f"{limit:.2f} = {policy.min_acceptance_ratio:g} x the proven {proven:.2f}")
-
-
-def _may_collapse(revision: Revision, tau: float, policy: ServePolicy) -> bool:
-    """Whether the acceptance length, as measured, would be a collapse."""
-    proven = proven_tau(revision, policy.counts_drafted)
-    return proven is not None and tau < policy.min_acceptance_ratio * proven
 
 
 def highest_tau(revision: Revision, tau: float, rounds: float) -> float:

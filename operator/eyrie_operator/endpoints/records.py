@@ -1,41 +1,158 @@
-"""Applies to the database those actions of a plan that record a decision, for both runtimes.
+"""Applies to the database those actions of a plan that record a decision, for both runtimes; drift and retraining.
 
 Of the actions of `plan.plan_endpoint`, a runtime executes those that start, route and retire engines; the others are
 recorded here. All are idempotent.
+
+Drift of an endpoint's traffic is reported once, with the job that retrains its drafter, which is offered or started.
+The job is the promoted one with other data: the latest chat requests of the endpoint, recorded by the gateway
+(`serve.record_prompts`) or taken from the user's own log (`promotion.drift.traffic_file`). They are copied when drift
+is reported, so that an offer and a retried job refer to the same data; a log at a URL is named as it is, and read whole
+when the job runs. Of a sweep the job is the candidate that serves, and its training continues from the drafter that
+serves where its family can and stages can read its files; the proof compares the result with that drafter.
+
+Submission is idempotent by endpoint, revision and the window that showed the drift: a control plane killed between
+submission and its record submits again and receives the first job's id.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from eyrie_api.artifacts import digest_model
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories, RecentWindows
 from eyrie_api.database.endpoints import Endpoints, Serving
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency
+from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.quotas import Demand
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import EyrieError, NotFound
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.data import DataSource
+from eyrie_api.v1alpha1.families import FAMILIES
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_api.v1alpha1.status import Endpoint, Job, Revision
+from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_operator.conditions import Conditions, observe
-from eyrie_operator.endpoints.drift import Drift
-from eyrie_operator.endpoints.state import (
-    Activate,
-    AnnounceGap,
-    CanaryStep,
-    CloseWindow,
-    EndpointAction,
-    ProposeNoDrafter,
-    Reject,
-    ReportDrift,
-    RollBack,
-    ServePolicy,
-    ShareRoute,
-)
+from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.plan import ServePolicy
+from eyrie_operator.endpoints.traffic_recording import SNAPSHOTS, TRAFFIC_FILE, write_latest
 
 log = logging.getLogger(__name__)
+
+ROUTE = "retraining"
+"""Namespace of the idempotency keys of these submissions."""
+
+KEPT_ROWS = 1_000_000
+"""The most that the gateway records; a user's own traffic file may be longer."""
+
+_NO_TRAFFIC = ("no retraining is offered, since no recent traffic was recorded: set serve.record_prompts, or "
+               "promotion.drift.traffic_file to a log of your own")
+_NO_REMOTE_TRAFFIC = ("no retraining is offered, since stages run without this machine's files: set "
+                      "promotion.drift.traffic_file to the s3:// or https:// address of a log of your own")
+
+
+class Drift:
+    """Reports drift and starts retraining, for the endpoints of one database."""
+
+    def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency, stored: Path | None = None) -> None:
+        """
+        stored   where stages run without this machine's files: the directory whose files they get from a bucket
+        """
+        self._histories, self._jobs, self._idempotency, self._stored = histories, jobs, idempotency, stored
+
+    def report(self, action: act.ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
+               serving: Revision | None) -> None:
+        """Record the drift with the job that would retrain the drafter; start the job if the policy says `retrain`."""
+        window = self._histories.watched(endpoint, action.revision).last_window
+        once = f"{action.revision}/{window}"
+        traffic = None if promoted is None else self._traffic(promoted.spec, directory, f"{action.revision}-{window}")
+        started, data = None, {}
+        if promoted is None or traffic is None:
+            outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
+                       _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
+        else:
+            spec = retraining_job(promoted, endpoint, traffic, "" if serving is None else serving.checkpoint or "",
+                                  None if serving is None else self._head(serving))
+            data = {"job": spec.model_dump(mode="json"), "traffic_file": traffic}
+            outcome = "a job that retrains on recent traffic is offered"
+            if promoted.spec.promotion.drift.action == "retrain":
+                try:
+                    started = self._start(spec, f"{endpoint}/{once}", self._jobs.demand(promoted.id))
+                except RequestInFlight:
+                    return  # race: a control plane died while it submitted; its key expires within a minute
+                outcome = f"{started} retrains on recent traffic"
+        self._histories.record(
+            endpoint, "drift", "TrafficDrifted", f"{action.message}; {outcome}", revision=action.revision,
+            job_id=None if promoted is None else promoted.id, data=data, once=f"drift/{once}",
+            figures={"tau": action.taus[-1], "proven_tau": action.proven, "windows": float(len(action.taus))})
+        if started is not None:
+            self._histories.record(endpoint, "retraining", "RetrainingStarted", f"by promotion.drift.action of job "
+                                   f"{promoted.id if promoted is not None else '-'}", job_id=started,
+                                   revision=action.revision, once=f"retraining/{once}")
+        log.warning("endpoint %s: %s; %s", endpoint, action.message, outcome)
+
+    def _traffic(self, spec: JobSpec, directory: Path, name: str) -> str | None:
+        """What the job reads: a log at an address, or a copy, written once, of the recent traffic or of the user's log.
+        None when there is no traffic that stages could read."""
+        own = spec.promotion.drift.traffic_file
+        if own is not None and is_remote(own):
+            return own
+        if self._stored is not None:
+            return None
+        source = Path(own) if own is not None else directory / TRAFFIC_FILE
+        to = directory / SNAPSHOTS / f"{name}.jsonl"
+        if not to.exists():
+            if not source.is_file() or source.stat().st_size == 0:
+                return None
+            to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_latest(source, to, KEPT_ROWS)
+        return str(to)
+
+    def _head(self, serving: Revision) -> Path | None:
+        """The directory of the drafter that serves, if training can read it."""
+        if serving.use.drafter_dir is None:
+            return None
+        head = Path(serving.use.drafter_dir)
+        is_stored = self._stored is not None and head.is_relative_to(self._stored)
+        return head if is_stored or head.is_dir() else None
+
+    def _start(self, spec: JobSpec, key: str, demand: Demand) -> str:
+        claim = self._idempotency.claim(key, ROUTE, digest_model(spec))
+        if isinstance(claim, Replay):
+            return str(claim.response["id"])
+        try:
+            return self._jobs.submit(spec, claim, demand=demand).id
+        except EyrieError:
+            self._idempotency.release(claim)
+            raise
+
+
+def retraining_job(promoted: Job, endpoint: str, traffic: str, checkpoint: str = "",
+                   head: Path | None = None) -> JobSpec:
+    """The promoted job on recent traffic, for the same endpoint. Pure.
+
+    traffic      absolute path or URL of the requests
+    checkpoint   what serves; of a sweep its candidate alone is trained again
+    head         its directory, if training can read it
+    """
+    winner = next((one for one in expand(promoted.spec) if checkpoint.startswith(f"{one.name}-step-")), None)
+    spec, changes = promoted.spec, dict[str, Any]()
+    if winner is not None:
+        spec, changes["sweep"] = winner.spec, SweepSpec()
+        if head is not None and FAMILIES[spec.drafter.family].continues:
+            changes["drafter"] = spec.drafter.model_copy(update={"init_from": str(head), "init_revision": None})
+    sources = (DataSource(path=traffic, format="messages"),)
+    changes |= {
+        "data": spec.data.model_copy(update={"sources": sources, "mix": None}),
+        "serve": spec.serve.model_copy(update={"endpoint": endpoint}),
+        "labels": {**spec.labels, "retrained-from": promoted.id}}
+    return spec.model_copy(update=changes)
 
 
 class EndpointRecords:
@@ -73,7 +190,7 @@ class EndpointRecords:
         active = endpoint.active_revision
         return RecentWindows() if active is None else self._histories.watched(endpoint.name, active)
 
-    def record(self, action: EndpointAction, endpoint: Endpoint, conditions: Conditions, directory: Path,
+    def record(self, action: act.EndpointAction, endpoint: Endpoint, conditions: Conditions, directory: Path,
                url_of: Callable[[int], str] | None = None) -> Conditions:
         """Record an action that changes rows; returns the updated conditions.
 
@@ -81,35 +198,35 @@ class EndpointRecords:
         url_of      base URL of a revision alone, where each has one
         """
         name, now = endpoint.name, self._clock()
-        if isinstance(action, Activate):
+        if isinstance(action, act.Activate):
             self.endpoints.activate(name, action.revision, figures=_figures(action.ended),
                                     urls=_urls(url_of, action.revision))
             if action.revision < (endpoint.active_revision or 0):
                 return conditions  # a rollback: the condition RolledBack keeps its reason
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
-        if isinstance(action, Reject):
+        if isinstance(action, act.Reject):
             self.endpoints.reject(name, action.revision, action.reason, action.message, _figures(action.ended))
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
-        if isinstance(action, RollBack):
+        if isinstance(action, act.RollBack):
             self.endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
-        if isinstance(action, AnnounceGap):
+        if isinstance(action, act.AnnounceGap):
             self._histories.record(name, "gap", "ReplacingEngine", action.message, revision=action.revision,
                                    once=f"gap/{action.revision}/{now.isoformat()}")
-        elif isinstance(action, ShareRoute):
+        elif isinstance(action, act.ShareRoute):
             self.endpoints.canary(name, action.revision, action.share, _figures(action.ended),
                                   _urls(url_of, action.revision, action.serving))
-        elif isinstance(action, CloseWindow):
+        elif isinstance(action, act.CloseWindow):
             self._histories.record_window(
                 name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
                 rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
                 seconds=action.seconds)
-        elif isinstance(action, ReportDrift):
+        elif isinstance(action, act.ReportDrift):
             serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
-        elif isinstance(action, ProposeNoDrafter):
+        elif isinstance(action, act.ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                    reason="the target without a drafter, since no drafter became healthy")
         return conditions
@@ -134,5 +251,5 @@ def _urls(url_of: Callable[[int], str] | None, *revisions: int) -> dict[int, str
     return {} if url_of is None else {number: url_of(number) for number in revisions}
 
 
-def _figures(ended: CanaryStep | None) -> dict[str, float | None]:
+def _figures(ended: act.CanaryStep | None) -> dict[str, float | None]:
     return {} if ended is None else asdict(ended)

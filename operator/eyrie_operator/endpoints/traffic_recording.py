@@ -4,7 +4,7 @@ Privacy: users' messages are stored in clear text. They are recorded only on req
 headers, keys or addresses, in one file with mode 0600, bounded to the latest N requests: the file is truncated whenever
 it has a quarter more. Switching recording off deletes it. Nothing is sent anywhere.
 
-`recording.json` next to it says which requests: a share of them, with `consented_only` those alone that carry the
+`Recording`, a part of the route, says which requests: a share of them, with `consented_only` those alone that carry the
 header `Eyrie-Record: yes`. What is older than `serve.record_days` is deleted by the control plane (`delete_older`),
 copies for retraining included. EYRIE_REDACT names a function of the administrator, `module:function`, that gets the
 messages of a request and returns what may be stored, or None; a request at which it fails is not stored.
@@ -23,14 +23,12 @@ from typing import Any
 
 from pydantic import Field
 
-from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.serving import ServeSpec
 
 log = logging.getLogger(__name__)
 
-TRAFFIC_FILE, RULES_FILE, SNAPSHOTS = "traffic.jsonl", "recording.json", "traffic"
+TRAFFIC_FILE, SNAPSHOTS = "traffic.jsonl", "traffic"
 CHAT_PATH = "/v1/chat/completions"
 CONSENT_HEADER, CONSENT = "eyrie-record", "yes"
 REDACT = "EYRIE_REDACT"
@@ -41,17 +39,14 @@ _MAX_ROW_BYTES = 256 * 1024
 """Longer conversations exceed what a drafter is trained on (`data.max_prompt_tokens`) and would fill the disk."""
 
 
-class RecordingRules(Frozen):
-    """`recording.json`: which chat requests are recorded."""
+class Recording(Frozen):
+    """Which chat requests are recorded."""
+
+    latest: int = Field(0, ge=0)
+    """Latest requests to keep; 0 keeps none."""
 
     share: float = Field(1.0, gt=0.0, le=1.0)
     consented_only: bool = False
-
-
-def write_rules(directory: Path, serve: ServeSpec) -> None:
-    """Write the rules of an endpoint; its gateway reads them with the next request."""
-    write_model(directory / RULES_FILE, RecordingRules(
-        share=serve.record_share, consented_only=serve.record_consented_only))
 
 
 def redaction() -> Redact | None:
@@ -75,19 +70,17 @@ class TrafficRecorder:
         self._path, self._redact = path, redact
         self._rows: int | None = None
         self._inode = 0
-        self._rules = RecordingRules()
-        self._rules_read: tuple[int, int] | None = None
         self._random = random.Random()
         self._failing = False
 
-    def record(self, body: bytes, latest: int, consent: str = "") -> None:
-        """Record the messages of one chat request and keep the `latest` requests; 0 deletes the file. What a full disk
-        does not take is not recorded: the request is answered all the same.
+    def record(self, body: bytes, rules: Recording, consent: str = "") -> None:
+        """Record the messages of one chat request and keep the `rules.latest` requests; 0 deletes the file. What a full
+        disk does not take is not recorded: the request is answered all the same.
 
         consent   the value of the request's header `Eyrie-Record`
         """
         try:
-            self._record(body, latest, consent)
+            self._record(body, rules, consent)
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -95,13 +88,12 @@ class TrafficRecorder:
             self._failing = True
             self._rows, self._inode = None, 0  # counted again
 
-    def _record(self, body: bytes, latest: int, consent: str) -> None:
-        if latest == 0:
+    def _record(self, body: bytes, rules: Recording, consent: str) -> None:
+        if rules.latest == 0:
             if self._rows != 0:
                 self._path.unlink(missing_ok=True)
                 self._rows, self._inode = 0, 0
             return
-        rules = self._current_rules()
         if rules.consented_only and consent.strip().lower() != CONSENT:
             return
         if rules.share < 1.0 and self._random.random() >= rules.share:
@@ -120,22 +112,9 @@ class TrafficRecorder:
             file.write(row)
         assert self._rows is not None
         self._rows += 1
-        if self._rows > latest + latest // 4:
-            self._rows = write_latest(self._path, self._path, latest)
+        if self._rows > rules.latest + rules.latest // 4:
+            self._rows = write_latest(self._path, self._path, rules.latest)
             self._inode = self._path.stat().st_ino
-
-    def _current_rules(self) -> RecordingRules:
-        """Read again when the file has changed. Without rules, or with damaged ones, only what was consented to is
-        recorded."""
-        file = self._path.with_name(RULES_FILE)
-        try:
-            stat = file.stat()
-            changed = (stat.st_ino, stat.st_mtime_ns)  # two writes may have one time
-            if changed != self._rules_read:
-                self._rules, self._rules_read = RecordingRules.model_validate_json(file.read_bytes()), changed
-        except (FileNotFoundError, ValueError):
-            self._rules, self._rules_read = RecordingRules(consented_only=True), None
-        return self._rules
 
     def _row(self, body: bytes) -> bytes | None:
         try:
@@ -144,7 +123,12 @@ class TrafficRecorder:
             if not isinstance(messages, list) or not messages:
                 return None
             if self._redact is not None:
-                messages = self._redacted(self._redact, messages)
+                try:
+                    messages = self._redact(messages)
+                except Exception as error:  # noqa: BLE001 - a program of the administrator's
+                    # Without its message, which may quote the request.
+                    log.warning("%s failed with %s: the request is not recorded", REDACT, type(error).__name__)
+                    return None
                 if not messages:
                     return None
             row = json.dumps({"messages": messages, "recorded_at": datetime.now(UTC).isoformat(timespec="seconds")},
@@ -153,36 +137,24 @@ class TrafficRecorder:
             return None
         return row if len(row) <= _MAX_ROW_BYTES else None
 
-    @staticmethod
-    def _redacted(redact: Redact, messages: list[Any]) -> list[Any] | None:
-        try:
-            return redact(messages)
-        except Exception as error:  # noqa: BLE001 - a program of the administrator's
-            # Without its message, which may quote the request.
-            log.warning("%s failed with %s: the request is not recorded", REDACT, type(error).__name__)
-            return None
-
 
 def delete_older(directory: Path, days: float, now: datetime) -> None:
     """Delete rows of an endpoint's traffic that are older, and copies of it that were made so long ago."""
     oldest = now - timedelta(days=days)
     file = directory / TRAFFIC_FILE
-    if file.exists() and _recorded_before(_first_line(file), oldest):
+    if file.exists():
         with file.open("rb") as rows:
-            kept = [row for row in rows if not _recorded_before(row, oldest)]
-        _replace(file, kept, ".kept")  # the gateway, another process, may be writing `.new`
+            is_old = _recorded_before(rows.readline(), oldest)
+            kept = [row for row in rows if not _recorded_before(row, oldest)] if is_old else []
+        if is_old:
+            _replace(file, kept, ".kept")  # the gateway, another process, may be writing `.new`
     for copy in (directory / SNAPSHOTS).glob("*.jsonl"):
         if datetime.fromtimestamp(copy.stat().st_mtime, UTC) < oldest:
             copy.unlink(missing_ok=True)
 
 
-def _first_line(file: Path) -> bytes:
-    with file.open("rb") as rows:
-        return rows.readline()
-
-
 def _recorded_before(row: bytes, oldest: datetime) -> bool:
-    """Rows of earlier versions have no time and are older than any."""
+    """A row that was cut, or has no time, is older than any."""
     try:
         return datetime.fromisoformat(str(json.loads(row).get("recorded_at"))) < oldest
     except (ValueError, AttributeError):

@@ -1,24 +1,44 @@
-"""`EndpointDeployment`: the configuration of an endpoint on a cluster, as one frozen value. Pure.
+"""`EndpointDeployment`: the configuration of an endpoint on a cluster, as one frozen value; its objects' names. Pure.
 
-An `Endpoint` lists the revisions, and which of them serves or is the candidate. `EndpointDeployment` adds placement,
-replicas, image, gateway, and the APIs of the server. Facts about models (context length, attention, a drafter's window)
-are passed in as the workers' values (`TargetCheckpoint`, `DrafterCheckpoint`), because reading a config.json is I/O.
+An `Endpoint` lists the revisions, and which of them serves or is the candidate. `EndpointDeployment` adds the
+administrator's settings (`ServingSpec`), placement, replicas, drafters, and the APIs of the server. Facts about models
+(context length, attention, a drafter's window) are passed in as the workers' values (`TargetCheckpoint`,
+`DrafterCheckpoint`), because reading a config.json is I/O.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.cluster import ModelCacheSpec
-from eyrie_api.v1alpha1.model import Name
-from eyrie_api.v1alpha1.placement import ObjectName, Placement, S3Work
+from eyrie_api.v1alpha1.cluster import ModelCacheSpec, ServingSpec
+from eyrie_api.v1alpha1.model import API_VERSION
+from eyrie_api.v1alpha1.placement import Placement, S3Work
+from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint
 from eyrie_workers.engines.sglang.launch import LaunchPlan
 
-LWS_API = "leaderworkerset.x-k8s.io/v1"
+GROUP = "eyrie.dev"
+ENDPOINT_LABEL = f"{GROUP}/endpoint"
+REVISION_LABEL = f"{GROUP}/revision"
+ROLE_LABEL = f"{GROUP}/role"
+MANAGER = "eyrie-operator"
+"""Field manager of server-side apply, and value of app.kubernetes.io/managed-by."""
+
+SERVER, ENTRY = "server", "entry"
+"""Roles: a pod that serves requests; the stable Service."""
+
+OWNER_KIND = "DraftEndpoint"
+"""Kind of the objects' owner."""
+
+_LONGEST = 52
+
+Manifest = dict[str, Any]
 
 
 class Undeployable(InvalidInput):
@@ -68,16 +88,6 @@ class DrafterFiles:
 
 
 @dataclass(frozen=True)
-class KeySecret:
-    """A Secret whose `key` contains a YAML file for SGLang's --config with the single line `api-key: ...`."""
-
-    secret: ObjectName
-    key: str = "engine.yaml"
-    version: str = ""
-    """The Secret's resourceVersion, if the pods are to be replaced when it is rotated: SGLang reads the file once."""
-
-
-@dataclass(frozen=True)
 class CachedTarget:
     """A target of the Hub in the cluster's model cache. An init container fills the cache where it lacks the target;
     the engine reads it, read-only and without the Hub."""
@@ -87,60 +97,20 @@ class CachedTarget:
 
 
 @dataclass(frozen=True)
-class GatewayRef:
-    """The parent Gateway of the endpoint's HTTPRoute."""
-
-    name: ObjectName
-    namespace: Name | None = None
-    section: str | None = None
-    hostnames: tuple[str, ...] = ()
-    request_timeout_s: float | None = None
-    """Some gateways end a request after 15 s, which a long generation exceeds. 0 disables the limit."""
-
-
-@dataclass(frozen=True)
-class Autoscale:
-    """KEDA scales replicas so that each has about `target_requests` requests, running and queued together."""
-
-    prometheus_url: str
-    max_replicas: int
-    target_requests: float
-    cooldown_s: int = 300
-
-
-@dataclass(frozen=True)
 class Owner:
     """The owner reference of all rendered objects: the garbage collector deletes them with the owner."""
 
     uid: str
     name: str
-    kind: str = "DraftEndpoint"
-    api_version: str = "eyrie.dev/v1alpha1"
-
-
-@dataclass(frozen=True)
-class Monitoring:
-    """Scraping, alerts (both need the Prometheus operator) and dashboard."""
-
-    interval_s: int = 15
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Additional labels of PodMonitor and PrometheusRule: many Prometheus installations select by a label."""
-
-    min_acceptance_ratio: float = 0.5
-    """Alert when windowed tau is below this fraction of the proven tau (`serve.min_acceptance_ratio`)."""
-
-    max_queued: float = 32.0
-    """Alert when a replica has more queued requests than this."""
-
-    max_error_ratio: float = 0.05
-    dashboard: bool = True
 
 
 @dataclass(frozen=True)
 class EndpointDeployment:
     """The configuration of an endpoint on a cluster. Raises Undeployable when it is inconsistent."""
 
-    namespace: Name
+    cluster: ServingSpec
+    """The administrator's settings. Its `placement` and `replicas` are not read: the fields below apply."""
+
     placement: Placement
     engine: SglangEngine | EmbeddedEngine
     drafters: Mapping[int, DrafterFiles] = field(default_factory=dict)
@@ -153,29 +123,9 @@ class EndpointDeployment:
     """Replicas of the serving revision; the minimum when scaled. A candidate has as many, because it gets all requests
     as soon as its canary has passed."""
 
-    num_nodes: int = 1
-    """Nodes of one engine; above 1 by LeaderWorkerSet. tp_size must equal num_nodes x placement.num_gpus."""
+    min_acceptance_ratio: float = 0.5
+    """Alert when windowed tau is below this fraction of the proven tau (`serve.min_acceptance_ratio`)."""
 
-    port: int = 30000
-    startup_timeout_s: float = 1800.0
-    """Time limit for loading weights and capturing graphs, which take 10 to 30 minutes for a large target."""
-
-    drain_timeout_s: float = 600.0
-    """Time a terminating engine has to finish its requests before it is killed; SGLang itself has no deadline."""
-
-    leave_delay_s: float = 10.0
-    """Pause between removal from the Service and SIGTERM, for proxies to update. Part of `drain_timeout_s`."""
-
-    surge: bool = True
-    """A rollout starts a new pod before it stops an old one. False needs no spare GPU; one replica is then missing."""
-
-    run_as: int = 65532
-    """User and group of the pods, which must be able to read a work volume. PodSecurity `restricted` rejects 0."""
-
-    python: tuple[str, ...] = ("python3",)
-    """Command that starts Python in the images."""
-
-    api_key: KeySecret | None = None
     cached_target: CachedTarget | None = None
     """None: the engine itself downloads a target of the Hub into its pod."""
 
@@ -184,30 +134,31 @@ class EndpointDeployment:
     package it imports; default: the placement's image, which then contains Eyrie. SGLang's own does not."""
 
     fetch_python: tuple[str, ...] | None = None
-    """Command that starts Python in `fetch_image`; default: the field `python`."""
+    """Command that starts Python in `fetch_image`; default: `cluster.python`."""
 
-    gateway: GatewayRef | None = None
-    autoscale: Autoscale | None = None
-    monitoring: Monitoring | None = None
     owner: Owner | None = None
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.num_nodes < 1:
-            raise Undeployable(f"replicas {self.replicas}, num_nodes {self.num_nodes}: both must be at least 1",
-                               "switch the endpoint off instead of giving it no replicas")
-        if self.drain_timeout_s <= self.leave_delay_s:
-            raise Undeployable(f"drain_timeout_s {self.drain_timeout_s:g} leaves nothing after leave_delay_s "
-                               f"{self.leave_delay_s:g}", "give more")
-        if self.autoscale is not None and self.autoscale.max_replicas < self.replicas:
-            raise Undeployable(f"autoscale.max_replicas {self.autoscale.max_replicas} is below replicas "
-                               f"{self.replicas}", "raise it")
+        given, scale = self.cluster, self.cluster.autoscale
+        if given.drain_timeout_s <= given.leave_delay_s:
+            raise Undeployable(f"drain_timeout_s {given.drain_timeout_s:g} leaves nothing after leave_delay_s "
+                               f"{given.leave_delay_s:g}", "give more")
+        if scale is not None and scale.max_replicas < self.replicas:
+            raise Undeployable(f"autoscale.max_replicas {scale.max_replicas} is below replicas {self.replicas}",
+                               "raise it")
+        num_gpus = self.placement.num_gpus
         if isinstance(self.engine, EmbeddedEngine):
-            self._check_embedded()
-        else:
-            self._check_gpus(self.engine.plan)
-        if self.num_nodes > 1 and LWS_API not in self.served:
-            raise Undeployable(f"num_nodes {self.num_nodes} needs {LWS_API}, which this cluster has not",
-                               "install LeaderWorkerSet, or serve on one node")
+            if given.key_secret is not None:
+                raise Undeployable("key_secret is given and the embedded engine knows no keys: anybody in the cluster "
+                                   "could send it requests", "serve with engine sglang, or leave key_secret out and "
+                                   "restrict by NetworkPolicy")
+        elif self.engine.plan.machine.platform == "cpu":
+            if num_gpus:
+                raise Undeployable(f"placement.num_gpus {num_gpus} with hardware profile "
+                                   f"{self.engine.plan.machine.name!r}", "give the GPU's profile, or num_gpus 0")
+        elif self.engine.plan.tp_size != num_gpus:
+            raise Undeployable(f"tp_size {self.engine.plan.tp_size} needs as many GPUs, and the pod has "
+                               f"placement.num_gpus {num_gpus}", "make them equal")
 
     def has(self, *apis: str) -> str | None:
         """The first of these `group/version` that the server offers; None when it offers none."""
@@ -216,11 +167,11 @@ class EndpointDeployment:
     def left_out(self) -> tuple[str, ...]:
         """Configured features that this cluster lacks, as text for users; none of them prevents serving."""
         missing = []
-        if self.gateway is not None and self.route_api is None:
+        if self.cluster.gateway is not None and self.route_api is None:
             missing.append("no gateway.networking.k8s.io here: traffic moves to a new revision at once, by Service")
-        if self.autoscale is not None and not self.scaled:
+        if self.cluster.autoscale is not None and not self.scaled:
             missing.append(f"no keda.sh/v1alpha1 here: replicas stay at {self.replicas}")
-        if self.monitoring is not None and self.has("monitoring.coreos.com/v1") is None:
+        if self.cluster.monitoring and self.has("monitoring.coreos.com/v1") is None:
             missing.append("no monitoring.coreos.com/v1 here: neither PodMonitor nor PrometheusRule")
         if self.has("policy/v1", "policy/v1beta1") is None:
             missing.append("no policy/v1 here: no PodDisruptionBudget")
@@ -234,32 +185,14 @@ class EndpointDeployment:
     @property
     def route_api(self) -> str | None:
         """API version of the HTTPRoute; None where traffic is switched by Service."""
-        if self.gateway is None:
+        if self.cluster.gateway is None:
             return None
         return self.has("gateway.networking.k8s.io/v1", "gateway.networking.k8s.io/v1beta1")
 
     @property
     def scaled(self) -> bool:
         """Whether KEDA sets the number of replicas."""
-        return self.autoscale is not None and self.has("keda.sh/v1alpha1") is not None
-
-    def _check_embedded(self) -> None:
-        if self.api_key is not None:
-            raise Undeployable("api_key is given and the embedded engine knows none: anybody in the cluster could ask "
-                               "it", "serve with engine sglang, or leave api_key out and restrict by NetworkPolicy")
-        if self.num_nodes > 1:
-            raise Undeployable(f"num_nodes {self.num_nodes}: the embedded engine runs on one", "use engine sglang")
-
-    def _check_gpus(self, plan: LaunchPlan) -> None:
-        given = self.num_nodes * self.placement.num_gpus
-        if plan.machine.platform == "cpu":
-            if given:
-                raise Undeployable(f"placement.num_gpus {self.placement.num_gpus} with hardware profile "
-                                   f"{plan.machine.name!r}", "give the GPU's profile, or num_gpus 0")
-        elif plan.tp_size != given:
-            raise Undeployable(
-                f"tp_size {plan.tp_size}, and {self.num_nodes} node(s) with placement.num_gpus "
-                f"{self.placement.num_gpus} have {given} GPUs", "make them equal")
+        return self.cluster.autoscale is not None and self.has("keda.sh/v1alpha1") is not None
 
 
 def fetched(files: DrafterFiles, placement: Placement) -> StoredDrafter | None:
@@ -274,3 +207,58 @@ def fetched(files: DrafterFiles, placement: Placement) -> StoredDrafter | None:
         raise Undeployable(f"stored drafter {files.stored.prefix}/{files.stored.part} climbs out of its prefix",
                            "give plain keys")
     return files.stored
+
+
+def object_name(endpoint: str, revision: int | None = None, part: str = "") -> str:
+    """`eyrie-<endpoint>[-r<revision>][-<part>]`, shortened to a DNS label of at most 52 characters.
+
+    A Service's name must begin with a letter, and an endpoint's may begin with a digit. The controller of Deployments
+    appends a suffix, and the result has to fit into a label of 63. A longer name is truncated and gets 8 hexadecimal
+    digits of the SHA-256 of the endpoint's name, so that two long endpoint names do not collide.
+    """
+    tail = (f"-r{revision}" if revision is not None else "") + (f"-{part}" if part else "")
+    head = f"eyrie-{endpoint}"
+    if len(head) + len(tail) > _LONGEST:
+        mark = hashlib.sha256(endpoint.encode()).hexdigest()[:8]
+        head = f"{head[:_LONGEST - len(tail) - len(mark) - 1].rstrip('-')}-{mark}"
+    return head + tail
+
+
+def service_name(endpoint: str, revision: int) -> str:
+    """Name of one revision's Service."""
+    return object_name(endpoint, revision, "http")
+
+
+def selector(endpoint: str, revision: int | None = None, role: str | None = SERVER) -> dict[str, str]:
+    """Labels of selectors. They never change during the life of an object, because selectors are immutable."""
+    labels = {"app.kubernetes.io/name": "eyrie-engine", ENDPOINT_LABEL: endpoint}
+    if revision is not None:
+        labels[REVISION_LABEL] = str(revision)
+    if role is not None:
+        labels[ROLE_LABEL] = role
+    return labels
+
+
+def labels(endpoint: str, revision: int | None = None, role: str | None = None) -> dict[str, str]:
+    """All labels of an object or a pod."""
+    return selector(endpoint, revision, role) | {
+        "app.kubernetes.io/instance": endpoint, "app.kubernetes.io/component": "endpoint",
+        "app.kubernetes.io/part-of": "eyrie", "app.kubernetes.io/managed-by": MANAGER}
+
+
+def digest(value: str | Mapping[str, Any]) -> str:
+    """`sha256:<hex>` of a text or a JSON value."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def described(api_version: str, kind: str, name: str, endpoint: Endpoint, deployment: EndpointDeployment,
+              revision: int | None = None, role: str | None = None) -> Manifest:
+    """A manifest with apiVersion, kind and metadata (name, labels, owner), without a spec."""
+    metadata: Manifest = {"name": name, "namespace": deployment.cluster.namespace,
+                          "labels": labels(endpoint.name, revision, role)}
+    owner = deployment.owner
+    if owner is not None:
+        metadata["ownerReferences"] = [{"apiVersion": API_VERSION, "kind": OWNER_KIND, "name": owner.name,
+                                        "uid": owner.uid, "controller": True, "blockOwnerDeletion": True}]
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata}

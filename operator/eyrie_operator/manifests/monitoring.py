@@ -14,20 +14,25 @@ from typing import Any
 
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_operator.endpoints.plan import MIN_ROUNDS, proven_tau
-from eyrie_operator.manifests.deployment import EndpointDeployment, Monitoring, SglangEngine
-from eyrie_operator.manifests.names import (
+from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
     REVISION_LABEL,
     ROLE_LABEL,
+    EndpointDeployment,
     Manifest,
+    SglangEngine,
+    described,
     digest,
     object_name,
     selector,
 )
 from eyrie_operator.manifests.rollout import RolloutState
-from eyrie_operator.manifests.workloads import described, workload_reference
 
 _WINDOW = "10m"
+_MAX_QUEUED, _MAX_ERROR_RATIO = 32, 0.05
+"""Queued requests of a replica, and failed requests of all, above which an alert fires."""
+
+_COOLDOWN_S = 300
 
 
 @dataclass(frozen=True)
@@ -68,63 +73,54 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
     """PodMonitor, PrometheusRule and dashboard if configured and supported by the server; one scaler per revision."""
     series = SGLANG if isinstance(deployment.engine, SglangEngine) else EMBEDDED
     rendered: list[Manifest] = []
-    monitoring = deployment.monitoring
-    if monitoring is not None and wanted.open:
+    if deployment.cluster.monitoring and wanted.open:
         if deployment.has("monitoring.coreos.com/v1") is not None:
-            rendered += [_pod_monitor(endpoint, deployment, monitoring),
-                         _rules(endpoint, deployment, monitoring, wanted, series)]
-        if monitoring.dashboard:
-            rendered.append(_dashboard(endpoint, deployment, series))
+            name = object_name(endpoint.name)
+            monitor = described("monitoring.coreos.com/v1", "PodMonitor", name, endpoint, deployment)
+            monitor["metadata"]["labels"] |= deployment.cluster.monitoring_labels
+            monitor["spec"] = {
+                "selector": {"matchLabels": selector(endpoint.name)},
+                "podTargetLabels": [ENDPOINT_LABEL, REVISION_LABEL, ROLE_LABEL],
+                # SGLang labels its HTTP counters with `endpoint`, as the Prometheus operator does targets: keep it.
+                "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": "15s", "honorLabels": True}]}
+            rendered += [monitor, _rules(endpoint, deployment, wanted, series)]
+        rendered.append(_dashboard(endpoint, deployment, series))
     if deployment.scaled:
         numbers = {one.number for one in endpoint.revisions}
         rendered += [_scaler(endpoint, deployment, number, series) for number in wanted.engines if number in numbers]
     return rendered
 
 
-def _pod_monitor(endpoint: Endpoint, deployment: EndpointDeployment, monitoring: Monitoring) -> Manifest:
-    monitor = described("monitoring.coreos.com/v1", "PodMonitor", object_name(endpoint.name), endpoint, deployment)
-    monitor["metadata"]["labels"] |= dict(monitoring.labels)
-    monitor["spec"] = {
-        "selector": {"matchLabels": selector(endpoint.name)},
-        "podTargetLabels": [ENDPOINT_LABEL, REVISION_LABEL, ROLE_LABEL],
-        # SGLang labels its HTTP counters with `endpoint`, as the Prometheus operator does targets: keep SGLang's.
-        "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": f"{monitoring.interval_s}s",
-                                 "honorLabels": True}]}
-    return monitor
-
-
-def _rules(endpoint: Endpoint, deployment: EndpointDeployment, monitoring: Monitoring, wanted: RolloutState,
-           series: Series) -> Manifest:
+def _rules(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState, series: Series) -> Manifest:
     ours = _ours(endpoint, deployment)
     by = _label(REVISION_LABEL)
-    rules = [_collapse_rule(endpoint, deployment, one, monitoring, series) for one in endpoint.revisions
+    rules = [_collapse_rule(endpoint, deployment, one, series) for one in endpoint.revisions
              if one.number in wanted.engines and proven_tau(one, deployment.counts_drafted) is not None]
     answered, failed = _answers(series, ours)
     rules += [
         _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
-              f"{monitoring.max_error_ratio:g}", "5m", "critical", endpoint,
-              f"More than {monitoring.max_error_ratio:.0%} of requests fail"),
-        _rule("EyrieRequestsQueued", f"max by ({by}) ({series.queued}{{{ours}}}) > {monitoring.max_queued:g}", "10m",
-              "warning", endpoint, f"A replica has more than {monitoring.max_queued:g} queued requests"),
+              f"{_MAX_ERROR_RATIO:g}", "5m", "critical", endpoint,
+              f"More than {_MAX_ERROR_RATIO:.0%} of requests fail"),
+        _rule("EyrieRequestsQueued", f"max by ({by}) ({series.queued}{{{ours}}}) > {_MAX_QUEUED}", "10m",
+              "warning", endpoint, f"A replica has more than {_MAX_QUEUED} queued requests"),
         _rule("EyrieNoEngineUp", f"absent(up{{{ours}}} == 1)", "5m", "critical", endpoint,
               "No engine is up"),
     ]
     rendered = described("monitoring.coreos.com/v1", "PrometheusRule", object_name(endpoint.name), endpoint, deployment)
-    rendered["metadata"]["labels"] |= dict(monitoring.labels)
+    rendered["metadata"]["labels"] |= deployment.cluster.monitoring_labels
     rendered["spec"] = {"groups": [{"name": f"eyrie-{endpoint.name}", "rules": rules}]}
     return rendered
 
 
-def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, monitoring: Monitoring,
-                   series: Series) -> Manifest:
+def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, series: Series) -> Manifest:
     proven = proven_tau(revision, deployment.counts_drafted)
     assert proven is not None
     ours = _ours(endpoint, deployment, revision.number)
-    least = monitoring.min_acceptance_ratio * proven
+    least = deployment.min_acceptance_ratio * proven
     enough = f"sum(increase({series.rounds}{{{ours}}}[{_WINDOW}])) >= {MIN_ROUNDS}"
     return _rule("EyrieAcceptanceCollapsed", f"({_tau(series, ours)}) < {least:.4g} and {enough}", "0m", "warning",
                  endpoint, f"Acceptance length of revision {revision.number} is below {least:.2f} = "
-                 f"{monitoring.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number))
+                 f"{deployment.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number))
 
 
 def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: Endpoint, summary: str,
@@ -136,15 +132,16 @@ def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: En
 
 def _scaler(endpoint: Endpoint, deployment: EndpointDeployment, revision: int, series: Series) -> Manifest:
     """The ScaledObject of one revision: each has its own, since a canary must be able to take all requests."""
-    scale = deployment.autoscale
+    scale = deployment.cluster.autoscale
     assert scale is not None
     ours = _ours(endpoint, deployment, revision)
     rendered = described("keda.sh/v1alpha1", "ScaledObject", object_name(endpoint.name, revision), endpoint, deployment,
                          revision)
     rendered["spec"] = {
-        "scaleTargetRef": workload_reference(endpoint.name, revision, deployment),
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment",
+                           "name": object_name(endpoint.name, revision)},
         "minReplicaCount": deployment.replicas, "maxReplicaCount": scale.max_replicas,
-        "cooldownPeriod": scale.cooldown_s,
+        "cooldownPeriod": _COOLDOWN_S,
         "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": {
             "serverAddress": scale.prometheus_url, "threshold": f"{scale.target_requests:g}",
             "query": f"sum({series.running}{{{ours}}}) + sum({series.queued}{{{ours}}})"}}]}
@@ -171,7 +168,7 @@ def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Serie
     )
     panels = [_panel(number, title, expression, unit, by) for number, (title, expression, unit) in enumerate(drawn)]
     document: dict[str, Any] = {
-        "uid": digest(f"{deployment.namespace}/{endpoint.name}")[7:47],  # Grafana allows 40 characters
+        "uid": digest(f"{deployment.cluster.namespace}/{endpoint.name}")[7:47],  # Grafana allows 40 characters
         "title": f"Eyrie endpoint {endpoint.name}", "tags": ["eyrie"],
         "schemaVersion": 39, "time": {"from": "now-6h", "to": "now"}, "refresh": "30s", "panels": panels,
         "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]}}
@@ -202,11 +199,10 @@ def _answers(series: Series, ours: str) -> tuple[str, str]:
 
 def _ours(endpoint: Endpoint, deployment: EndpointDeployment, revision: int | None = None) -> str:
     """Label matchers of the endpoint's series."""
-    found = f'namespace="{deployment.namespace}",{_label(ENDPOINT_LABEL)}="{endpoint.name}"'
+    found = f'namespace="{deployment.cluster.namespace}",{_label(ENDPOINT_LABEL)}="{endpoint.name}"'
     return found if revision is None else f'{found},{_label(REVISION_LABEL)}="{revision}"'
 
 
 def _label(name: str) -> str:
     """The Prometheus label of a Kubernetes label."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)
-

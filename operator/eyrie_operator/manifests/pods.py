@@ -1,4 +1,8 @@
-"""The pod of one revision's engine: probes, drain, volumes, security. Pure.
+"""The pod of one revision's engine: command line, probes, drain, volumes, security. Pure.
+
+SGLang's command line is rendered by `launch_arguments` with the paths inside the pod: of the mounted or downloaded
+drafter, the adaptive map and the key file. It is complete when the Deployment is rendered; nothing is computed in the
+pod.
 
 Probes follow SGLang 0.5.23. /health generates a token when the engine is idle, takes a second or more, and is 503 while
 starting, while draining, and 20 s after the scheduler stopped responding: a shorter probe timeout would restart an
@@ -13,13 +17,36 @@ ephemeral volumes.
 """
 
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
-from eyrie_operator.manifests.deployment import CachedTarget, DrafterFiles, EndpointDeployment
-from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, PLUGIN_DIR, EngineLine, literal
-from eyrie_operator.manifests.names import WORKER, Manifest, digest
+from eyrie_api.v1alpha1.status import Revision
+from eyrie_operator.manifests.deployment import (
+    CachedTarget,
+    DrafterFiles,
+    EmbeddedEngine,
+    EndpointDeployment,
+    Manifest,
+    StoredDrafter,
+    Undeployable,
+    digest,
+    fetched,
+)
+from eyrie_workers.engines.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
+
+ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
+KEY_DIR, KEY_FILE = "/etc/eyrie/key", "engine.yaml"
+"""The file of `cluster.key_secret`: SGLang's --config with the line `api-key: ...`, which it reads once."""
+
+DRAFTER_DIR = "/var/lib/eyrie-drafter"
+"""The directory to which an init container downloads the drafter."""
+
+PLUGIN_DIR = "/var/lib/eyrie-plugin"
+"""The directory to which an init container copies the package that SGLang imports."""
+
+ANY_HOST = "0.0.0.0"  # the pod's own address is not known before it runs
 
 CREDENTIALS_DIR = "/var/run/secrets/eyrie/artifacts"
 SCRATCH_DIR = "/scratch"
@@ -34,25 +61,93 @@ _HEALTH_TIMEOUT_S = 30
 """Above the 20 s after which SGLang reports that its scheduler does not respond."""
 
 
-def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None, role: str) -> Manifest:
+@dataclass(frozen=True)
+class EngineLine:
+    """Command, readiness path, environment and files of a revision's engine container."""
+
+    command: tuple[str, ...]
+    ready_path: str
+    """Path that responds with 200 only while new requests are accepted."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    adaptive: str | None = None
+    """Content of ADAPTIVE_DIR/ADAPTIVE_FILE."""
+
+    drafter: DrafterFiles | None = None
+    fetch: StoredDrafter | None = None
+    plugin: bool = False
+    """Whether SGLang imports our package from PLUGIN_DIR."""
+
+
+def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDeployment) -> EngineLine:
+    """The command line of one revision's engine. Raises Undeployable or Unlaunchable."""
+    drafter = _drafter(revision, deployment)
+    stored = fetched(drafter, deployment.placement) if drafter is not None else None
+    directory = None if drafter is None else DRAFTER_DIR if stored is not None else drafter.facts.directory
+    if isinstance(deployment.engine, EmbeddedEngine):
+        use = revision.use.model_copy(update={"drafter_dir": directory})
+        return EngineLine(command=literal(deployment.engine.argv(use, deployment.cluster.port)), ready_path="/health",
+                          drafter=drafter, fetch=stored)
+    shared = deployment.engine.plan
+    plan = replace(
+        shared, served_model_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
+        port=deployment.cluster.port, adaptive_path=f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}",
+        drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
+        context_length=revision.use.context_length or shared.context_length, metrics=True,
+        key_file=None if deployment.cluster.key_secret is None else f"{KEY_DIR}/{KEY_FILE}",
+        plugin_root=None if deployment.fetch_image is None else PLUGIN_DIR)  # else the engine's image has it
+    line = (*deployment.cluster.python, "-m", GUARDED_MODULE, *launch_arguments(plan))
+    environment = dict(zip(names := launch_environment(plan), literal(names.values()), strict=True))
+    if plan.plugin_root is not None:
+        environment["PYTHONPATH"] = plan.plugin_root
+    return EngineLine(command=literal(line), ready_path="/ready", environment=environment,
+                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored,
+                      plugin=plan.plugin_root is not None)
+
+
+def literal(arguments: Iterable[str]) -> tuple[str, ...]:
+    """Arguments of which the kubelet expands nothing. It replaces `$(NAME)` in commands and variables by the value of a
+    variable of the container, secrets included, and `$$` by `$`; a target's name may hold either."""
+    return tuple(one.replace("$", "$$") for one in arguments)
+
+
+def _drafter(revision: Revision, deployment: EndpointDeployment) -> DrafterFiles | None:
+    """The revision's drafter files; None when no setting of the revision uses a drafter."""
+    use = revision.use
+    drafts = use.setting.method == "drafter" or (
+        use.map is not None and any(point.setting.method == "drafter" for point in use.map.points))
+    if not drafts:
+        return None
+    files = deployment.drafters.get(revision.number)
+    if files is None:
+        raise Undeployable(f"revision {revision.number} drafts with {use.drafter_dir!r}, of which nothing is known",
+                           "read its config.json and give it in `drafters`")
+    return files
+
+
+def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None) -> Manifest:
     """The spec of one pod. `adaptive_map` names the ConfigMap of the line's adaptive file."""
-    placement = deployment.placement
+    placement, volumes = deployment.placement, _volumes(deployment, line, adaptive_map)
+    mounts = [mount for _, mount in volumes if mount is not None]
     spec: Manifest = {
         "automountServiceAccountToken": False, "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": math.ceil(deployment.drain_timeout_s),
-        "securityContext": {"runAsNonRoot": deployment.run_as > 0, "runAsUser": deployment.run_as,
-                            "runAsGroup": deployment.run_as, "fsGroup": deployment.run_as,
+        "terminationGracePeriodSeconds": math.ceil(deployment.cluster.drain_timeout_s),
+        "securityContext": {"runAsNonRoot": deployment.cluster.run_as > 0, "runAsUser": deployment.cluster.run_as,
+                            "runAsGroup": deployment.cluster.run_as, "fsGroup": deployment.cluster.run_as,
                             "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [_engine(deployment, line, adaptive_map, role)],
-        "volumes": _volumes(deployment, line, adaptive_map),
+        "containers": [_engine(deployment, line, mounts)],
+        "volumes": [volume for volume, _ in volumes],
     }
     first = [] if deployment.cached_target is None else [_prefetcher(deployment, deployment.cached_target)]
     if line.fetch is not None:
         first.append(_fetcher(deployment, line))
     elif line.drafter is not None and deployment.fetch_image is not None and isinstance(placement.work, VolumeWork):
-        first.append(_verifier(deployment, line.drafter))
+        # Compares the drafter's files on the work volume with the manifest of the stage that made them.
+        first.append(_ours(deployment, "verify-drafter", _work_mounts(placement), "eyrie_api.artifacts.verify",
+                           *literal(("--path", line.drafter.facts.directory))))
     if line.plugin:
-        first.append(_plugin_bringer(deployment))
+        first.append(_ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
+                           "eyrie_workers.engines.sglang.plugin_files", "--directory", PLUGIN_DIR))
     if first:
         spec["initContainers"] = first
     return spec | _scheduling(placement)
@@ -65,41 +160,37 @@ def pod_annotations(deployment: EndpointDeployment, line: EngineLine) -> dict[st
         found["eyrie.dev/adaptive-digest"] = digest(line.adaptive)
     if line.drafter is not None and line.drafter.digest is not None:
         found["eyrie.dev/drafter-digest"] = line.drafter.digest
-    if deployment.api_key is not None and deployment.api_key.version:
-        found["eyrie.dev/key-version"] = deployment.api_key.version
     return found
 
 
-def _engine(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None, role: str) -> Manifest:
+def _engine(deployment: EndpointDeployment, line: EngineLine, mounts: list[Manifest]) -> Manifest:
     placement = deployment.placement
+
+    def probe(path: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
+        return {"httpGet": {"path": path, "port": "http"}, "periodSeconds": period_s, "timeoutSeconds": timeout_s,
+                "failureThreshold": failures}
+
+    gpus = {placement.gpu_resource: str(placement.num_gpus)} if placement.num_gpus else {}
+    resources = {"requests": {**placement.requests, **gpus}, "limits": {**placement.limits, **gpus}}
+    starts = math.ceil(deployment.cluster.startup_timeout_s / _STARTUP_PERIOD_S)
     home = {"HOME": SCRATCH_DIR, "HF_HOME": HUB_DIR, "PYTHONUNBUFFERED": "1"}
     if deployment.cached_target is not None:
         home["HF_HUB_OFFLINE"] = "1"
-    container: Manifest = {
+    return {
         "name": "engine", "image": placement.image, "imagePullPolicy": placement.image_pull_policy,
         "command": list(line.command),
         "env": [*({"name": name, "value": value} for name, value in sorted((home | dict(line.environment)).items())),
                 *_secret_variables(placement)],
-        "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
-        "resources": _resources(placement), "securityContext": _confined(deployment),
+        "ports": [{"name": "http", "containerPort": deployment.cluster.port, "protocol": "TCP"}],
+        "resources": {kind: amounts for kind, amounts in resources.items() if amounts},
+        "securityContext": _confined(deployment),
         "terminationMessagePolicy": _TERMINATION_POLICY,
-        "volumeMounts": _mounts(deployment, line, adaptive_map),
+        "volumeMounts": mounts,
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", f"{deployment.cluster.leave_delay_s:g}"]}}},
+        "startupProbe": probe("/health", _STARTUP_PERIOD_S, _HEALTH_TIMEOUT_S, starts),
+        "readinessProbe": probe(line.ready_path, 5, 5, 2),
+        "livenessProbe": probe("/health", 30, _HEALTH_TIMEOUT_S, 3),
     }
-    if role != WORKER:  # other nodes of an engine serve no requests, and end with their leader
-        container |= _probes(deployment, line)
-        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", f"{deployment.leave_delay_s:g}"]}}}
-    return container
-
-
-def _probes(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
-    def ask(path: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
-        return {"httpGet": {"path": path, "port": "http"}, "periodSeconds": period_s, "timeoutSeconds": timeout_s,
-                "failureThreshold": failures}
-
-    tries = math.ceil(deployment.startup_timeout_s / _STARTUP_PERIOD_S)
-    return {"startupProbe": ask("/health", _STARTUP_PERIOD_S, _HEALTH_TIMEOUT_S, tries),
-            "readinessProbe": ask(line.ready_path, 5, 5, 2),
-            "livenessProbe": ask("/health", 30, _HEALTH_TIMEOUT_S, 3)}
 
 
 def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
@@ -120,12 +211,6 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
                 *_secret_variables(deployment.placement)]}
 
 
-def _verifier(deployment: EndpointDeployment, drafter: DrafterFiles) -> Manifest:
-    """Compares the files of a drafter on the work volume with the manifest of the stage that made them."""
-    return _ours(deployment, "verify-drafter", _work_mounts(deployment.placement), "eyrie_api.artifacts.verify",
-                 *literal(("--path", drafter.facts.directory)))
-
-
 def _prefetcher(deployment: EndpointDeployment, cached: CachedTarget) -> Manifest:
     """Fills the model cache. It is done at once where the cache has the target, and waits for another pod that fills it
     as long as that takes: the engine's startup timeout begins afterwards."""
@@ -140,18 +225,13 @@ def _prefetcher(deployment: EndpointDeployment, cached: CachedTarget) -> Manifes
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}}}
 
 
-def _plugin_bringer(deployment: EndpointDeployment) -> Manifest:
-    return _ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
-                 "eyrie_workers.engines.sglang.plugin_files", "--directory", PLUGIN_DIR)
-
-
 def _ours(deployment: EndpointDeployment, name: str, mounts: list[Manifest], module: str,
           *arguments: str) -> Manifest:
     """An init container that runs a module of Eyrie, from the image that contains it."""
     return {
         "name": name, "image": deployment.fetch_image or deployment.placement.image,
         "imagePullPolicy": deployment.placement.image_pull_policy,
-        "command": [*(deployment.fetch_python or deployment.python), "-m", module, *arguments],
+        "command": [*(deployment.fetch_python or deployment.cluster.python), "-m", module, *arguments],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "terminationMessagePolicy": _TERMINATION_POLICY, "securityContext": _confined(deployment),
         "volumeMounts": mounts + _host_mounts(deployment.placement),
@@ -164,34 +244,48 @@ def _secret_variables(placement: Placement) -> list[Manifest]:
 
 
 def _confined(deployment: EndpointDeployment) -> Manifest:
-    return {"allowPrivilegeEscalation": False, "runAsNonRoot": deployment.run_as > 0, "capabilities": {"drop": ["ALL"]},
-            "seccompProfile": {"type": "RuntimeDefault"}}
+    return {"allowPrivilegeEscalation": False, "runAsNonRoot": deployment.cluster.run_as > 0,
+            "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def _resources(placement: Placement) -> Manifest:
-    gpus = {placement.gpu_resource: str(placement.num_gpus)} if placement.num_gpus else {}
-    found = {"requests": {**placement.requests, **gpus}, "limits": {**placement.limits, **gpus}}
-    return {kind: amounts for kind, amounts in found.items() if amounts}
+def _volumes(deployment: EndpointDeployment, line: EngineLine,
+             adaptive_map: str | None) -> list[tuple[Manifest, Manifest | None]]:
+    """The pod's volumes, each with its mount in the engine's container (None: only init containers mount it)."""
+    placement, cached = deployment.placement, deployment.cached_target
+    work = placement.work
+    volumes: list[tuple[Manifest, Manifest | None]] = []
 
+    def add(name: str, source: Manifest, path: str | None, *, read_only: bool = False) -> None:
+        mount = None if path is None else {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
+        volumes.append(({"name": name, **source}, mount))
 
-def _mounts(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None) -> list[Manifest]:
-    placement = deployment.placement
-    mounts: list[Manifest] = [{"name": "scratch", "mountPath": SCRATCH_DIR}, {"name": "tmp", "mountPath": "/tmp"},
-                              {"name": "models", "mountPath": HUB_DIR}]
-    if deployment.cached_target is not None:
-        mounts.append({"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True})
+    limit = work.scratch_size if isinstance(work, S3Work) else None
+    add("scratch", {"emptyDir": {} if limit is None else {"sizeLimit": limit}}, SCRATCH_DIR)
+    add("tmp", {"emptyDir": {}}, "/tmp")
+    add("models", {"emptyDir": {}}, HUB_DIR)
+    if cached is not None:
+        add("model-cache", {"persistentVolumeClaim": {"claimName": cached.volume.claim}}
+            if cached.volume.claim is not None else
+            {"hostPath": {"path": cached.volume.node_path, "type": "Directory"}}, MODEL_CACHE_DIR, read_only=True)
     if placement.shared_memory is not None:
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    mounts += _work_mounts(placement)
+        add("shm", {"emptyDir": {"medium": "Memory", "sizeLimit": placement.shared_memory}}, "/dev/shm")
+    if isinstance(work, VolumeWork):
+        [mount] = _work_mounts(placement)
+        volumes.append(({"name": "work", "persistentVolumeClaim": {"claimName": work.claim, "readOnly": True}}, mount))
     if line.fetch is not None:
-        mounts.append({"name": "drafter", "mountPath": DRAFTER_DIR, "readOnly": True})
+        add("drafter", {"emptyDir": {}}, DRAFTER_DIR, read_only=True)
+        if isinstance(work, S3Work) and work.credentials_secret is not None:
+            add("artifacts", {"secret": {"secretName": work.credentials_secret, "defaultMode": 0o440}}, None)
     if line.plugin:
-        mounts.append({"name": "plugin", "mountPath": PLUGIN_DIR, "readOnly": True})
+        add("plugin", {"emptyDir": {}}, PLUGIN_DIR, read_only=True)
     if adaptive_map is not None:
-        mounts.append({"name": "adaptive", "mountPath": ADAPTIVE_DIR, "readOnly": True})
-    if deployment.api_key is not None:
-        mounts.append({"name": "key", "mountPath": KEY_DIR, "readOnly": True})
-    return mounts + _host_mounts(placement)
+        add("adaptive", {"configMap": {"name": adaptive_map}}, ADAPTIVE_DIR, read_only=True)
+    if deployment.cluster.key_secret is not None:
+        add("key", {"secret": {"secretName": deployment.cluster.key_secret, "defaultMode": 0o440,
+                               "items": [{"key": KEY_FILE, "path": KEY_FILE}]}}, KEY_DIR, read_only=True)
+    hosts = [{"name": mount["name"], "hostPath": {"path": host.path, "type": "Directory"}}
+             for mount, host in zip(_host_mounts(placement), placement.host_paths, strict=True)]
+    return [*volumes, *zip(hosts, _host_mounts(placement), strict=True)]
 
 
 def _work_mounts(placement: Placement) -> list[Manifest]:
@@ -204,41 +298,6 @@ def _work_mounts(placement: Placement) -> list[Manifest]:
 def _host_mounts(placement: Placement) -> list[Manifest]:
     return [{"name": f"host-{number}", "mountPath": one.mount_path, "readOnly": one.read_only}
             for number, one in enumerate(placement.host_paths)]
-
-
-def _volumes(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None) -> list[Manifest]:
-    placement, cached = deployment.placement, deployment.cached_target
-    work = placement.work
-    scratch_size = work.scratch_size if isinstance(work, S3Work) else None
-    volumes: list[Manifest] = [{"name": "scratch", "emptyDir": _bounded(scratch_size)},
-                               {"name": "tmp", "emptyDir": {}}, {"name": "models", "emptyDir": {}}]
-    if cached is not None:
-        volumes.append({"name": "model-cache", **(
-            {"persistentVolumeClaim": {"claimName": cached.volume.claim}} if cached.volume.claim is not None else
-            {"hostPath": {"path": cached.volume.node_path, "type": "Directory"}})})
-    if placement.shared_memory is not None:
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": placement.shared_memory}})
-    if isinstance(work, VolumeWork):
-        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": work.claim, "readOnly": True}})
-    if line.fetch is not None:
-        volumes.append({"name": "drafter", "emptyDir": {}})
-        if isinstance(work, S3Work) and work.credentials_secret is not None:
-            volumes.append({"name": "artifacts", "secret": {"secretName": work.credentials_secret,
-                                                            "defaultMode": 0o440}})
-    if line.plugin:
-        volumes.append({"name": "plugin", "emptyDir": {}})
-    if adaptive_map is not None:
-        volumes.append({"name": "adaptive", "configMap": {"name": adaptive_map}})
-    if deployment.api_key is not None:
-        key = deployment.api_key
-        volumes.append({"name": "key", "secret": {"secretName": key.secret, "defaultMode": 0o440,
-                                                  "items": [{"key": key.key, "path": key.key}]}})
-    return volumes + [{"name": f"host-{number}", "hostPath": {"path": one.path, "type": "Directory"}}
-                      for number, one in enumerate(placement.host_paths)]
-
-
-def _bounded(size: str | None) -> dict[str, Any]:
-    return {} if size is None else {"sizeLimit": size}
 
 
 def _scheduling(placement: Placement) -> Manifest:

@@ -1,4 +1,4 @@
-"""The rollout state of an endpoint on a cluster, and how a plan changes it. Pure.
+"""The state of an endpoint on a cluster: read from its objects, observed for the plan, changed by the plan. Pure.
 
 `plan_endpoint` returns actions: start this engine, route there, retire that one. On one machine each is executed. On a
 cluster they change the desired state, which is rendered and applied as a whole:
@@ -12,29 +12,35 @@ change rows, not objects; their effect comes with the next plan.
 
 Retiring an engine deletes its workload: the pod leaves the Services, drains and ends within its grace period, without a
 further step. A dead engine is restarted by its kubelet; StartEngine for an existing workload changes nothing.
+
+A kubelet restarts containers that end, so one end does not make an engine dead: it is dead once it has ended several
+times and its kubelet backs off (CrashLoopBackOff). Other causes (an image that cannot be pulled, no node with a GPU, a
+missing Secret) may be removed from outside; the engine is `starting` until the promotion's health timeout, and
+`message` names the cause for the status. `wait` has the cause of a pod without a node.
+
+A revision that serves is healthy while one replica is available. One that is to take over needs all replicas: it gets
+all requests as soon as its canary has passed.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.endpoints.state import (
-    DeleteEngine,
-    EndpointPlan,
-    KillEngine,
-    RetireEngine,
-    Route,
-    ServePolicy,
-    ShareRoute,
-    StartEngine,
-    StartGateway,
-    StopGateway,
+from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, ServePolicy
+from eyrie_operator.manifests.deployment import (
+    ENDPOINT_LABEL,
+    ENTRY,
+    GROUP,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    EndpointDeployment,
+    Manifest,
 )
-from eyrie_operator.manifests.deployment import EndpointDeployment
-from eyrie_operator.manifests.names import ENDPOINT_LABEL, ENTRY, GROUP, REVISION_LABEL, ROLE_LABEL, Manifest
+from eyrie_operator.unscheduled import why_waiting
 
 CANARY_REVISION, CANARY_SHARE, CANARY_SINCE = (f"{GROUP}/trial-{what}" for what in ("revision", "share", "since"))
 """Annotations of the stable Service."""
@@ -42,19 +48,18 @@ CANARY_REVISION, CANARY_SHARE, CANARY_SINCE = (f"{GROUP}/trial-{what}" for what 
 NO_REVISION = "none"
 """A revision label that no pod has: selected by the stable Service before the first engine is healthy."""
 
-WORKLOADS = ("Deployment", "LeaderWorkerSet")
-KINDS = (*WORKLOADS, "ConfigMap", "Service", "PodDisruptionBudget", "HTTPRoute", "PodMonitor", "PrometheusRule",
+WORKLOAD = "Deployment"
+KINDS = (WORKLOAD, "ConfigMap", "Service", "PodDisruptionBudget", "HTTPRoute", "PodMonitor", "PrometheusRule",
          "ScaledObject")
 """Everything `render_endpoint` may render: the kinds to list for the current state."""
 
+CRASHES = 3
+"""Restarts until an engine counts as dead. One may be caused by its node; three are caused by the engine."""
 
-@dataclass(frozen=True)
-class CanaryShare:
-    """A revision with a share of the requests, and the time since when it has it."""
+_LONGEST = 500
+"""Of a message, in characters."""
 
-    revision: int
-    share: float
-    since: datetime
+_Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class RolloutState:
     serving: int | None = None
     """The revision that the stable Service selects."""
 
-    canary: CanaryShare | None = None
+    canary: ObservedCanary | None = None
+    """The revision that has a share of the requests."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +101,18 @@ def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> Rollo
     wanted = before
     for action in plan.actions:
         match action:
-            case StartGateway():
+            case act.StartGateway():
                 wanted = replace(wanted, open=True)
-            case StopGateway():
+            case act.StopGateway():
                 wanted = replace(wanted, open=False, serving=None, canary=None)
-            case StartEngine(revision=revision):
+            case act.StartEngine(revision=revision):
                 wanted = replace(wanted, engines=tuple(sorted({*wanted.engines, revision})))
-            case Route(revision=revision):
+            case act.Route(revision=revision):
                 wanted = replace(wanted, serving=revision, canary=None)
-            case ShareRoute(revision=revision, serving=serving, share=share):
-                wanted = replace(wanted, serving=serving, canary=CanaryShare(revision, share, now))
-            case RetireEngine(revision=revision) | KillEngine(revision=revision) | DeleteEngine(revision=revision):
-                wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != revision))
+            case act.ShareRoute(revision=revision, serving=serving, share=share):
+                wanted = replace(wanted, serving=serving, canary=ObservedCanary(revision, share, now))
+            case act.RetireEngine() | act.KillEngine() | act.DeleteEngine():
+                wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != action.revision))
             case _:
                 pass  # recorded in the database; no object changes
     # A revision without a workload gets no requests.
@@ -121,8 +127,8 @@ def policy_on_cluster(policy: ServePolicy, deployment: EndpointDeployment) -> Se
     The health timeout is at least the startup probe's, which decides when a new revision's pods have failed.
     """
     canary = policy.canary if deployment.route_api is not None else CanarySpec(shares=())
-    return replace(policy, canary=canary, health_timeout_s=max(policy.health_timeout_s, deployment.startup_timeout_s),
-                   counts_drafted=deployment.counts_drafted)
+    return replace(policy, canary=canary, counts_drafted=deployment.counts_drafted,
+                   health_timeout_s=max(policy.health_timeout_s, deployment.cluster.startup_timeout_s))
 
 
 def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> RolloutState:
@@ -133,7 +139,7 @@ def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Rollou
         labels = one["metadata"].get("labels", {})
         if labels.get(ENDPOINT_LABEL) != endpoint:
             continue
-        if one["kind"] in WORKLOADS:
+        if one["kind"] == WORKLOAD:
             engines.add(int(labels[REVISION_LABEL]))
         elif one["kind"] == "Service" and labels.get(ROLE_LABEL) == ENTRY:
             entry = one
@@ -157,9 +163,92 @@ def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
                  and (one["kind"], one["metadata"]["name"]) not in kept)
 
 
-def _canary(entry: Mapping[str, Any]) -> CanaryShare | None:
+def _canary(entry: Mapping[str, Any]) -> ObservedCanary | None:
     notes = entry["metadata"].get("annotations", {})
     if CANARY_REVISION not in notes:
         return None
-    return CanaryShare(int(notes[CANARY_REVISION]), float(notes[CANARY_SHARE]),
+    return ObservedCanary(int(notes[CANARY_REVISION]), float(notes[CANARY_SHARE]),
                        datetime.fromisoformat(notes[CANARY_SINCE]))
+
+
+def observe_endpoint(endpoint: str, objects: Iterable[_Object], *, replicas: int,
+                     answers: tuple[int, int] = (0, 0)) -> ObservedEndpoint:
+    """The observation for the plan, without acceptance windows, which the caller adds from metrics.
+
+    objects   everything that carries the endpoint's label: what `rollout.KINDS` names, and pods
+    answers   answered and failed requests of the canary since it has its share; without them a canary advances by
+              time alone
+    """
+    listed = list(objects)
+    current = current_state(endpoint, listed)
+    canary = None if current.canary is None else replace(current.canary, answered=answers[0], errors=answers[1])
+    return ObservedEndpoint(
+        gateway_alive=current.open, routed=current.serving, canary=canary,
+        engines=observe_engines(endpoint, listed, serving=current.serving, replicas=replicas))
+
+
+def observe_engines(endpoint: str, objects: Iterable[_Object], *, serving: int | None,
+                    replicas: int) -> tuple[ObservedEngine, ...]:
+    """Every engine of the endpoint, by revision; acceptance windows are zero.
+
+    objects   workloads and pods; others are ignored
+    replicas  replicas that a candidate must have
+    """
+    ours = [one for one in objects if one["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint]
+    found = []
+    for workload in ours:
+        if workload["kind"] != WORKLOAD:
+            continue
+        revision = int(workload["metadata"]["labels"][REVISION_LABEL])
+        pods = [one for one in ours if one["kind"] == "Pod"
+                and one["metadata"]["labels"].get(REVISION_LABEL) == str(revision)
+                and "deletionTimestamp" not in one["metadata"]]
+        found.append(_engine(workload, revision, pods, needed=1 if revision == serving else replicas))
+    return tuple(sorted(found, key=lambda one: one.revision))
+
+
+def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: int) -> ObservedEngine:
+    status = workload.get("status", {})
+    statuses = [one for pod in pods for one in (*pod.get("status", {}).get("initContainerStatuses", ()),
+                                                *pod.get("status", {}).get("containerStatuses", ()))]
+    up_to_date = status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
+    available = status.get("availableReplicas", 0)
+    state: Literal["starting", "healthy", "dead"] = "starting"
+    if up_to_date and available >= needed:
+        state = "healthy"
+    elif not available and any(
+            (one.get("state", {}).get("waiting") or {}).get("reason") == "CrashLoopBackOff"
+            and one.get("restartCount", 0) >= CRASHES for one in statuses):
+        state = "dead"
+    message = _message(statuses)
+    wait = None if message else next(filter(None, map(why_waiting, pods)), None)
+    healthy = state == "healthy"
+    return ObservedEngine(
+        revision=revision, state=state, started_at=datetime.fromisoformat(workload["metadata"]["creationTimestamp"]),
+        starts=0 if healthy else 1 + max((one.get("restartCount", 0) for one in statuses), default=0),
+        unready_since=None if healthy else min(filter(None, map(_unready_since, pods)), default=None),
+        message="" if healthy else message or (wait.message if wait else ""), wait=None if healthy else wait)
+
+
+def _unready_since(pod: _Object) -> datetime | None:
+    """When a pod lost its readiness, or was created if it never had any; None for one that is ready."""
+    conditions = pod.get("status", {}).get("conditions", ())
+    ready: _Object = next((one for one in conditions if one["type"] == "Ready"), {})
+    if ready.get("status") == "True":
+        return None
+    since = ready.get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+    return datetime.fromisoformat(since) if since else None
+
+
+def _message(statuses: list[_Object]) -> str:
+    """Why the engine is not available: a container's last exit, or its waiting reason."""
+    for one in statuses:
+        ended = (one.get("lastState", {}).get("terminated") or one.get("state", {}).get("terminated") or {})
+        if ended and ended.get("exitCode") != 0:
+            detail = " ".join(str(ended.get("message") or ended.get("reason") or "").split())
+            return f"{one['name']} ended with exit code {ended['exitCode']}: {detail}"[:_LONGEST]
+    for one in statuses:
+        waiting = one.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
+            return f"{one['name']} is waiting: {waiting['reason']} {waiting.get('message', '')}".strip()[:_LONGEST]
+    return ""

@@ -3,7 +3,7 @@
 What the real one does with the same requests is tested in tests/cluster. This one is for what a real one makes slow or
 impossible to arrange: a hundred endpoints, an operator that dies at each of its writes, refusals. One field manager is
 known: applying replaces what was applied before and leaves what was merged. Deployments do nothing by themselves: tests
-say when they are available, with `run`.
+say when they are available, with `run`. A watch gets the changes since its version at once, and ends.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from eyrie_api.clock import utc_now
-from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.cluster.client import Cluster
 
 Object = dict[str, Any]
 CORE = ("apps/v1", "policy/v1")
@@ -46,6 +46,12 @@ class ApiServer:
         self.unlisted: set[str] = set()
         """Paths of kinds that may not be listed."""
 
+        self.changes: list[tuple[int, str, Object]] = []
+        """Version, path and event of each change that is still known to watches."""
+
+        self.forgotten = 0
+        """Versions up to this are gone."""
+
         self._merged: dict[str, dict[str, str]] = {}
         self._version = itertools.count(1)
         self._lock = threading.RLock()
@@ -66,7 +72,10 @@ class ApiServer:
             if verb == "POST" and path.endswith("/events"):
                 return 201, body
             if verb == "DELETE":
-                return (200, self.objects.pop(path)) if path in self.objects else (404, {"message": "not found"})
+                if path not in self.objects:
+                    return 404, {"message": "not found"}
+                self._note("DELETED", path, self.objects[path], int(next(self._version)))
+                return 200, self.objects.pop(path)
             if verb == "PATCH" and "force" in query:
                 return self._apply(path, body)
             if verb == "PATCH" and path in self.objects:
@@ -75,6 +84,28 @@ class ApiServer:
                 finalizers = {name: value for name, value in body["metadata"].items() if name == "finalizers"}
                 return 200, self._store(path, {**one, "metadata": {**one["metadata"], **finalizers}})
             return 404, {"message": f"{verb} {path} is not answered"}
+
+    def watched(self, path: str, since: int) -> list[Object] | None:
+        """The events of a watch of this path; None while the server is away."""
+        with self._lock:
+            self.requests["WATCH"] += 1
+            if self.away:
+                return None
+            if since < self.forgotten:
+                return [{"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}}]
+            events = [event for version, where, event in self.changes if version > since
+                      and path in (where.rpartition("/")[0], re.sub("/namespaces/[^/]+", "", where.rpartition("/")[0]))]
+            version = str(next(self._version))
+            return [*events, {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}]
+
+    def forget(self) -> None:
+        """The changes so far are gone: a watch from before them is refused."""
+        with self._lock:
+            self.changes, self.forgotten = [], next(self._version)
+
+    def _note(self, event: str, path: str, raw: Object, version: int) -> None:
+        metadata = {**raw["metadata"], "resourceVersion": str(version)}
+        self.changes.append((version, path, {"type": event, "object": {**raw, "metadata": metadata}}))
 
     def _list(self, path: str, selector: str, phase: str) -> tuple[int, Object]:
         if path in self.unlisted:
@@ -91,7 +122,7 @@ class ApiServer:
             if (path in (folder, everywhere) and phase in ("", one.get("status", {}).get("phase"))
                     and all(key in labels and value in ("", labels[key]) for key, _, value in wanted)):
                 found.append({name: part for name, part in one.items() if name not in ("apiVersion", "kind")})
-        return 200, {"items": found, "metadata": {}}
+        return 200, {"items": found, "metadata": {"resourceVersion": str(next(self._version))}}
 
     def _apply(self, path: str, manifest: Object) -> tuple[int, Object]:
         if (manifest["kind"], manifest["metadata"]["name"]) in self.refused:
@@ -119,6 +150,7 @@ class ApiServer:
                 metadata["generation"] += 1
         metadata["resourceVersion"] = str(next(self._version))
         self.objects[path] = stored
+        self._note("ADDED" if before is None else "MODIFIED", path, stored, int(metadata["resourceVersion"]))
         return stored
 
     # What the cluster's controllers would do.
@@ -159,8 +191,14 @@ def serving(server: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch)
             parts = urlsplit(self.path)
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else {}
-            status, document = server.answer(self.command, parts.path, parse_qs(parts.query), body or {})
-            data = json.dumps(document).encode()
+            query = parse_qs(parts.query)
+            if "watch" in query:
+                events = server.watched(parts.path, int(query["resourceVersion"][0]))
+                status = 503 if events is None else 200
+                data = "".join(json.dumps(event) + "\n" for event in events or ()).encode()
+            else:
+                status, document = server.answer(self.command, parts.path, query, body or {})
+                data = json.dumps(document).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))

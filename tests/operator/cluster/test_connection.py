@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
+from eyrie_operator.cluster.client import Cluster, ClusterUnavailable
 
 
 def test_a_connection_that_ends_in_the_tls_handshake_is_no_refusal(

@@ -18,10 +18,10 @@ from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
+from eyrie_operator.cluster.client import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.resources import MIRRORED, ORIGIN_LABEL
-from eyrie_operator.cluster.telemetry import Telemetry
+from eyrie_operator.cluster.workqueue import Telemetry
 from tests.api.samples import ended, job_body, job_spec
 from tests.operator.cluster.apiserver import CORE, ApiServer, serving
 from tests.operator.cluster.test_endpoints import Harness

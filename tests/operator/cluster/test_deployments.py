@@ -19,8 +19,7 @@ from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_operator.cluster.deployments import Deployments
-from eyrie_operator.cluster.drafters import Drafters, stored_at
+from eyrie_operator.cluster.deployments import Deployments, Drafters, stored_at
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     EmbeddedEngine,
@@ -74,9 +73,9 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
     assert made.placement.work == VolumeWork(claim="work")
     assert isinstance(made.engine, SglangEngine)
     assert (made.engine.plan.tp_size, made.engine.plan.machine.name) == (2, "a100-80gb")
-    assert made.gateway is not None
-    assert made.gateway.hostnames == ("chat.example.org",)
-    assert made.run_as == 0
+    assert made.cluster.gateway is not None
+    assert made.cluster.gateway.hostnames == ("chat.example.org",)
+    assert made.cluster.run_as == 0
     assert (made.fetch_image, made.fetch_python) == ("eyrie:test", ("python3",))  # SGLang's image has no Eyrie in it
 
 

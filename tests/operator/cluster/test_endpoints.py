@@ -24,13 +24,12 @@ from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.cluster import metric_windows
-from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.cluster import endpoints as cluster_endpoints
+from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.cluster.endpoints import EndpointReconciler, OwnerOf
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.conditions import find
-from eyrie_operator.manifests.deployment import Owner
-from eyrie_operator.manifests.names import REVISION_LABEL
+from eyrie_operator.manifests.deployment import REVISION_LABEL, Owner
 from eyrie_operator.unscheduled import GRACE
 from tests.api.samples import job_body
 from tests.operator.cluster.apiserver import CORE, GATEWAY, ApiServer, serving
@@ -466,7 +465,7 @@ def test_a_slow_sweep_does_not_bring_back_what_was_before_a_write(
 
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnginePages]:
-    monkeypatch.setattr(metric_windows, "_TIMEOUT_S", 60.0)  # a page that is not read in time counts nothing
+    monkeypatch.setattr(cluster_endpoints, "_SCRAPE_TIMEOUT_S", 60.0)  # a page that is not read in time counts nothing
     with EnginePages() as made:
         yield made
 

@@ -1,26 +1,21 @@
 """Endpoints and deployments to render, with plain values."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from eyrie_api.v1alpha1.cluster import ModelCacheSpec
+from eyrie_api.v1alpha1.cluster import AutoscaleSpec, GatewaySpec, ModelCacheSpec, ServingSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work, SecretVariable, VolumeWork
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.manifests.deployment import (
-    LWS_API,
-    Autoscale,
     CachedTarget,
     DrafterFiles,
     EmbeddedEngine,
     EndpointDeployment,
-    GatewayRef,
-    KeySecret,
-    Monitoring,
     Owner,
     SglangEngine,
     StoredDrafter,
@@ -37,7 +32,7 @@ ADAPTIVE = OperatingMap(
             OperatingPoint(concurrency=16, setting=OFF, speedup=1.0, tokens_per_s=900.0, measured=True)),
     crossover=16, adaptive={"1": {"candidate_steps": [5]}, "16": {"candidate_steps": [0]}})
 CORE = frozenset({"v1", "apps/v1", "policy/v1"})
-EVERYTHING = CORE | {"gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1", "keda.sh/v1alpha1", LWS_API}
+EVERYTHING = CORE | {"gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1", "keda.sh/v1alpha1"}
 TARGET = TargetCheckpoint(model="org/model", architecture="LlamaForCausalLM", num_layers=32, context_length=8192)
 PLAN = LaunchPlan(target=TARGET, machine=profile("h100"), served_model_name="model")
 PLACEMENT = Placement(
@@ -69,28 +64,31 @@ def endpoint(active: int | None = 1, candidate: int | None = None, *, name: str 
 
 
 def deployment(**changes: Any) -> EndpointDeployment:
-    """SGLang on one H100 with a work volume, on a cluster that has nothing but Kubernetes."""
+    """SGLang on one H100 with a work volume, on a cluster that has nothing but Kubernetes. Changes are fields of the
+    deployment, or of the administrator's settings."""
     files = {number: DrafterFiles(DrafterCheckpoint(f"/var/lib/eyrie/jobs/j{number}/c", 8192),
                                   StoredDrafter(f"jobs/j{number}/stages/train/a", "checkpoints/c"), f"sha256:{number}")
              for number in (2, 3)}
-    return replace(EndpointDeployment(namespace="serving", placement=PLACEMENT, engine=SglangEngine(PLAN),
-                                      drafters=files, served=CORE), **changes)
+    ours = {field.name for field in fields(EndpointDeployment)}
+    given = ServingSpec.model_validate({"namespace": "serving", "placement": PLACEMENT,
+                                        **{name: value for name, value in changes.items() if name not in ours}})
+    return replace(EndpointDeployment(given, PLACEMENT, SglangEngine(PLAN), drafters=files, served=CORE),
+                   **{name: value for name, value in changes.items() if name in ours})
 
 
 def rich(**changes: Any) -> EndpointDeployment:
     """Everything that can be asked for, on a cluster that has it all."""
     return deployment(**({
-        "served": EVERYTHING, "gateway": GatewayRef("front", "gateways", hostnames=("chat.example.com",)),
-        "monitoring": Monitoring(), "autoscale": Autoscale("http://prometheus:9090", 4, 16.0), "replicas": 2,
-        "owner": Owner("u-1", "chat"), "api_key": KeySecret("chat-key", version="7"),
+        "served": EVERYTHING, "monitoring": True,
+        "gateway": GatewaySpec(name="front", namespace="gateways", hostnames=("chat.example.com",)),
+        "autoscale": autoscale(4), "replicas": 2, "owner": Owner("u-1", "chat"),
+        "key_secret": "chat-key",
         "cached_target": CachedTarget(ModelCacheSpec(claim="models"), JobTarget(model="org/model", revision="v1")),
     } | changes))
 
 
-def two_nodes(**changes: Any) -> EndpointDeployment:
-    """One engine over two nodes of eight GPUs."""
-    return rich(**({"num_nodes": 2, "placement": PLACEMENT.model_copy(update={"num_gpus": 8}),
-                    "engine": SglangEngine(replace(PLAN, tp_size=16))} | changes))
+def autoscale(most: int) -> AutoscaleSpec:
+    return AutoscaleSpec(prometheus_url="http://prometheus:9090", max_replicas=most, target_requests=16.0)
 
 
 def embedded(**changes: Any) -> EndpointDeployment:
@@ -112,11 +110,4 @@ def one(manifests: Iterable[dict[str, Any]], kind: str, name: str | None = None)
 
 def pods(manifests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every pod template."""
-    found = []
-    for each in manifests:
-        if each["kind"] == "Deployment":
-            found.append(each["spec"]["template"])
-        elif each["kind"] == "LeaderWorkerSet":
-            group = each["spec"]["leaderWorkerTemplate"]
-            found += [group["leaderTemplate"], group["workerTemplate"]]
-    return found
+    return [each["spec"]["template"] for each in manifests if each["kind"] == "Deployment"]

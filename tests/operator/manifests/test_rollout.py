@@ -9,25 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.v1alpha1.cluster import GatewaySpec
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.endpoints.plan import CANARY_ERRORS, plan_endpoint
-from eyrie_operator.endpoints.state import Activate, Reject, ServePolicy
-from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
-from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.names import Manifest
-from eyrie_operator.manifests.observed import observe_endpoint
+from eyrie_operator.endpoints.plan import CANARY_ERRORS, Activate, ObservedCanary, Reject, ServePolicy, plan_endpoint
+from eyrie_operator.manifests.deployment import EndpointDeployment, Manifest
+from eyrie_operator.manifests.objects import base_url, render_endpoint, weights
 from eyrie_operator.manifests.rollout import (
-    CanaryShare,
     ObjectRef,
     RolloutState,
     apply_plan,
     current_state,
+    observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
     steady_state,
 )
-from eyrie_operator.manifests.traffic import base_url, weights
 from tests.operator.manifests.samples import NOW, deployment, endpoint, one, rich
 
 TRIED = ServePolicy(canary=CanarySpec(shares=(0.2, 0.5), min_requests=5, max_step_s=10.0), health_timeout_s=60.0)
@@ -35,7 +32,7 @@ WANTED = st.builds(
     lambda engines, serving, trial: RolloutState(True, tuple(sorted(engines)), serving if serving in engines else None,
                                                  trial if trial is not None and trial.revision in engines else None),
     st.sets(st.integers(1, 3)), st.none() | st.integers(1, 3),
-    st.none() | st.builds(CanaryShare, st.integers(1, 3), st.floats(0.001, 0.999), st.just(NOW)))
+    st.none() | st.builds(ObservedCanary, st.integers(1, 3), st.floats(0.001, 0.999), st.just(NOW)))
 
 
 @dataclass
@@ -171,7 +168,7 @@ def test_what_was_rendered_is_read_back_and_its_weights_sum_to_a_hundred(wanted:
 
 @pytest.mark.parametrize("serving", [None, 1, 2])
 def test_the_stable_service_keeps_its_name_and_leads_to_the_serving_revision_alone(serving: int | None) -> None:
-    wanted = RolloutState(True, (1, 2), serving, CanaryShare(2, 0.2, NOW))
+    wanted = RolloutState(True, (1, 2), serving, ObservedCanary(2, 0.2, NOW))
     stable = one(render_endpoint(endpoint(), deployment(), wanted), "Service", "eyrie-chat")
     assert stable["spec"]["selector"]["eyrie.dev/revision"] == ("none" if serving is None else str(serving))
     assert base_url("chat", "serving") == "http://eyrie-chat.serving.svc/v1"
@@ -186,7 +183,7 @@ def test_the_route_carries_the_api_and_not_the_engines_administration() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "written"), [(0.0, "0s"), (600.0, "600s"), (1.5, "2s")])
 def test_a_gateways_limit_is_written_as_its_api_takes_it(timeout_s: float, written: str) -> None:
-    spec = rich(gateway=GatewayRef("front", request_timeout_s=timeout_s))
+    spec = rich(gateway=GatewaySpec(name="front", request_timeout_s=timeout_s))
     [rule] = one(render_endpoint(endpoint(), spec), "HTTPRoute")["spec"]["rules"]
     assert rule["timeouts"] == {"request": written}
     assert re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", written)  # the pattern of Gateway API's Duration

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_operator.cluster.manifest_diff import difference, is_applied, with_digest
+from eyrie_operator.cluster.objects import difference, is_applied, with_digest
 
 MANIFEST = {"kind": "Service", "metadata": {"name": "a", "annotations": {"note": "x"}}, "spec": {"ports": [1, 2]}}
 

@@ -19,13 +19,12 @@ from eyrie_operator.manifests.deployment import (
     CachedTarget,
     EmbeddedEngine,
     EndpointDeployment,
-    KeySecret,
     SglangEngine,
     StoredDrafter,
     Undeployable,
+    object_name,
 )
-from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.names import object_name
+from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_workers.engines.sglang.plugin_files import PACKAGE
 from eyrie_workers.engines.sglang.profiles import profile
 from tests.operator.manifests.samples import (
@@ -35,19 +34,19 @@ from tests.operator.manifests.samples import (
     PLACEMENT,
     PLAN,
     S3,
+    autoscale,
     deployment,
     embedded,
     endpoint,
     one,
     pods,
     rich,
-    two_nodes,
 )
 
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 SERVICE_NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
-EVERY_WAY = pytest.mark.parametrize("how", [deployment, rich, two_nodes, embedded])
+EVERY_WAY = pytest.mark.parametrize("how", [deployment, rich, embedded])
 
 
 def engine(pod: dict[str, Any]) -> dict[str, Any]:
@@ -111,9 +110,6 @@ def test_a_revision_serves_with_its_own_setting_and_drafter() -> None:
 def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: Any) -> None:
     result = how(startup_timeout_s=1200.0)
     for pod in pods(render_endpoint(endpoint(), result)):
-        if pod["metadata"]["labels"]["eyrie.dev/role"] == "worker":
-            assert "startupProbe" not in engine(pod)
-            continue
         container = engine(pod)
         startup, live, ready = (container[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
         assert startup["periodSeconds"] * startup["failureThreshold"] == 1200
@@ -128,8 +124,7 @@ def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: 
 def test_a_leaving_pod_waits_for_the_proxies_and_then_drains_within_its_grace_period(how: Any) -> None:
     for pod in pods(render_endpoint(endpoint(), how(drain_timeout_s=90.0, leave_delay_s=5.0))):
         assert pod["spec"]["terminationGracePeriodSeconds"] == 90
-        if pod["metadata"]["labels"]["eyrie.dev/role"] == "server":
-            assert engine(pod)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+        assert engine(pod)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
 
 
 @EVERY_WAY
@@ -186,14 +181,12 @@ def test_an_adaptive_map_is_mounted_where_the_line_reads_it_and_a_change_rolls_t
 
 
 def test_the_api_key_is_a_mounted_file_that_the_line_only_names() -> None:
-    [pod] = pods(render_endpoint(endpoint(), deployment(api_key=KeySecret("chat-key", version="7"))))
+    [pod] = pods(render_endpoint(endpoint(), deployment(key_secret="chat-key")))
     [volume] = [each for each in pod["spec"]["volumes"] if "secret" in each]
     [mount] = [each for each in engine(pod)["volumeMounts"] if each["name"] == volume["name"]]
     assert volume["secret"]["secretName"] == "chat-key"
     assert flag(engine(pod), "--config") == f"{mount['mountPath']}/{volume['secret']['items'][0]['path']}"
     assert "--api-key" not in engine(pod)["command"]
-    [rotated] = pods(render_endpoint(endpoint(), deployment(api_key=KeySecret("chat-key", version="8"))))
-    assert rotated["metadata"]["annotations"] != pod["metadata"]["annotations"]
 
 
 @EVERY_WAY
@@ -300,24 +293,6 @@ def test_gpus_shared_memory_and_the_node_are_those_of_the_placement() -> None:
     assert {"name": "shm", "mountPath": "/dev/shm"} in engine(pod)["volumeMounts"]
 
 
-def test_an_engine_over_two_nodes_is_one_group_that_finds_its_leader() -> None:
-    rendered = render_endpoint(endpoint(), two_nodes())
-    group = one(rendered, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
-    leader, worker = pods(rendered)
-    assert group["size"] == 2
-    assert engine(leader)["command"] == engine(worker)["command"]
-    assert flag(engine(leader), "--tp-size") == "16"
-    assert flag(engine(leader), "--nnodes") == "2"
-    assert flag(engine(leader), "--node-rank") == "$(LWS_WORKER_INDEX)"
-    assert str(flag(engine(leader), "--dist-init-addr")).startswith("$(LWS_LEADER_ADDRESS):")
-    service = one(rendered, "Service", "eyrie-chat-r1-http")["spec"]["selector"]
-    assert service.items() <= leader["metadata"]["labels"].items()
-    assert not service.items() <= worker["metadata"]["labels"].items()
-    # LeaderWorkerSet makes a headless Service of its own name.
-    names = [each["metadata"]["name"] for each in rendered if each["kind"] == "Service"]
-    assert one(rendered, "LeaderWorkerSet")["metadata"]["name"] not in names
-
-
 def test_every_object_is_owned_by_the_endpoints_resource() -> None:
     for each in render_endpoint(endpoint(active=1, candidate=3), rich()):
         [owner] = each["metadata"]["ownerReferences"]
@@ -338,10 +313,10 @@ def test_long_endpoint_names_keep_apart() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpus", {"engine": SglangEngine(replace(PLAN, tp_size=2))}, "tp_size 2.*num_gpus 1 have 1 GPUs"),
+    ("gpus", {"engine": SglangEngine(replace(PLAN, tp_size=2))}, "tp_size 2 .*num_gpus 1"),
     ("cpu with gpus", {"engine": SglangEngine(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
-    ("no group controller", {"num_nodes": 2, "engine": SglangEngine(replace(PLAN, tp_size=2))}, "leaderworkerset"),
-    ("no replicas", {"replicas": 0}, "at least 1"), ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),
+    ("too few replicas", {"autoscale": autoscale(1), "replicas": 2}, "max_replicas 1 is below replicas 2"),
+    ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),
 ]
 
 
@@ -352,8 +327,8 @@ def test_a_deployment_that_cannot_stand_is_refused_with_the_numbers(changes: dic
 
 
 def test_an_embedded_engine_is_not_given_a_key_it_would_ignore() -> None:
-    with pytest.raises(Undeployable, match="knows none"):
-        embedded(api_key=KeySecret("chat-key"))
+    with pytest.raises(Undeployable, match="knows no keys"):
+        embedded(key_secret="chat-key")
 
 
 def test_a_drafter_of_which_nothing_is_known_is_refused_by_its_revision() -> None:

@@ -1,26 +1,33 @@
-"""A cache of the endpoints' objects in the serving namespace, filled by one list request per kind.
+"""The endpoints' objects in the serving namespace: a cache of them, and their comparison with the manifests.
 
-The lists are repeated every few seconds, whatever the number of endpoints: a hundred idle ones cost as much as one. A
-write invalidates its endpoint, whose objects are then listed separately: no plan is based on a state before our own
-last write. Changes by others appear within one sweep.
+The cache is filled by one list request per kind, repeated every few seconds, whatever the number of endpoints: a
+hundred idle ones cost as much as one. A write invalidates its endpoint, whose objects are then listed separately: no
+plan is based on a state before our own last write. Changes by others appear within one sweep.
 
 Kinds of APIs that the server lacks are not listed. An API that the operator's role may not use (the chart grants those
 that existed when it was installed) counts as absent, which is logged once.
+
+Nothing is written when nothing has changed. Two checks are needed. The digest of the last applied manifest, in an
+annotation, detects changes of the manifest, removed fields included. Comparing the manifest with the object detects
+changes of our fields by others. Fields added by the server or by others are ignored; quantities are compared as
+numbers, since the server writes `1000m` as `1`.
 """
 
 import itertools
 import logging
+import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
 
-from eyrie_operator.cluster.apply import Cluster, ClusterRejected, Object
-from eyrie_operator.manifests.deployment import LWS_API
-from eyrie_operator.manifests.names import ENDPOINT_LABEL
+from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
+from eyrie_operator.manifests.deployment import ENDPOINT_LABEL, GROUP, Manifest, digest
 
 log = logging.getLogger(__name__)
 
 _APIS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("v1",), ("ConfigMap", "Service", "Pod")), (("apps/v1",), ("Deployment",)), ((LWS_API,), ("LeaderWorkerSet",)),
+    (("v1",), ("ConfigMap", "Service", "Pod")), (("apps/v1",), ("Deployment",)),
     (("policy/v1", "policy/v1beta1"), ("PodDisruptionBudget",)),
     (("gateway.networking.k8s.io/v1", "gateway.networking.k8s.io/v1beta1"), ("HTTPRoute",)),
     (("monitoring.coreos.com/v1",), ("PodMonitor", "PrometheusRule")), (("keda.sh/v1alpha1",), ("ScaledObject",)))
@@ -55,8 +62,17 @@ class ObjectCache:
         kinds: list[tuple[str, str]] = []
         for versions, named in _APIS:
             api = next((one for one in versions if one in offered), None)
-            if api is not None and (api in _ALWAYS or self._may_list(api, named[0])):
-                kinds += [(api, kind) for kind in named]
+            if api is None:
+                continue
+            if api not in _ALWAYS:
+                try:
+                    self._cluster.list_all(api, named[0], self._namespace, labelled=ENDPOINT_LABEL)
+                except ClusterRejected as refused:
+                    if api not in self._denied:
+                        log.warning("%s is installed, but this operator has no permission to use it: %s", api, refused)
+                    self._denied.add(api)
+                    continue
+            kinds += [(api, kind) for kind in named]
         self._kinds = tuple(kinds)
         lacking = {one for versions, _ in _APIS for one in versions} - {api for api, _ in kinds}
         self.served = offered - lacking
@@ -66,7 +82,10 @@ class ObjectCache:
         if not self.served:
             self.discover()
         began = next(self._order)
-        found = _by_endpoint(self._list(ENDPOINT_LABEL))
+        found: dict[str, tuple[Object, ...]] = {}
+        for one in self._list(ENDPOINT_LABEL):
+            name = one["metadata"]["labels"][ENDPOINT_LABEL]
+            found[name] = (*found.get(name, ()), one)
         with self._lock:
             # Race: a write during the list may be missing in it. Writes after `began` stay invalidated, and endpoints
             # that were listed after one stay as they are.
@@ -114,24 +133,56 @@ class ObjectCache:
             return {name: tuple(f"{one['metadata']['uid']}/{one['metadata']['resourceVersion']}" for one in objects)
                     for name, objects in self._objects.items()}
 
-    def _may_list(self, api: str, kind: str) -> bool:
-        try:
-            self._cluster.list_all(api, kind, self._namespace, labelled=ENDPOINT_LABEL)
-        except ClusterRejected as refused:
-            if api not in self._denied:
-                log.warning("%s is installed, but this operator has no permission to use it: %s", api, refused)
-            self._denied.add(api)
-            return False
-        return True
-
     def _list(self, labelled: str) -> Iterable[Object]:
         for api, kind in self._kinds:
             for one in self._cluster.list_all(api, kind, self._namespace, labelled=labelled):
                 yield {**one, "apiVersion": api, "kind": kind}  # items of a list omit both
 
 
-def _by_endpoint(objects: Iterable[Object]) -> dict[str, tuple[Object, ...]]:
-    found: dict[str, list[Object]] = {}
-    for one in objects:
-        found.setdefault(one["metadata"]["labels"][ENDPOINT_LABEL], []).append(one)
-    return {name: tuple(each) for name, each in found.items()}
+APPLIED = f"{GROUP}/applied"
+"""Annotation: digest of the applied manifest."""
+
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+_UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
+          "T": Decimal(10**12), "P": Decimal(10**15), "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
+          "Ti": Decimal(2**40), "Pi": Decimal(2**50)}
+
+
+def with_digest(manifest: Manifest) -> Manifest:
+    """The manifest with its own digest as an annotation."""
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), APPLIED: digest(manifest)}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def is_applied(manifest: Manifest, found: Mapping[str, Any]) -> bool:
+    """Whether this with_digest manifest was the last one applied to the object."""
+    annotations = found["metadata"].get("annotations") or {}
+    return bool(annotations.get(APPLIED) == manifest["metadata"]["annotations"][APPLIED])
+
+
+def difference(wanted: Any, found: Any, path: str = "") -> str | None:
+    """Path of the first field that differs from the manifest; None when none does. Additional fields are ignored."""
+    if isinstance(wanted, Mapping):
+        have = found if isinstance(found, Mapping) else {}
+        return _first(difference(value, have.get(key), f"{path}.{key}") for key, value in wanted.items())
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        items = found if isinstance(found, Sequence) else ()
+        if all(isinstance(item, Mapping) and "name" in item for item in wanted):  # others may have added items
+            named = {one["name"]: one for one in items if isinstance(one, Mapping) and "name" in one}
+            return _first(difference(one, named.get(one["name"]), f"{path}[{one['name']}]") for one in wanted)
+        if len(wanted) != len(items):
+            return path
+        return _first(difference(one, other, f"{path}[{at}]")
+                      for at, (one, other) in enumerate(zip(wanted, items, strict=True)))
+    is_same = wanted == found or (not wanted and found is None)
+    return None if is_same or (_amount(wanted) is not None and _amount(wanted) == _amount(found)) else path
+
+
+def _first(found: Any) -> str | None:
+    return next((one for one in found if one is not None), None)
+
+
+def _amount(value: Any) -> Decimal | None:
+    read = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+    return None if read is None else Decimal(read[1]) * _UNITS[read[2] or ""]

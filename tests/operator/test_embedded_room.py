@@ -4,7 +4,7 @@ from pathlib import Path
 
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_operator.embedded.hardware import FreeMemory, find_room, free_memory, weight_bytes
+from eyrie_operator.embedded.endpoints import FreeMemory, find_room, free_memory, weight_bytes
 
 GIB = 2**30
 SGLANG = EngineSpec(kind="sglang")

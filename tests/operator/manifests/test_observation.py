@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 
-from eyrie_operator.endpoints.state import ObservedEngine
-from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.observed import CRASHES, observe_engines
-from tests.operator.manifests.samples import deployment, endpoint, one, pods, two_nodes
+from eyrie_operator.endpoints.plan import ObservedEngine
+from eyrie_operator.manifests.objects import render_endpoint
+from eyrie_operator.manifests.rollout import CRASHES, observe_engines
+from tests.operator.manifests.samples import deployment, endpoint, one, pods
 
 BORN = "2026-01-02T00:00:00Z"
 
 
 def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, serving: int | None = None,
-         replicas: int = 2, result: Any = None, **pod_metadata: Any) -> ObservedEngine:
+         replicas: int = 2, **pod_metadata: Any) -> ObservedEngine:
     """The engine of revision 1, as rendered, with these statuses."""
-    rendered = render_endpoint(endpoint(active=1), result or deployment(replicas=2))
-    kind = "Deployment" if result is None else "LeaderWorkerSet"
-    workload = one(rendered, kind)
+    rendered = render_endpoint(endpoint(active=1), deployment(replicas=2))
+    workload = one(rendered, "Deployment")
     workload["metadata"] |= {"creationTimestamp": BORN, "generation": 1}
     workload["status"] = {"observedGeneration": 1} | status
     pod = {"apiVersion": "v1", "kind": "Pod", **pods(rendered)[0], "status": pod_status or {}}
@@ -44,10 +43,6 @@ def test_a_serving_revision_needs_one_replica_and_one_on_trial_all(serving: int 
 
 def test_a_status_of_an_older_spec_says_nothing_of_this_one() -> None:
     assert seen({"availableReplicas": 2, "observedGeneration": 0}).state == "starting"
-
-
-def test_a_group_over_several_nodes_is_healthy_when_its_groups_are() -> None:
-    assert seen({"readyReplicas": 2}, result=two_nodes()).state == "healthy"
 
 
 def test_an_engine_that_keeps_ending_is_dead_and_its_last_words_are_kept() -> None:

@@ -1,4 +1,4 @@
-"""The Kubernetes client: every read and write of the cluster. The only module that imports `kubernetes`.
+"""The Kubernetes client: every read, watch and write of the cluster. The only module that imports `kubernetes`.
 
 Plain dicts in and out, by the dynamic client's raw requests: the typed models differ between versions 30 and 37 of the
 client, dicts do not. Paths follow from apiVersion and kind, so no discovery, and no permission for it, is needed.
@@ -9,12 +9,18 @@ client, dicts do not. Paths follow from apiVersion and kind, so no discovery, an
 - finalizers and annotations are merge patches: with server-side apply each would have to repeat all the others, or
   remove them;
 - every write checks the fence first (`leases`) and is counted by kind and verb, so that excessive writes are visible.
+
+`Cluster.watch` follows all objects of a kind: it lists them, then reads changes from the resourceVersion of the list. A
+watch ends often (its time is over, the API server restarts) and continues from the last version that it has seen, which
+bookmarks keep recent. Where the server no longer has that version (410 Gone), the objects are listed again, and those
+that are missing in the new list are reported as deleted. So no change is lost, and an object's changes arrive in order.
 """
 
 import contextlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +29,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import DynamicApiError
+from kubernetes.watch.watch import iter_resp_lines
 
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Permanent, Transient
 from eyrie_api.v1alpha1.model import API_VERSION
@@ -37,7 +44,16 @@ _TIMEOUT_S = (3.05, 4.0)
 """Connect, read. A write must not outlive the lease it was begun under: see `leases.Terms`."""
 
 _LIST_TIMEOUT_S = (3.05, 60.0)
+_WATCH_S = 60
+"""A watch is opened again after this time, and given up when the server has sent nothing for `_WATCH_TIMEOUT_S`: a
+connection that a firewall has dropped is not noticed otherwise."""
+
+_WATCH_TIMEOUT_S = (3.05, _WATCH_S + 15.0)
+_WATCH_PAUSE_S, _WATCH_RETRY_S = 0.1, 2.0
+"""Between two watches, and after an error."""
+
 _PAGE = 250
+_MICRO_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 Object = dict[str, Any]
 Counted = Callable[[str, str], None]
 """Called with (verb, kind) of each write."""
@@ -61,14 +77,14 @@ class ClusterUnavailable(Transient):
     reason = "ClusterUnavailable"
 
 
-def _nothing(_verb: str, _kind: str) -> None:
-    """Default of `counted`: counts nothing."""
+class VersionGone(ClusterUnavailable):
+    """The API server no longer has the changes since the resourceVersion of a watch."""
 
 
 class Cluster:
     """One cluster, by the kubeconfig of the environment or the service account of the pod."""
 
-    def __init__(self, check: Callable[[], None] | None = None, counted: Counted = _nothing) -> None:
+    def __init__(self, check: Callable[[], None] | None = None, counted: Counted | None = None) -> None:
         in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
         try:  # not `load_config`, which warns in every pod that there is no kubeconfig
             (config.load_incluster_config if in_pod else config.load_kube_config)()
@@ -77,7 +93,7 @@ class Cluster:
         configuration = client.Configuration.get_default_copy()
         configuration.retries = False  # a request repeated by urllib3 would outlive its timeout, and the lease
         self._client = DynamicClient(client.ApiClient(configuration), discoverer=lambda _client, _cache: None)
-        self._check, self._counted = check or (lambda: None), counted
+        self._check, self._counted = check or (lambda: None), counted or (lambda _verb, _kind: None)
 
     # Reading.
 
@@ -88,18 +104,70 @@ class Cluster:
     def list_all(self, api_version: str, kind: str, namespace: str | None = None, *,
                  labelled: str | None = None, fields: str | None = None) -> list[Object]:
         """All objects of a kind, page by page; `labelled` is a label selector, `fields` a field selector."""
-        found: list[Object] = []
         selectors = (("labelSelector", labelled), ("fieldSelector", fields))
-        first: list[tuple[str, Any]] = [("limit", _PAGE), *(one for one in selectors if one[1])]
-        query = first
+        return self._list(kind, path_of(api_version, kind, namespace), [one for one in selectors if one[1]])[0]
+
+    def _list(self, kind: str, path: str, selectors: list[tuple[str, Any]]) -> tuple[list[Object], str]:
+        """All objects, and the resourceVersion of the list."""
+        objects: list[Object] = []
+        query = first = [("limit", _PAGE), *selectors]
         while True:
-            page = self._request("GET", kind, path_of(api_version, kind, namespace), query=query,
-                                 timeout_s=_LIST_TIMEOUT_S)
-            found += page["items"]
+            page = self._request("GET", kind, path, query=query, timeout_s=_LIST_TIMEOUT_S)
+            objects += page["items"]
             more = page["metadata"].get("continue")
             if not more:
-                return found
+                return objects, str(page["metadata"].get("resourceVersion", ""))
             query = [*first, ("continue", more)]
+
+    def watch(self, api_version: str, kind: str, namespace: str | None, stopping: threading.Event,
+              handle_event: Callable[[str, Object], None]) -> None:
+        """Call `handle_event` with ADDED, MODIFIED or DELETED and the object: for all objects of a kind at first, then
+        at each change, until `stopping`. Returns up to `_WATCH_S` after it was set."""
+        path = path_of(api_version, kind, namespace)
+        known: dict[tuple[str, str], Object] = {}
+        version = failure = ""
+        while not stopping.is_set():
+            try:
+                if not version:
+                    objects, version = self._list(kind, path, [])
+                    before, known = known, {_key(raw): _stub(raw) for raw in objects}
+                    for raw in objects:
+                        handle_event("ADDED", raw)
+                    for key in before.keys() - known:  # deleted between two watches: no event reports it
+                        handle_event("DELETED", before[key])
+                for change in self._changes(kind, path, version):
+                    event, raw = change["type"], change["object"]
+                    # Set before it is handled: a watch that ends here continues behind this change.
+                    version = raw["metadata"]["resourceVersion"]
+                    if event == "DELETED":
+                        known.pop(_key(raw), None)
+                    elif event != "BOOKMARK":
+                        known[_key(raw)] = _stub(raw)
+                    if event != "BOOKMARK":
+                        handle_event(event, raw)
+                failure = ""
+                stopping.wait(_WATCH_PAUSE_S)
+            except VersionGone:
+                version = ""
+            except EyrieError as error:
+                if str(error) != failure:
+                    log.warning("changes of %s are not seen, trying again: %s", kind, error)
+                failure = str(error)
+                stopping.wait(_WATCH_RETRY_S)
+
+    def _changes(self, kind: str, path: str, version: str) -> Iterator[Object]:
+        """The events of one watch. Raises VersionGone and ClusterUnavailable."""
+        query: list[tuple[str, Any]] = [("watch", "true"), ("resourceVersion", version), ("timeoutSeconds", _WATCH_S),
+                                        ("allowWatchBookmarks", "true")]
+        with _translated(kind, path), contextlib.closing(self._client.request(
+                "GET", path, query_params=query, serialize=False, _request_timeout=_WATCH_TIMEOUT_S)) as response:
+            for line in iter_resp_lines(response):
+                change: Object = json.loads(line)
+                if change["type"] == "ERROR":
+                    status = change["object"]
+                    raise (VersionGone if status.get("code") == 410 else ClusterUnavailable)(
+                        f"{kind}: {status.get('message', 'the watch failed')}")
+                yield change
 
     def is_reachable(self) -> bool:
         """Whether the API server responds."""
@@ -108,14 +176,6 @@ class Cluster:
         except EyrieError:
             return False
         return True
-
-    def serves_ours(self) -> bool:
-        """Whether our resources are defined. Raises ClusterUnavailable."""
-        try:
-            found = self._request("GET", "APIResourceList", f"/apis/{API_VERSION}")
-        except NotFound:
-            return False
-        return {"DrafterJob", "DraftEndpoint"} <= {one["kind"] for one in found["resources"]}
 
     def list_apis(self) -> frozenset[str]:
         """`group/version` of the server's APIs, and `v1`. Every authenticated client may read them."""
@@ -156,7 +216,8 @@ class Cluster:
         manifest = {"apiVersion": API_VERSION, "kind": identity.kind, "status": status,
                     "metadata": {"name": identity.name, "namespace": identity.namespace,
                                  "resourceVersion": identity.resource_version}}
-        return self._apply(_own_path(identity) + "/status", manifest, force=True)
+        return self._apply(path_of(API_VERSION, identity.kind, identity.namespace, identity.name) + "/status", manifest,
+                           force=True)
 
     def annotate(self, identity: Identity, name: str, value: str | None) -> Object:
         """Set or remove an annotation of one of our resources."""
@@ -235,7 +296,8 @@ class KubernetesLease:
             "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
             "metadata": metadata if made else {**metadata, "resourceVersion": record.resource_version},
             "spec": {"holderIdentity": record.holder, "leaseDurationSeconds": max(1, round(record.duration_s)),
-                     "renewTime": _micro(record.renewed_at), "acquireTime": _micro(record.acquired_at),
+                     "renewTime": record.renewed_at.astimezone(UTC).strftime(_MICRO_TIME),
+                     "acquireTime": record.acquired_at.astimezone(UTC).strftime(_MICRO_TIME),
                      "leaseTransitions": record.transitions},
         }
         verb, path = ("POST", self._path) if made else ("PUT", f"{self._path}/{self._name}")
@@ -255,10 +317,6 @@ def _read_lease(raw: Object) -> LeaseRecord:
         transitions=int(spec.get("leaseTransitions") or 0), resource_version=raw["metadata"]["resourceVersion"])
 
 
-def _micro(moment: datetime) -> str:
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
 def path_of(api_version: str, kind: str, namespace: str | None = None, name: str | None = None) -> str:
     """API path of the objects of a kind, or of one object."""
     lower = kind.lower()
@@ -268,8 +326,13 @@ def path_of(api_version: str, kind: str, namespace: str | None = None, name: str
     return f"{root}{place}/{plural}" + (f"/{name}" if name else "")
 
 
-def _own_path(identity: Identity) -> str:
-    return path_of(API_VERSION, identity.kind, identity.namespace, identity.name)
+def _key(raw: Object) -> tuple[str, str]:
+    return raw["metadata"].get("namespace", ""), raw["metadata"]["name"]
+
+
+def _stub(raw: Object) -> Object:
+    """What the event of a deletion needs of an object."""
+    return {"metadata": {"namespace": raw["metadata"].get("namespace", ""), "name": raw["metadata"]["name"]}}
 
 
 @contextlib.contextmanager
@@ -281,6 +344,8 @@ def _translated(kind: str, path: str) -> Iterator[None]:
         said = _message(error)
         if error.status == 404:
             raise NotFound(f"{path}: {said}", "it may have been deleted") from None
+        if error.status == 410:
+            raise VersionGone(f"{kind}: {said}") from None
         if error.status == 409:
             raise ClusterConflict(f"{kind}: {said}", "read the object again") from None
         # Status 0: no answer. The client translates a connection that ends during the TLS handshake like this.
