@@ -24,10 +24,15 @@ from pathlib import Path
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
+    GeneratedAnswer,
+    GenerationParams,
+    GenerationRequest,
+    row_seed,
+)
 from eyrie_workers.regeneration.endpoint import Endpoint
-from eyrie_workers.regeneration.generation_client import GeneratedAnswer, GenerationParams, GenerationRequest, row_seed
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.load_generator import stub_server

@@ -30,9 +30,9 @@ def transcode(source: FeatureStore, directory: Path, fmt: StoreFormat, lm_head_V
 
 def _rows(source: FeatureStore, rows: range, fmt: StoreFormat, lm_head_VH: Tensor) -> Iterator[FeatureRow]:
     for index in rows:
-        row = source.row(index)
+        row = source.read([index])
         topk_logits = None
         if fmt.final_state == "topk":
             supervised = supervised_positions(row.loss_mask)
             topk_logits = compute_topk_logits(row.last[supervised], OutputHead(lm_head_VH), fmt)
-        yield FeatureRow(row.row_id, row.token_ids, row.loss_mask, row.aux, row.last, topk_logits)
+        yield FeatureRow(source.row_ids[index], row.token_ids, row.loss_mask, row.aux, row.last, topk_logits)

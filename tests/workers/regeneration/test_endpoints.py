@@ -13,17 +13,17 @@ from eyrie_api.errors import InvalidInput, Permanent, Transient
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.batch import BatchClient
-from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, parse_generated, request_body, retry_delay_s
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
     GenerationParams,
     GenerationRequest,
 )
+from eyrie_workers.regeneration.batch import BatchClient
+from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, parse_generated, request_body, retry_delay_s
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer, _environment
 from tests.tiny import TEMPLATE, tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, token_ids

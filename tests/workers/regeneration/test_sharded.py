@@ -21,7 +21,7 @@ from eyrie_api.errors import ArtifactCorrupt, InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,

@@ -14,11 +14,11 @@ from eyrie_workers.features.storage_backend import LocalBackend
 from eyrie_workers.features.streaming import (
     TOKENS,
     StreamedFeatures,
+    compute_pass,
     plan_is_whole,
     read_plan,
     write_plan,
 )
-from eyrie_workers.features.target_pass import compute_pass
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features

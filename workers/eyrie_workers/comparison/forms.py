@@ -9,7 +9,7 @@ forms of a family differ in the kind of shape only, and two families in the draf
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, Form
-from eyrie_workers.measurement.variant import VariantKind
+from eyrie_workers.measurement.benchmark.variants import VariantKind
 
 OFF = "off"
 """The baseline: the same engine without a drafter."""

@@ -2,7 +2,7 @@
 
 One engine per checkpoint over one target, and one without a drafter; a variant is an engine with a draft-tree shape.
 All variants answer a block before the next block begins, in an order that changes from block to block
-(`eyrie_workers.interleaving`). A block is timed by `engines.embedded.decode`: whole requests, prefill
+(`eyrie_workers.intervals`). A block is timed by `engines.embedded.decode`: whole requests, prefill
 included, every slot busy.
 
 Each engine also counts the seconds of its phases (`phase_times.EngineStats`); the cost of a round follows from them.
@@ -23,11 +23,10 @@ from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.plan import Block, CompareSpec, blocks_of, suites_stage
 from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
 from eyrie_workers.engines.embedded import EmbeddedEngine, decode
-from eyrie_workers.interleaving import interleaved
+from eyrie_workers.intervals import interleaved
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_run, block_size
-from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_for, read_suites
-from eyrie_workers.measurement.benchmark.variants import Bench
-from eyrie_workers.measurement.variant import Variant
+from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger, read_suites
+from eyrie_workers.measurement.benchmark.variants import Bench, Variant
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import load_target, resolve
@@ -132,7 +131,7 @@ def measure(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mapping
     blocks = list(blocks_of(spec))
     belongs_to = LedgerKey(benchmark=spec.benchmark, concurrencies=spec.concurrencies, variants=tuple(variants),
                            checkpoints=dict(digests))
-    ledger = open_ledger_for(Entry, stage, belongs_to, LEDGER)
+    ledger = open_ledger(Entry, stage, belongs_to, LEDGER)
     known = {entry.key: entry for entry in ledger.entries}
     missing = [block for block in blocks if block.key not in known]
     if missing:

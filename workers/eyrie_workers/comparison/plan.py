@@ -30,7 +30,7 @@ from eyrie_api.v1alpha1.stages import BenchmarkStage, CaptureStage, RegenerateSt
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.comparison.forms import OFF, forms_of, shape
-from eyrie_workers.measurement.variant import Variant, undrafted
+from eyrie_workers.measurement.benchmark.variants import Variant, undrafted
 
 JOB_ID = "compare"
 _CALIBRATION_STEPS = 24

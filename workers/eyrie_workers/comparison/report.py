@@ -33,7 +33,7 @@ from eyrie_workers.intervals import (
     standard_error,
 )
 from eyrie_workers.measurement.benchmark.blocks import num_identical
-from eyrie_workers.measurement.variant import Variant
+from eyrie_workers.measurement.benchmark.variants import Variant
 
 Outcome = Literal["faster", "slower", "indistinguishable"]
 Verdict = Literal["holds", "does not hold here", "indistinguishable", "not measured"]

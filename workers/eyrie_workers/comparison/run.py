@@ -33,7 +33,7 @@ from eyrie_workers.drafters.published import adopt, fetch
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.machine.environment import environment
-from eyrie_workers.measurement.variant import Variant
+from eyrie_workers.measurement.benchmark.variants import Variant
 from eyrie_workers.stage_program import Stage, stop_on_signals
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import resolve

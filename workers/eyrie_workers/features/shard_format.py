@@ -8,8 +8,8 @@ A store is a directory (or a prefix of an artifact store) of shards and, when it
 *tokens* holds the ids (int32) and loss masks (uint8) of the shard's rows, end to end. Nothing is padded: padding a
 batch to its longest row costs 2 to 4 times the disk, the reading and the training arithmetic on chat-like lengths.
 
-A *block* holds up to `block_tokens` tokens of one row, so that a row is one contiguous range and a part of a long row
-needs only the blocks that it overlaps. Its sections, each aligned to 8 bytes:
+A *block* holds up to `block_tokens` tokens of one row, so that a row is one contiguous range, verified in parts. Its
+sections, each aligned to 8 bytes:
 
     aux codes [N, A, H], aux scales          of every token, as the codec defines (`features.codecs`)
     final codes [M, H], final scales         of its M supervised positions alone, or

@@ -1,6 +1,10 @@
-"""Hidden states without a store: the target computes them during training, ahead of the training loop.
+"""Hidden states as the target computes them: one pass over whole rows, for capture, and a stream of them for training.
 
-Capture then writes only a plan, about five bytes per token:
+`compute_pass` serves both. Nothing of a pass leaves the target's device: which positions are supervised is decided on
+the host, where the loss masks are, so no pass waits for the device.
+
+With `capture.feed: stream` there is no store: the target computes the states during training, ahead of the training
+loop, and capture writes only a plan, about five bytes per token:
 
     stream.json    the store's format, and the id, the number of tokens and of prompt tokens of every row
     tokens.bin     the rows' token ids, int32, end to end
@@ -10,21 +14,20 @@ the format's codec and back, unsupervised positions have no final state, and top
 stores them. On the CPU the reference's products do not depend on the other rows of a pass (`targets.linear`), so its
 numbers equal those of a store for any batching; another source rounds differently in another batch.
 
-States never leave the target's device: a batch has its tokens and loss mask on the CPU, where training plans, and its
-states where they were computed, which is the trainer's own GPU or another (EYRIE_TARGET_DEVICE, `targets.device`).
+States stay where they were computed, which is the trainer's own GPU or another (EYRIE_TARGET_DEVICE, `targets.device`);
+tokens and loss mask of a batch are on the CPU, where training plans.
 
 `batches` runs the target in a thread ahead of its caller, on a GPU also in a stream of its own, and never holds more
 than `buffer_bytes` of states, including the batch in use; a larger batch is computed when it is requested. Every epoch
 repeats the target's passes.
 """
 
-# T tokens, A aux layers, H hidden
-
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -37,12 +40,70 @@ from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, wr
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.rules import first_problem
-from eyrie_workers.features.blocks import concat_topk_logits, decode_block
+from eyrie_workers.features.codecs import concat_topk_logits, decode_block, encode_states
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow, TopKLogits, supervised_positions
 from eyrie_workers.features.storage_backend import StorageBackend
-from eyrie_workers.features.target_pass import compute_pass, plan_passes
+from eyrie_workers.features.topk_logits import compute_topk_logits_of_rows
 from eyrie_workers.targets.state_source import StateSource
+
+# T tokens, M tokens of the pass, S supervised positions of it, A aux layers, H hidden
+
+
+
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """States of some rows, end to end, as the target computes them and on its device."""
+
+    aux: Tensor
+    """[M, A, H]."""
+
+    last: Tensor
+    """[M, H], after the final norm."""
+
+    is_supervised: Tensor
+    """[M] bool, on the CPU."""
+
+    supervised: Tensor
+    """[S] int64: the supervised positions, on the target's device."""
+
+    topk_logits: TopKLogits | None
+    """Of these positions, where the format stores them."""
+
+    def encode(self, fmt: StoreFormat) -> dict[str, Tensor]:
+        """The sections of `codecs.encode_states`."""
+        return encode_states(fmt, self.aux, self.last, self.supervised, self.topk_logits)
+
+
+def compute_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat) -> TargetPass:
+    """One teacher-forced pass over rows."""
+    aux_MAH, last_MH = target.packed_states([row.token_ids for row in rows], fmt.aux_layers)
+    by_row = [supervised_positions(row.loss_mask) for row in rows]
+    is_supervised = torch.cat(by_row)
+    supervised = is_supervised.nonzero().squeeze(1).to(target.device, non_blocking=True)
+    topk_logits = None
+    if fmt.final_state == "topk":
+        parts = last_MH.index_select(0, supervised).split([int(positions.sum()) for positions in by_row])
+        topk_logits = compute_topk_logits_of_rows(parts, target.output_head, fmt)
+    return TargetPass(aux_MAH, last_MH, is_supervised, supervised, topk_logits)
+
+
+def plan_passes(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
+    """Consecutive rows per forward pass, at most `batch_tokens` tokens or a single longer row."""
+    start, size = 0, 0
+    for row, length in enumerate(lengths):
+        if row > start and size + length > batch_tokens:
+            yield range(start, row)
+            start, size = row, 0
+        size += length
+    if start < len(lengths):
+        yield range(start, len(lengths))
+
+
+
+
 
 STREAM = "stream.json"
 TOKENS = "tokens.bin"
@@ -136,12 +197,10 @@ class StreamedFeatures:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all rows."""
         return self._starts[-1]
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
@@ -160,10 +219,10 @@ class StreamedFeatures:
         topk_parts, at = [], 0
         for batch in plan_passes(lengths, self.plan.batch_tokens):
             computed = compute_pass(target, documents[batch.start:batch.stop], fmt)
-            here = slice(at, at + computed.aux.shape[0])
+            tokens = slice(at, at + computed.aux.shape[0])
             tensors = computed.encode(fmt)
-            decode_block(fmt, tensors, computed.is_supervised, aux[here], last[here])
-            at = here.stop
+            decode_block(fmt, tensors, computed.is_supervised, aux[tokens], last[tokens])
+            at = tokens.stop
             if not keeps:
                 topk_parts.append(tensors)
             self.computed_tokens += computed.aux.shape[0]

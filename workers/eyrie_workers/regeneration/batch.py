@@ -27,6 +27,11 @@ from pydantic import ValidationError
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_workers.regeneration.answers import (
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationRequest,
+)
 from eyrie_workers.regeneration.endpoint import (
     AnswerTokenizer,
     Endpoint,
@@ -36,11 +41,6 @@ from eyrie_workers.regeneration.endpoint import (
     parse_completion,
     request_body,
     retry_delay_s,
-)
-from eyrie_workers.regeneration.generation_client import (
-    GenerationFailure,
-    GenerationOutcome,
-    GenerationRequest,
 )
 
 MAX_REQUESTS = 50_000

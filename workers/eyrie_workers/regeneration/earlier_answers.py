@@ -36,8 +36,8 @@ from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_api.v1alpha1.model import Digest
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, read_meta
 from eyrie_workers.jsonl_ledger import Extent, decode_line, reason_of
-from eyrie_workers.left_in_store import open_binary
-from eyrie_workers.regeneration.generation_client import GenerationRequest
+from eyrie_workers.regeneration.answers import GenerationRequest
+from eyrie_workers.stored_files import open_binary
 
 _HINT = "generate the answers again"
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from eyrie_api.errors import InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,

@@ -35,15 +35,15 @@ from eyrie_api.v1alpha1.model import FromVariables, Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.endpoint import endpoint_of
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
 )
+from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer
 
 _LISTEN_S = 0.2

@@ -70,16 +70,21 @@ from eyrie_workers.engines.server_memory import weights_on_disk
 from eyrie_workers.engines.sglang.capture_states import ROOM, SglangStates
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
-from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
-from eyrie_workers.features.earlier_states import EarlierStates
 from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
 from eyrie_workers.features.storage_backend import open_backend
-from eyrie_workers.features.store import open_features
-from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, write_plan
-from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.features.store import EarlierStates, open_features
+from eyrie_workers.features.streaming import (
+    STREAM,
+    TOKENS,
+    TargetPass,
+    compute_pass,
+    plan_is_whole,
+    plan_passes,
+    write_plan,
+)
+from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
 from eyrie_workers.machine.environment import cpu_count
 from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock

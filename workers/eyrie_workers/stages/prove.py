@@ -57,18 +57,22 @@ from eyrie_workers.load.report_statistics import crossover
 from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
     Suites,
     measuring,
-    open_ledger_for,
+    open_ledger,
     read_suites,
     round_robin,
 )
-from eyrie_workers.measurement.parity.parity import compare_answers, replay_parity, report_without_answers
-from eyrie_workers.measurement.parity.reference import Reference, why_not_held
-from eyrie_workers.measurement.parity.served_answers import Served, request_answers
+from eyrie_workers.measurement.benchmark.variants import first_difference
+from eyrie_workers.measurement.parity import (
+    Served,
+    compare_answers,
+    report_without_answers,
+    request_answers,
+)
+from eyrie_workers.measurement.parity_reference import Reference, why_not_held
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -85,7 +89,7 @@ FIXED = "fixed"
 
 ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
 
-_REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.interleaving`)
+_REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.intervals`)
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
 """Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
@@ -194,7 +198,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     uses = variants_to_compare(spec, use, stage, tuned_rival(spec, tuned, plan))
     launch = command_line(plan, CANDIDATE, uses, _variants_dir(stage))
     proof = Proof(spec, stage, plan, uses, select_prompts(spec, suites),
-                  open_ledger_for(CheckResult, stage, spec, LEDGER),
+                  open_ledger(CheckResult, stage, spec, LEDGER),
                   ServerHistory(stage.out_dir, digest_model(spec)))
     _run_all(proof, checks_of(spec, len(uses.keys() - {FIXED})))
     if proof.result(PARITY) is None:
@@ -479,8 +483,7 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
 
     prompts = parity_prompts(proof)
     if reference is not None and setting.method == "drafter":
-        parity = replay_parity(reference, kind, tree, dtype, prompts, answers.plain, answers.drafted,
-                               proof.stage.pause_point)
+        parity = reference.replay_parity(prompts, answers.plain, answers.drafted, proof.stage.pause_point)
     else:
         parity = compare("prompt", prompts, answers.plain, answers.drafted, why or "")
     changed = None

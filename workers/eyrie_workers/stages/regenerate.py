@@ -6,12 +6,12 @@ matter" (the second seed). Steps, each resumable:
 
     read, split, exclude -> selection        (regeneration.selection; held-out prompts are never sent)
     reuse                -> rows.jsonl       (regeneration.earlier_answers; what earlier jobs have answered already)
-    replay conversations -> turns            (regeneration.turn_queue; the last turn, or each in order)
+    replay conversations -> turns            (regeneration.conversation_replay; the last turn, or each in order)
     generate             -> rows.jsonl       (appended and flushed per answer: the ledger of finished rows)
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
 In a pod whose job leaves large files in an artifact store (`catalog.STORE_ADDRESS_FILE`), answers are uploaded part by
-part and deleted here, and rows.jsonl is written there (`conversations.stored_rows`).
+part and deleted here, and rows.jsonl is written there (`conversations.rows`).
 
 Each answer depends on its row alone (the seed is derived from the row's id), so the bytes of the output do not depend
 on interruptions. For the same reason the work may be distributed: with EYRIE_SHARD_ROWS set, the shard workers of a
@@ -36,31 +36,36 @@ from eyrie_api.v1alpha1.data import FEW_ROWS
 from eyrie_api.v1alpha1.model import Digest
 from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_workers.conversations.overlap import Runs
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger, RowSampling, RowsMeta, read_meta
-from eyrie_workers.conversations.split import BenchmarkPrompts
-from eyrie_workers.conversations.stored_rows import open_row_ledger
+from eyrie_workers.conversations.overlap import BenchmarkPrompts, Runs
+from eyrie_workers.conversations.rows import (
+    META,
+    ROWS,
+    AnsweredRow,
+    RowLedger,
+    RowSampling,
+    RowsMeta,
+    open_row_ledger,
+    read_meta,
+)
 from eyrie_workers.conversations.suites import excluded_prompts
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.regeneration import selection
-from eyrie_workers.regeneration.batch import BatchClient
-from eyrie_workers.regeneration.conversation_replay import Ended
-from eyrie_workers.regeneration.earlier_answers import EarlierAnswers, answer_key, earlier_answers, generator_of
-from eyrie_workers.regeneration.embedded import EmbeddedClient
-from eyrie_workers.regeneration.endpoint import endpoint_of
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationClient,
     GenerationFailure,
     GenerationParams,
     GenerationRequest,
+    GivenAnswers,
 )
-from eyrie_workers.regeneration.given_answers import GivenAnswers
+from eyrie_workers.regeneration.batch import BatchClient
+from eyrie_workers.regeneration.conversation_replay import REFUSED, Ended, PendingTurn, TurnQueue
+from eyrie_workers.regeneration.earlier_answers import EarlierAnswers, answer_key, earlier_answers, generator_of
+from eyrie_workers.regeneration.endpoint import endpoint_of
+from eyrie_workers.regeneration.local_engines import EmbeddedClient, own_servers
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.own_servers import own_servers
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.regeneration.sharded import ShardingConfig
-from eyrie_workers.regeneration.turn_queue import REFUSED, PendingTurn, TurnQueue
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_config

@@ -9,7 +9,7 @@ The two models are never in memory together: the reference is loaded on the devi
 to the host, and it is freed before ours is loaded. Only the compared layers and their neighbours are copied.
 
 (The serving engine's layers are compared by tests/sglang, round by round, and before a promotion by the parity gate of
-`measurement.parity.parity`: an engine returns text, and what it captured shows in what it accepts.)
+`measurement.parity`: an engine returns text, and what it captured shows in what it accepts.)
 """
 
 # T tokens of a row, A aux layers, H hidden

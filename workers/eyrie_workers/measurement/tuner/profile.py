@@ -1,37 +1,281 @@
 """The tuning profile: step times and replays, measured once, from which all predictions are computed.
 
-`measure` answers the prompts at every concurrency in rounds of alternating shapes (`measurement.tuner.probe`), then
-drafts along the answers (`measurement.tuner.draft_replay`) with every drafting method, at every width of the grid.
-`measure_from_outside` does it for an engine behind HTTP: costs come from anchor settings (`measurement.tuner.anchors`),
-the answers from that engine, and the replay from the reference implementation. The profile is a value: predictions for
-any concurrency follow from it without further measurement, and an interrupted stage reads it from disk, so the race
-resumes from the same predictions.
+`measure` answers the prompts at every concurrency in rounds of alternating shapes (`run_probe`), then drafts along the
+answers (`trace`) with every drafting method, at every width of the grid. `measure_from_outside` does it for an engine
+behind HTTP: costs come from anchor settings (`measurement.tuner.anchors`), the answers from that engine, and the replay
+from the reference implementation. The profile is a value: predictions for any concurrency follow from it without
+further measurement, and an interrupted stage reads it from disk, so the race resumes from the same predictions.
+
+The probe. The engine answers prompts while the draft-tree shape changes from round to round: the shallowest and the
+deepest of each width, and no drafting. The text does not depend on the shape, so the answers are usable; neighbouring
+rounds run under nearly the same conditions on nearly the same text, so times differ by shape alone. Rounds with an
+empty slot are discarded. Each time is the median of its rounds, which is robust to single interruptions. Prompts are
+repeated from the first until every shape has enough rounds.
+
+The replay. Each answer is a row of the drafter. The target's states for all its positions come from one teacher-forced
+pass. Then all rows step through their answers together, one position at a time: propose the deepest tree of every
+width, locate the continuation in it, settle one pair. Batching the rows makes visiting every position cheaper than
+decoding, because the drafter's small matrices are read once for all rows. Independent of the drafter's family:
+everything goes through `speculation.protocol`.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
+import numpy as np
+import torch
+
+from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime, TuneSpec
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner
 from eyrie_workers.measurement.tuner import anchors
-from eyrie_workers.measurement.tuner.draft_replay import KnownAnswer, trace
 from eyrie_workers.measurement.tuner.predict import (
+    ContinuationNodes,
     Costs,
+    IntArray,
     Prediction,
     ReplayedRounds,
     Trace,
+    locate,
     merged,
     predict,
     replay,
     undrafted,
 )
-from eyrie_workers.measurement.tuner.probe import draft_times, run_probe, shapes_to_time, step_times
 from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.noise import NoiseTable, RowNoise
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
+from eyrie_workers.targets.device import device_scope
+from eyrie_workers.targets.model import TargetModel
+
+_MOST_REPEATS = 100  # of the prompts; beyond it the answers are too short to have timed rounds
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round with all slots taken."""
+
+    shape: DraftTreeShape | None
+    nodes: int
+    """Verified per row, root included."""
+
+    draft_s: float
+    verify_s: float
+
+
+@dataclass
+class Probe:
+    """The timed rounds and the answers of one run."""
+
+    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Answers by request."""
+
+    rounds: list[Round] = field(default_factory=list)
+    prefill_s: list[float] = field(default_factory=list)
+    """Prefill seconds of each request."""
+
+
+def shapes_to_time(shapes: Sequence[DraftTreeShape]) -> list[DraftTreeShape]:
+    """Of each width the shallowest shape with the fewest nodes, and the deepest with the most."""
+    chosen: dict[DraftTreeShape, None] = {}
+    for width in sorted({shape.top_k for shape in shapes}):
+        same = sorted((shape for shape in shapes if shape.top_k == width),
+                      key=lambda shape: (shape.num_steps, shape.num_draft_tokens))
+        for shape in (same[0], same[-1]):
+            chosen[shape] = None
+    return list(chosen)
+
+
+def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, shapes: Sequence[DraftTreeShape | None],
+              between: Callable[[], None], rounds: int) -> Probe:
+    """Answer all requests at this concurrency in alternating shapes. Leaves the engine idle."""
+    probe, rotation = Probe(), _ShapeRotation(dict.fromkeys(shapes, 0))
+    engine.set_tree_schedule(rotation, [shape for shape in shapes if shape is not None])
+    rows = min(concurrency, len(requests))
+    names = {request.id for request in requests}
+    repeat = 0
+    waiting = list(requests)
+    while True:
+        if not waiting and min(rotation.counts.values()) < rounds:
+            repeat += 1
+            if repeat > _MOST_REPEATS:
+                raise InvalidInput(f"answers are too short to time {rounds} rounds at concurrency {concurrency}",
+                                   "raise benchmark.max_new_tokens, or name suites with longer answers")
+            waiting = [replace(request, id=_repeat_id(request, repeat)) for request in requests]
+        while waiting and engine.num_running + engine.num_waiting < rows:
+            engine.submit(waiting.pop(0))
+        between()
+        before = replace(engine.stats)
+        steps = engine.step()
+        spent = engine.stats
+        for progress in steps:
+            if progress.generation is not None and progress.id in names:
+                probe.texts[progress.id] = tuple(progress.generation.token_ids)
+        admitted = sum(not progress.accepted for progress in steps)
+        # A step may prefill several requests: its prefill time is divided equally among them.
+        probe.prefill_s += [(spent.prefill_s - before.prefill_s) / admitted] * admitted if admitted else []
+        # A round counts only when every slot decoded in it: otherwise it ran at a lower concurrency.
+        if len(steps) - admitted == rows:
+            probe.rounds.append(Round(rotation.last, spent.nodes - before.nodes, spent.draft_s - before.draft_s,
+                                      spent.verify_s - before.verify_s))
+            rotation.counts[rotation.last] += 1
+        if len(probe.texts) == len(requests) and min(rotation.counts.values()) >= rounds:
+            break
+    for request in requests:
+        for number in range(repeat + 1):
+            engine.cancel(_repeat_id(request, number))
+    engine.tree = None
+    return probe
+
+
+def _repeat_id(request: Request, repeat: int) -> str:
+    return f"{request.id} (repeat {repeat})" if repeat else request.id
+
+
+@dataclass
+class _ShapeRotation:
+    """The shape of each round: the first of those with the fewest counted rounds."""
+
+    counts: dict[DraftTreeShape | None, int]
+    last: DraftTreeShape | None = None
+
+    def __call__(self, _num_rows: int) -> DraftTreeShape | None:
+        self.last = min(self.counts, key=lambda shape: self.counts[shape])
+        return self.last
+
+
+def step_times(probe: Probe, concurrency: int, temperature: float) -> list[StepTime]:
+    """The curve of target passes: one point per kind and number of nodes."""
+    grouped: dict[tuple[bool, int], list[float]] = {}
+    for one in probe.rounds:
+        grouped.setdefault((one.shape is not None and one.shape.top_k > 1, one.nodes), []).append(one.verify_s)
+    return [StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, tree=tree,
+                     verify_s=median(times), rounds=len(times))
+            for (tree, nodes), times in sorted(grouped.items())]
+
+
+def draft_times(probe: Probe, method: Method, concurrency: int, temperature: float) -> list[DraftTime]:
+    """Drafting time by shape. Rounds without drafting are left out: in these the drafter only settles pairs."""
+    grouped: dict[DraftTreeShape, list[float]] = {}
+    for one in probe.rounds:
+        if one.shape is not None:
+            grouped.setdefault(one.shape, []).append(one.draft_s)
+    return [DraftTime(concurrency=concurrency, temperature=temperature, setting=Setting(method=method, tree=shape),
+                      draft_s=median(times), rounds=len(times)) for shape, times in grouped.items()]
+
+
+_MOST_NODES = 512  # of a DraftTreeShape
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """A prompt and its answer, to draft along."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+def whole_tree(num_steps: int, top_k: int) -> DraftTreeShape:
+    """The shape of every node that can be grown at this depth and width, up to the limit of a shape."""
+    grown = num_steps + 1 if top_k == 1 else 1 + top_k + (num_steps - 1) * top_k**2
+    return DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=min(grown, _MOST_NODES))
+
+
+def trace(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], num_steps: int, widths: Iterable[int],
+          between: Callable[[], None], rows_at_once: int = 16) -> dict[int, list[Trace]]:
+    """By width, the trace of every answer, in the order given. `between` is called at every position."""
+    with device_scope(target.device):
+        return _traced(target, drafter, answers, [whole_tree(num_steps, width) for width in sorted(set(widths))],
+                       between, rows_at_once)
+
+
+def _traced(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], shapes: Sequence[DraftTreeShape],
+            between: Callable[[], None], rows_at_once: int) -> dict[int, list[Trace]]:
+    found: dict[int, dict[int, Trace]] = {shape.top_k: {} for shape in shapes}
+    # One temperature per batch: greedy rows then draft without noise, as when decoding.
+    order = sorted(range(len(answers)), key=lambda i: (answers[i].temperature, -len(answers[i].token_ids)))
+    for temperature in sorted({answer.temperature for answer in answers}):
+        same = [i for i in order if answers[i].temperature == temperature]
+        for start in range(0, len(same), rows_at_once):
+            batch = same[start:start + rows_at_once]
+            replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).run(between)
+            for shape, traces in zip(shapes, replayed, strict=True):
+                found[shape.top_k] |= dict(zip(batch, traces, strict=True))
+    return {width: [traces[i] for i in range(len(answers))] for width, traces in found.items()}
+
+
+class _Batch:
+    """Some answers of one temperature, replayed together."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer],
+                 shapes: Sequence[DraftTreeShape]) -> None:
+        self.drafter, self.answers, self.shapes = drafter, answers, shapes
+        self.vocab_size = target.config.vocab_size
+        self.state: DrafterState = drafter.new_state(len(answers))
+        texts = [torch.tensor([*answer.prompt_ids, *answer.token_ids]) for answer in answers]
+        self.aux = [aux for aux, _ in target.hidden_states(texts, drafter.aux_layers)]
+        self.tables = [NoiseTable(answer.seed, self.vocab_size) for answer in answers]
+        for row, (answer, aux) in enumerate(zip(answers, self.aux, strict=True)):
+            drafter.admit(self.state, row, answer.prompt_ids)
+            drafter.extend(self.state, CommittedTokens(
+                [row], [0], [[*answer.prompt_ids[1:], answer.token_ids[0]]], aux[None, :len(answer.prompt_ids)]))
+
+    @torch.inference_mode()
+    def run(self, between: Callable[[], None]) -> list[list[Trace]]:
+        """Traces of every row, by shape."""
+        num_steps = self.shapes[0].num_steps
+        kept: list[list[list[ContinuationNodes]]] = [[[] for _ in self.answers] for _ in self.shapes]
+        longest = max(len(answer.token_ids) for answer in self.answers)
+        for position in range(longest - 1):
+            between()
+            rows = [row for row, answer in enumerate(self.answers) if position < len(answer.token_ids) - 1]
+            following = _following([self.answers[row].token_ids for row in rows], position + 1, num_steps)
+            # 1. For each width: propose at this position, find the answer's next tokens in the tree.
+            for shape, of_rows in zip(self.shapes, kept, strict=True):
+                tree = self.drafter.propose(self.state, rows, shape, self._noise(rows, position))
+                located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
+                                 tree.scores.double().cpu().numpy(), following, num_steps)
+                for index, row in enumerate(rows):
+                    of_rows[row].append(ContinuationNodes(located.needed[index], located.filled[index]))
+            # 2. Commit the answer's own next token, whatever was proposed.
+            self._settle(rows, position)
+        return [[_trace_of(answer, located, num_steps) for answer, located in zip(self.answers, of_rows, strict=True)]
+                for of_rows in kept]
+
+    def _noise(self, rows: Sequence[int], position: int) -> RowNoise | None:
+        """The engine's noise for the token after `position` and those behind it."""
+        temperature = self.answers[0].temperature
+        if temperature == 0.0:
+            return None
+        ahead = [self.tables[row].at(len(self.answers[row].prompt_ids) + position + 1, self.shapes[0].num_steps + 1)
+                 for row in rows]
+        return RowNoise(torch.full((len(rows),), temperature, dtype=torch.float64), torch.stack(ahead))
+
+    def _settle(self, rows: Sequence[int], position: int) -> None:
+        starts = [len(self.answers[row].prompt_ids) + position for row in rows]
+        tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
+        aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
+        self.drafter.extend(self.state, CommittedTokens(rows, starts, tokens, aux))
+
+
+def _following(texts: Sequence[Sequence[int]], start: int, length: int) -> IntArray:
+    """[B, length]: the tokens from `start`, -1 beyond the end."""
+    return np.array([[*text[start:start + length], *[-1] * (length - len(text[start:start + length]))]
+                     for text in texts], dtype=np.int64)
+
+
+def _trace_of(answer: KnownAnswer, located: Sequence[ContinuationNodes], num_steps: int) -> Trace:
+    needed = np.array([one.needed for one in located], dtype=np.int64).reshape(-1, num_steps, num_steps)
+    filled = np.array([one.filled for one in located], dtype=np.int64).reshape(-1, num_steps)
+    return Trace(len(answer.token_ids), ContinuationNodes(needed, filled))
+
 
 _FEW_PROMPTS = 4  # probed at low concurrency, where rounds are cheap but whole answers are not
 _ROUNDS = 10  # of each shape, at least; the time is their median
