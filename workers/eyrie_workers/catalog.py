@@ -89,7 +89,6 @@ CATALOG: dict[StageName, Stage] = {
 
 
 def stage_dir(job_dir: Path, stage: StageName, key: str = "") -> Path:
-    """The directory of a stage."""
     return job_dir / "stages" / stage / key if key else job_dir / "stages" / stage
 
 

@@ -101,7 +101,6 @@ class JsonlLedger(Generic[EntryT]):
         self._add(entry, Extent(self._size, len(line)))
 
     def read(self, extent: Extent) -> EntryT:
-        """One entry by its position."""
         return decode_line(self._line(extent), self._entry_type)
 
     def _add(self, entry: EntryT, extent: Extent) -> None:

@@ -44,7 +44,6 @@ def normalised(text: str) -> str:
 
 
 def user_turns(messages: Sequence[Message]) -> tuple[str, ...]:
-    """The normalised user turns of a conversation."""
     return tuple(normalised(message["content"]) for message in messages if message["role"] == "user")
 
 
@@ -69,7 +68,6 @@ class BenchmarkPrompts:
 
     @classmethod
     def of(cls, prompts: Iterable[Sequence[Message]]) -> "BenchmarkPrompts":
-        """Build the index from prompts, each a sequence of messages."""
         whole = frozenset(turns for prompt in prompts if (turns := user_turns(prompt)))
         parts = frozenset(run for turns in whole for length in range(1, len(turns) + 1) for run in _runs(turns, length))
         return cls(whole, parts, tuple(sorted({len(turns) for turns in whole})))
@@ -97,7 +95,6 @@ class Runs:
             self.add(messages)
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Add the n-grams of one conversation."""
         self._runs.update(_word_runs(messages))
 
     def overlap(self, messages: Sequence[Message]) -> bool:

@@ -80,7 +80,6 @@ class RemoteFile:
         return self.url
 
     def open(self) -> io.BufferedReader:
-        """A stream from its beginning."""
         with translating_errors(self.url):
             if self.url.startswith(S3):
                 return io.BufferedReader(_bucket_client().open_input_stream(

@@ -31,7 +31,7 @@ import hashlib
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -155,7 +155,6 @@ class RowLedger(JsonlLedger[AnsweredRow]):
         return len(self._by_id)
 
     def row(self, row_id: str) -> AnsweredRow:
-        """One answered row."""
         return self.read(self._by_id[row_id])
 
     def put_in_order(self, row_ids: Iterable[str],
@@ -165,21 +164,34 @@ class RowLedger(JsonlLedger[AnsweredRow]):
         Yields each answered row, kept or not. The new file replaces the old one when the iteration ends; a kill before
         that leaves the old file.
         """
+        self._hand_over()
+        kept: dict[str, Extent] = {}
+        seen, sha, size = set[str](), hashlib.sha256(), 0
+        for row_id in row_ids:
+            if row_id not in self._by_id or row_id in seen:
+                continue
+            seen.add(row_id)
+            line = self._line(self._by_id[row_id])
+            row = decode_line(line, AnsweredRow)
+            if keep(row):
+                kept[row_id] = self._by_id[row_id]
+                sha.update(line)
+                size += len(line)
+            yield row
+        self._replace(kept, size, f"sha256:{sha.hexdigest()}")
+
+    def _hand_over(self) -> None:
+        """Before the rows are put in order: nothing to do for a file."""
+
+    def _replace(self, kept: Mapping[str, Extent], _size: int, _sha256: str) -> None:
         part = self.path.with_name(f".{self.path.name}.part")
         placed: dict[str, Extent] = {}
         size = 0
         with self.path.open("rb") as old, part.open("wb") as new:
-            for row_id in row_ids:
-                if row_id not in self._by_id or row_id in placed:
-                    continue
-                offset, length = self._by_id[row_id]
+            for row_id, (offset, length) in kept.items():
                 old.seek(offset)
-                line = old.read(length)
-                row = decode_line(line, AnsweredRow)
-                if keep(row):
-                    new.write(line)
-                    placed[row_id], size = Extent(size, length), size + length
-                yield row
+                new.write(old.read(length))
+                placed[row_id], size = Extent(size, length), size + length
             new.flush()
             os.fsync(new.fileno())
         os.replace(part, self.path)
@@ -285,9 +297,8 @@ class LedgerParts:
             self._send()
 
     def read(self, extent: Extent) -> bytes:
-        """Bytes of one line."""
-        here = [self._tail.offset, *([] if self._sending is None else [self._sending.extent.offset])]
-        begins = max((offset for offset in here if offset <= extent.offset), default=None)
+        local = [self._tail.offset, *([] if self._sending is None else [self._sending.extent.offset])]
+        begins = max((offset for offset in local if offset <= extent.offset), default=None)
         if begins is not None:
             try:
                 with self._file(begins).open("rb") as file:
@@ -295,7 +306,7 @@ class LedgerParts:
                     return file.read(extent.length)
             except FileNotFoundError:  # race: handed over since
                 return self._reader.read(self._key(begins), extent.offset - begins, extent.length)
-        part = self._parts[bisect_right(self._parts, extent.offset, key=lambda one: one.offset) - 1]
+        part = self._parts[bisect_right(self._parts, extent.offset, key=lambda part: part.offset) - 1]
         return self._reader.read(self._key(part.offset), extent.offset - part.offset, extent.length)
 
     def lines(self) -> Iterator[bytes]:
@@ -321,12 +332,12 @@ class LedgerParts:
 
     def _find_parts(self) -> None:
         root = f"{self._prefix}/{LEDGER_PARTS}"
-        for found in sorted(self._store.list(root), key=lambda one: one.key):
-            offset = int(found.key.rpartition("/")[2])
+        for stored in sorted(self._store.list(root), key=lambda stored: stored.key):
+            offset = int(stored.key.rpartition("/")[2])
             if offset != self._tail.offset:  # it follows a part that is lost: its rows are answered again
-                self._store.delete(found.key)
+                self._store.delete(stored.key)
                 continue
-            self._add(Extent(offset, found.size_bytes))
+            self._add(Extent(offset, stored.size_bytes))
 
     def _recover(self) -> None:
         for path in sorted(self._directory.glob(f".{ROWS_FILE}.{'[0-9]' * 15}")):
@@ -373,25 +384,13 @@ class StoredRowLedger(RowLedger):
         self._stored = parts
         super().__init__(path)
 
-    def put_in_order(self, row_ids: Iterable[str],
-                     keep: Callable[[AnsweredRow], bool] = lambda _: True) -> Iterator[AnsweredRow]:
-        """See `RowLedger`. The parts stay until the stage's manifest is in the store."""
+    def _hand_over(self) -> None:
         self._stored.flush()  # a pod that is lost from here on loses no answer
-        kept, seen, sha, size = list[Extent](), set[str](), hashlib.sha256(), 0
-        for row_id in row_ids:
-            if row_id not in self._by_id or row_id in seen:
-                continue
-            seen.add(row_id)
-            extent = self._by_id[row_id]
-            line = self._line(extent)
-            row = decode_line(line, AnsweredRow)
-            if keep(row):
-                sha.update(line)
-                size += len(line)
-                kept.append(extent)
-            yield row
+
+    def _replace(self, kept: Mapping[str, Extent], size: int, sha256: str) -> None:
+        # The parts stay until the stage's manifest is in the store.
         if kept:
-            self.in_store = (self._stored.write_in_order(kept, size, f"sha256:{sha.hexdigest()}"),)
+            self.in_store = (self._stored.write_in_order(kept.values(), size, sha256),)
 
     def _prepare(self) -> None:
         """Nothing: a part has whole lines."""

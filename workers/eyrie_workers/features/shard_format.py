@@ -70,7 +70,6 @@ class TopKLogits:
     choice: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TopKLogits":
-        """Apply a function to every tensor."""
         return TopKLogits(function(self.ids), function(self.logits), function(self.tail), function(self.mass),
                           function(self.choice))
 
@@ -160,7 +159,6 @@ class StoreFormat(Frozen):
         return self.stored_as.bytes_of(num_tokens, taught, len(self.aux_layers), self.hidden_size)
 
     def block_ranges(self, num_tokens: int) -> Iterator[range]:
-        """The blocks of a row, as token ranges."""
         for start in range(0, num_tokens, self.block_tokens):
             yield range(start, min(start + self.block_tokens, num_tokens))
 
@@ -188,7 +186,6 @@ def vector_sections(codec: Codec, of: str, leading: Shape, hidden_size: int) -> 
 
 
 def block_sections(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> list[Section]:
-    """The sections of a block, in their order."""
     sections = vector_sections(fmt.codec, "aux", (num_tokens, len(fmt.aux_layers)), fmt.hidden_size)
     if fmt.final_state == "keep":
         return sections + vector_sections(final_codec(fmt.codec), "final", (num_supervised,), fmt.hidden_size)
@@ -200,7 +197,6 @@ def block_sections(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> li
 
 
 def section_bytes(section: Section) -> int:
-    """Bytes of a section with its alignment."""
     size = section.dtype.itemsize
     for length in section.shape:
         size *= length
@@ -208,7 +204,6 @@ def section_bytes(section: Section) -> int:
 
 
 def block_bytes(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> int:
-    """Bytes of a block."""
     return sum(section_bytes(section) for section in block_sections(fmt, num_tokens, num_supervised))
 
 
@@ -268,12 +263,10 @@ class ShardRecord(Frozen):
 
     @property
     def rows(self) -> int:
-        """Rows of the shard."""
         return len(self.row_ids)
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of the shard."""
         return sum(self.lengths)
 
 
@@ -329,7 +322,6 @@ class ShardMap:
 
 
 def end_of_shard(end: ShardEnd) -> bytes:
-    """Record and trailer."""
     record = end.model_dump_json().encode()
     return record + hashlib.sha256(record).digest() + len(record).to_bytes(8, "little") + MAGIC
 
@@ -347,12 +339,10 @@ def read_end(record: bytes, trailer: bytes) -> ShardEnd | None:
 
 
 def shard_name(number: int) -> str:
-    """File name of shard `number`, counted from 0."""
     return f"shard-{number:05d}.states"
 
 
 def shard_number(name: str) -> int:
-    """The inverse of `shard_name`."""
     return int(name.removeprefix("shard-").removesuffix(".states"))
 
 

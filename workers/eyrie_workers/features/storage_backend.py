@@ -74,7 +74,6 @@ class StorageBackend(Protocol):
 
 
 def note_name(shard: str) -> str:
-    """File name of a shard's damage note."""
     return Path(shard).stem + DAMAGED_SUFFIX
 
 

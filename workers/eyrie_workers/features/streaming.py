@@ -78,7 +78,6 @@ class TargetPass:
 
 
 def compute_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat) -> TargetPass:
-    """One teacher-forced pass over rows."""
     aux_MAH, last_MH = target.packed_states([row.token_ids for row in rows], fmt.aux_layers)
     by_row = [supervised_positions(row.loss_mask) for row in rows]
     is_supervised = torch.cat(by_row)
@@ -165,7 +164,6 @@ def read_plan(backend: StorageBackend) -> tuple[StreamPlan, bytes] | None:
 
 
 def plan_is_whole(backend: StorageBackend) -> bool:
-    """Whether a readable plan and its tokens exist."""
     try:
         return read_plan(backend) is not None
     except ArtifactCorrupt:

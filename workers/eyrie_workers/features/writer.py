@@ -68,7 +68,6 @@ class ShardFile:
     """A shard under its hidden name, to which rows are appended in order. As a context manager, deleted on an error."""
 
     def __init__(self, path: Path, fmt: StoreFormat, rows: Sequence[TokenRow]) -> None:
-        """Write the tokens of all rows of the shard."""
         self.name, self.part = path.name, path.with_name(f".{path.name}.part")
         self._format, self._rows = fmt, rows
         self._file = self.part.open("wb")
@@ -167,17 +166,14 @@ class FeatureWriter:
 
     @property
     def shards(self) -> dict[int, ShardRecord]:
-        """Whole shards by number."""
         return dict(self._shards)
 
     @property
     def num_rows(self) -> int:
-        """Rows in whole shards."""
         return sum(shard.rows for shard in self._shards.values())
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all whole shards."""
         return sum(self._backend.size(shard.name) or 0 for shard in self._shards.values())
 
     def holds(self, number: int, row_ids: Sequence[str]) -> bool:
@@ -311,7 +307,6 @@ class BackgroundWriter:
         self._pool.shutdown(wait=True)
 
     def begin(self, number: int, rows: Sequence[TokenRow]) -> None:
-        """Begin a shard."""
         assert self._open is None, "the previous shard is not ended"
         self._open = SimpleQueue()
         self._shards.append(self._pool.submit(self._write_shard, number, rows, self._open))

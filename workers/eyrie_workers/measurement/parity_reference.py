@@ -285,7 +285,6 @@ class Reference:
             self.drafter.reads_first_token = kind != "sglang"
 
     def rounds(self, prompt: Sequence[int], length: int, drafter: Drafter | None = None) -> Rounds:
-        """The reference engine's rounds for an answer of `length` tokens."""
         longest = min(len(prompt) + length + self._tree.num_steps + 2, self.target.config.max_position_embeddings)
         engine = Engine(self.target, drafter or self.drafter, max_length=longest)
         return reference_rounds(engine, self._tree, prompt, length)

@@ -106,32 +106,38 @@ def row_seed(seed: int, row_id: str) -> int:
 
 
 class AnswerRetokenizer:
-    """`AnswerTokenizer` over the target's own tokenizer and template."""
+    """Tokenizes an answer again with the target's own tokenizer and template, where there is only its text."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._prefix = tokenizer.encode("")
         """Tokens that the tokenizer puts before every text (BOS); an answer within a conversation has none."""
-        self._eos_ids = _turn_end_first(tokenizer)
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, the one the template ends a turn with first."""
-        return self._eos_ids
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            written = tokenizer.render(turn, add_generation_prompt=False)
+        except InvalidInput:
+            written = []
+        last = next((token for token in reversed(written) if token in tokenizer.eos_ids), None)
+        self.eos_ids: tuple[int, ...] = tuple(tokenizer.eos_ids) if last is None else (
+            last, *(token for token in tokenizer.eos_ids if token != last))
+        """Ids that end an answer; first the one that the template writes after an assistant turn, if it writes one."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """See `AnswerTokenizer`."""
+        """Text of some ids, without special tokens."""
         return self._tokenizer.decode(ids)
 
     def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
-        """See `AnswerTokenizer`. Raises ValueError when the message cannot be tokenised."""
+        """Ids of an assistant message after this prompt, with the end-of-turn id when it `ended`.
+
+        Raises ValueError when the message cannot be tokenized.
+        """
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if message.get("tool_calls") or reasoning:
             ids = self._encode(self._rendered(prompt, message, reasoning))
         else:
             ids = self._encode(message.get("content") or "")
-        end = next((place for place, token in enumerate(ids) if token in self._eos_ids), len(ids))
-        return [*ids[:end], *self._eos_ids[:1]] if ended else ids[:end]
+        end = next((place for place, token in enumerate(ids) if token in self.eos_ids), len(ids))
+        return [*ids[:end], *self.eos_ids[:1]] if ended else ids[:end]
 
     def _rendered(self, prompt: GenerationRequest, message: Mapping[str, Any], reasoning: object) -> str:
         answer = {"role": "assistant", "content": message.get("content")}
@@ -154,20 +160,8 @@ class AnswerRetokenizer:
         return ids[len(self._prefix):] if ids[: len(self._prefix)] == self._prefix else ids
 
 
-def _turn_end_first(tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """The eos ids; first the one that the template writes after an assistant turn, if it writes one."""
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        written = tokenizer.render(turn, add_generation_prompt=False)
-    except InvalidInput:
-        written = []
-    last = next((token for token in reversed(written) if token in tokenizer.eos_ids), None)
-    return tuple(tokenizer.eos_ids) if last is None else (
-        last, *(token for token in tokenizer.eos_ids if token != last))
-
-
 @dataclass(frozen=True)
-class GivenAnswers:
+class AnswersOfData:
     """`GenerationClient` over `GenerationRequest.given`."""
 
     tokenizer: AnswerRetokenizer
@@ -178,20 +172,18 @@ class GivenAnswers:
     """Longest prompt and answer together, in tokens."""
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
-        """See `GenerationClient`."""
         for prompt in prompts:
             pause()
-            yield self._answer(prompt)
-
-    def _answer(self, prompt: GenerationRequest) -> GenerationOutcome:
-        given = prompt.given
-        assert given is not None, "the selection rejects rows without an answer"
-        try:
-            ids = self.tokenizer.answer_ids(prompt, given, ended=True)
-        except ValueError as error:
-            return GenerationFailure(prompt.row_id, str(error), "declined")
-        limit = min(prompt.max_new_tokens or self.max_new_tokens, self.context - len(prompt.prompt_ids))
-        return GeneratedAnswer(
-            row_id=prompt.row_id, prompt_ids=prompt.prompt_ids, answer_ids=ids[:limit],
-            finish_reason="stop" if len(ids) <= limit else "length", text=given.get("content") or "", ids_exact=False,
-            reasoning=given.get("reasoning_content") or "", tool_calls=tuple(given.get("tool_calls") or ()))
+            answer = prompt.given
+            assert answer is not None, "the selection rejects rows without an answer"
+            try:
+                ids = self.tokenizer.answer_ids(prompt, answer, ended=True)
+            except ValueError as error:
+                yield GenerationFailure(prompt.row_id, str(error), "declined")
+                continue
+            limit = min(prompt.max_new_tokens or self.max_new_tokens, self.context - len(prompt.prompt_ids))
+            yield GeneratedAnswer(
+                row_id=prompt.row_id, prompt_ids=prompt.prompt_ids, answer_ids=ids[:limit],
+                finish_reason="stop" if len(ids) <= limit else "length", text=answer.get("content") or "",
+                ids_exact=False, reasoning=answer.get("reasoning_content") or "",
+                tool_calls=tuple(answer.get("tool_calls") or ()))

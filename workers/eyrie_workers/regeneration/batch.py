@@ -28,12 +28,12 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
 )
 from eyrie_workers.regeneration.endpoint import (
-    AnswerTokenizer,
     Endpoint,
     declined,
     fatal,
@@ -67,7 +67,7 @@ class BatchClient:
     """`GenerationClient` over the Batch API."""
 
     endpoint: Endpoint
-    tokenizer: AnswerTokenizer
+    tokenizer: AnswerRetokenizer
     state_file: Path
     """`batch.json`."""
 
@@ -85,10 +85,16 @@ class BatchClient:
             waiting = _Waiting(prompts)
             empty_batches = 0
             while chunk := self._chunk(waiting):
-                outcomes = self._one_batch(client, chunk, pause)
+                pending = self._pending() or self._upload(client, chunk, pause)
+                if pending.batch_id is None:
+                    pending = self._create(client, pending, pause)
+                assert pending.batch_id is not None
+                batch = self._await(client, pending.batch_id, pause)
+                outcomes = self._collect(client, batch, {prompt.row_id: prompt for prompt in chunk}, pause)
                 yield from outcomes.values()
                 self.state_file.unlink(missing_ok=True)
-                waiting.put_back([prompt for prompt in chunk if prompt.row_id not in outcomes])
+                waiting.front.extendleft(
+                    prompt for prompt in reversed(chunk) if prompt.row_id not in outcomes)
                 empty_batches = 0 if outcomes else empty_batches + 1
                 if empty_batches > self.endpoint.max_retries:
                     raise Transient(f"{self.endpoint.base_url}: {empty_batches} batches in a row returned no answer",
@@ -111,15 +117,6 @@ class BatchClient:
             return min(left) >= 0
 
         return waiting.take_while(fits)
-
-    def _one_batch(self, client: httpx.Client, chunk: Sequence[GenerationRequest],
-                   pause: Callable[[], None]) -> dict[str, GenerationOutcome]:
-        pending = self._pending() or self._upload(client, chunk, pause)
-        if pending.batch_id is None:
-            pending = self._create(client, pending, pause)
-        assert pending.batch_id is not None
-        batch = self._await(client, pending.batch_id, pause)
-        return self._collect(client, batch, {prompt.row_id: prompt for prompt in chunk}, pause)
 
     def _pending(self) -> PendingBatch | None:
         try:
@@ -220,17 +217,14 @@ class _Waiting:
     """Prompts not yet sent: those put back, then the rest of the iterator."""
 
     def __init__(self, prompts: Iterator[GenerationRequest]) -> None:
-        self._front: deque[GenerationRequest] = deque()
+        self.front: deque[GenerationRequest] = deque()
         self._rest = prompts
-
-    def put_back(self, prompts: Sequence[GenerationRequest]) -> None:
-        self._front.extendleft(reversed(prompts))
 
     def take_while(self, wanted: Callable[[GenerationRequest], bool]) -> list[GenerationRequest]:
         taken: list[GenerationRequest] = []
-        while (prompt := self._front.popleft() if self._front else next(self._rest, None)) is not None:
+        while (prompt := self.front.popleft() if self.front else next(self._rest, None)) is not None:
             if not wanted(prompt):
-                self._front.appendleft(prompt)
+                self.front.appendleft(prompt)
                 break
             taken.append(prompt)
         return taken

@@ -27,7 +27,7 @@ from typing import Any
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.conversations.conversation import Message
-from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, SelectedRow
+from eyrie_workers.conversations.rows import RowLedger, SelectedRow
 from eyrie_workers.regeneration.answers import GenerationRequest, row_seed
 from eyrie_workers.targets.templates import ChatTokenizer, parse_answer
 
@@ -45,7 +45,6 @@ def num_turns(messages: Sequence[Message], turns: str) -> int:
 
 
 def first_turn(messages: Sequence[Message], turns: str) -> list[Message]:
-    """Messages of the first prompt."""
     if turns == "last":
         return list(messages)
     return list(messages[:_next_assistant(messages, 0)])
@@ -174,7 +173,6 @@ class TurnQueue(Iterator[GenerationRequest]):
         return pending.prompt
 
     def in_flight(self, row_id: str) -> PendingTurn:
-        """The turn that an outcome belongs to."""
         return self._in_flight[row_id]
 
     def mark_done(self, row_id: str) -> None:
@@ -193,11 +191,12 @@ class TurnQueue(Iterator[GenerationRequest]):
             answered.append(row_id)
             if assistant_index >= len(row.messages):
                 return ReplayState(answered, None)
-            found = self._ledger.row(row_id)
-            after = next_turn(row.messages, messages, assistant_index, _message(found, bool(row.tools)))
+            answer = self._ledger.row(row_id)
+            after = next_turn(row.messages, messages, assistant_index, answer_message(
+                answer.text, answer.reasoning, answer.tool_calls, bool(row.tools)))
             if after is None or isinstance(after, Ended):
                 return ReplayState(answered, after)
-            if found.finish_reason == "length":
+            if answer.finish_reason == "length":
                 return ReplayState(answered, Ended(CUT))
             messages, assistant_index = after
         turn = len(answered)
@@ -219,7 +218,3 @@ class TurnQueue(Iterator[GenerationRequest]):
     def _enqueue(self, state: ReplayState) -> None:
         if isinstance(state.next, PendingTurn):
             self._ready.append(state.next)
-
-
-def _message(row: AnsweredRow, has_tools: bool) -> dict[str, object]:
-    return answer_message(row.text, row.reasoning, row.tool_calls, has_tools)

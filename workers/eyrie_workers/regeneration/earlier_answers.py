@@ -25,7 +25,7 @@ changed since is generated again.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +42,13 @@ from eyrie_workers.stored_files import open_binary
 _HINT = "generate the answers again"
 
 
-def generator_of(target: Digest, dtype: str, engine: str, served_model: str | None) -> str:
-    """What generates all answers of a job, as one text; `served_model` is None where no endpoint is asked by name."""
-    return json.dumps([target, dtype, engine, served_model])
+def answer_key(generator: Sequence[str | None], request: GenerationRequest, sampling: RowSampling) -> str:
+    """128 bits of a hash over what one answer is a function of (see the module's docstring).
 
-
-def answer_key(generator: str, request: GenerationRequest, sampling: RowSampling) -> str:
-    """128 bits of a hash over what one answer is a function of (see the module's docstring)."""
+    generator   digest of the target, dtype, engine, and the model's name where an endpoint is asked by name
+    """
     drawn = None if sampling.temperature == 0.0 else [sampling.top_p, sampling.top_k, request.seed]
-    inputs = [generator, request.messages, request.tools, request.chat_template_kwargs, request.prompt_ids,
+    inputs = [json.dumps(generator), request.messages, request.tools, request.chat_template_kwargs, request.prompt_ids,
               sampling.max_new_tokens, sampling.temperature, drawn]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -89,37 +87,28 @@ def earlier_answers(directory: Path, target: Digest, pause: Callable[[], None]) 
         try:
             manifest = read_manifest(directory / MANIFEST)
             digests = {entry.path: entry.sha256 for entry in manifest.files}
-            _check_target(directory, digests, target)
+            if digest_file(directory / META) != digests.get(META):
+                raise ArtifactCorrupt(f"{directory / META} differs from the digest in its manifest", _HINT)
+            meta = read_meta(directory)
+            if meta is None or meta.target_digest != target:
+                raise Conflict(f"the answers in {directory} are of another target", _HINT)
             file = opened.enter_context(open_binary(directory / ROWS))
-            places = _places(file, digests.get(ROWS), directory / ROWS, pause)
+            # Positions of all rows by key, from one pass over the file.
+            sha, offset, places = hashlib.sha256(), 0, dict[str, Extent]()
+            for number, line in enumerate(file, start=1):
+                pause()
+                sha.update(line)
+                try:
+                    row = decode_line(line, AnsweredRow)
+                except ValueError as error:
+                    raise ArtifactCorrupt(f"{directory / ROWS}, line {number} is not an answered row: "
+                                          f"{reason_of(error)}", _HINT) from error
+                if row.key:
+                    places[row.key] = Extent(offset, len(line))
+                offset += len(line)
+            if f"sha256:{sha.hexdigest()}" != digests.get(ROWS):
+                raise ArtifactCorrupt(f"{directory / ROWS} differs from the digest in its manifest", _HINT)
         except OSError as error:
             raise ArtifactMissing(f"{error.filename or directory / ROWS} cannot be read: {error.strerror}",
                                   _HINT) from error
         yield EarlierAnswers(manifest.job_id, file, places)
-
-
-def _check_target(directory: Path, digests: Mapping[str, Digest], target: Digest) -> None:
-    """Raises ArtifactCorrupt or Conflict."""
-    if digest_file(directory / META) != digests.get(META):
-        raise ArtifactCorrupt(f"{directory / META} differs from the digest in its manifest", _HINT)
-    meta = read_meta(directory)
-    if meta is None or meta.target_digest != target:
-        raise Conflict(f"the answers in {directory} are of another target", _HINT)
-
-
-def _places(file: BinaryIO, digest: Digest | None, path: Path, pause: Callable[[], None]) -> dict[str, Extent]:
-    """Positions of all rows by key, from one pass over the file. Raises ArtifactCorrupt."""
-    sha, offset, places = hashlib.sha256(), 0, dict[str, Extent]()
-    for number, line in enumerate(file, start=1):
-        pause()
-        sha.update(line)
-        try:
-            row = decode_line(line, AnsweredRow)
-        except ValueError as error:
-            raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {reason_of(error)}", _HINT) from error
-        if row.key:
-            places[row.key] = Extent(offset, len(line))
-        offset += len(line)
-    if f"sha256:{sha.hexdigest()}" != digest:
-        raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", _HINT)
-    return places

@@ -14,12 +14,13 @@ would fail every request and ends the stage.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from eyrie_api.errors import InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
@@ -29,23 +30,6 @@ from eyrie_workers.regeneration.answers import (
 
 _DECLINED = (400, 413, 422)
 _RETRYABLE = (408, 409, 425, 429)
-
-
-class AnswerTokenizer(Protocol):
-    """Tokenises an answer again, where the endpoint returned text only."""
-
-    def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
-        """Ids of an assistant message after this prompt, with the end-of-turn id when it `ended`.
-
-        Raises ValueError when the message cannot be tokenised.
-        """
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Text of some ids, without special tokens."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, the one the template ends a turn with first."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +65,6 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every request."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
@@ -128,7 +111,7 @@ def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: st
     return body
 
 
-def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: AnswerTokenizer) -> GenerationOutcome:
+def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: AnswerRetokenizer) -> GenerationOutcome:
     """The answer in a chat completion; a GenerationFailure for a response that cannot be used."""
     try:
         assert isinstance(payload, Mapping)
@@ -141,7 +124,8 @@ def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: Answ
         return GenerationFailure(prompt.row_id, f"the endpoint ended the answer for the reason {finish!r}",
                        "filtered" if finish == "content_filter" else "failed")
     ended = finish != "length"
-    ids = _int_list(choice.get("token_ids")) or _sglang_ids(payload)
+    lists = (payload.get("sglext") or {}).get("output_ids")
+    ids = _int_list(choice.get("token_ids")) or _int_list(lists[0] if isinstance(lists, list) and lists else None)
     exact, differ = ids is not None, False
     if ids is None:
         try:
@@ -161,7 +145,7 @@ def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: Answ
                   tool_calls=tuple(message.get("tool_calls") or ()))
 
 
-def parse_generated(prompt: GenerationRequest, payload: object, tokenizer: AnswerTokenizer) -> GenerationOutcome:
+def parse_generated(prompt: GenerationRequest, payload: object, tokenizer: AnswerRetokenizer) -> GenerationOutcome:
     """The answer in a response of SGLang's `/generate`; a GenerationFailure for one that cannot be used."""
     try:
         assert isinstance(payload, Mapping)
@@ -176,11 +160,6 @@ def parse_generated(prompt: GenerationRequest, payload: object, tokenizer: Answe
         ids.append(tokenizer.eos_ids[0])
     return GeneratedAnswer(row_id=prompt.row_id, prompt_ids=prompt.prompt_ids, answer_ids=ids, ids_exact=True,
                            finish_reason=finish, text=tokenizer.text(ids[:-1] if ended else ids))
-
-
-def refuses_ids_field(status: int, text: str, ids_field: str | None) -> bool:
-    """Whether an error response is about the field that requests token ids, not about the prompt."""
-    return ids_field is not None and status in (400, 422) and ids_field in text
 
 
 def is_retryable(status: int) -> bool:
@@ -214,13 +193,8 @@ def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, d
     return min(first_delay_s * 2**attempt, 60.0) * (0.5 + draw / 2)
 
 
-def _sglang_ids(payload: Mapping[str, Any]) -> list[int] | None:
-    lists = (payload.get("sglext") or {}).get("output_ids")
-    return _int_list(lists[0]) if isinstance(lists, list) and lists else None
-
-
 def _differs(ids: Sequence[int], message: Mapping[str, Any], payload: Mapping[str, Any],
-             tokenizer: AnswerTokenizer) -> bool:
+             tokenizer: AnswerRetokenizer) -> bool:
     """Whether re-tokenised ids certainly differ from those that the target generated."""
     counted = (payload.get("usage") or {}).get("completion_tokens")
     if isinstance(counted, int) and counted not in (len(ids), len(ids) - 1):  # some servers count the end-of-turn token

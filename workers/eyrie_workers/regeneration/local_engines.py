@@ -12,17 +12,17 @@ killed with the stage (`engines.parent_death_signal`).
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.managed_servers import ManagedServer, ServerPlan, managed_servers
+from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.regeneration.answers import GeneratedAnswer, GenerationOutcome, GenerationParams, GenerationRequest
 from eyrie_workers.speculation.engine import Engine
-from eyrie_workers.speculation.requests import Generation, Request
+from eyrie_workers.speculation.requests import Request
 from eyrie_workers.targets.templates import ChatTokenizer
 
 
@@ -37,46 +37,37 @@ class EmbeddedClient:
     """Longest prompt and answer together, in tokens."""
 
     concurrency: int
-    _in_flight: dict[str, GenerationRequest] = field(default_factory=dict)
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
-        """See `GenerationClient`."""
+        in_flight: dict[str, GenerationRequest] = {}
         try:
             while True:
-                while len(self._in_flight) < self.concurrency and (prompt := next(prompts, None)) is not None:
-                    self._submit(prompt)
-                if not self._in_flight:
+                while len(in_flight) < self.concurrency and (prompt := next(prompts, None)) is not None:
+                    max_tokens = min(prompt.max_new_tokens or self.params.max_new_tokens,
+                                     self.context - len(prompt.prompt_ids))
+                    self.engine.submit(Request(
+                        id=prompt.row_id, prompt_ids=tuple(prompt.prompt_ids), max_new_tokens=max_tokens,
+                        sampling=self.params.sampling, seed=prompt.seed, stop_ids=tuple(self.tokenizer.eos_ids)))
+                    in_flight[prompt.row_id] = prompt
+                if not in_flight:
                     return
                 pause()
-                for progress in self.engine.step():
-                    if progress.generation is not None:
-                        yield self._finished(progress.generation)
+                for done in (progress.generation for progress in self.engine.step()):
+                    if done is not None:
+                        text_ids = done.token_ids[:-1] if done.finish_reason == "stop" else done.token_ids
+                        yield GeneratedAnswer(
+                            row_id=done.id, prompt_ids=in_flight.pop(done.id).prompt_ids, answer_ids=done.token_ids,
+                            finish_reason=done.finish_reason, ids_exact=True, text=self.tokenizer.decode(text_ids))
         finally:
-            for row_id in self._in_flight:
+            for row_id in in_flight:
                 self.engine.cancel(row_id)
-            self._in_flight.clear()
-
-    def _submit(self, prompt: GenerationRequest) -> None:
-        max_tokens = min(prompt.max_new_tokens or self.params.max_new_tokens, self.context - len(prompt.prompt_ids))
-        self.engine.submit(Request(
-            id=prompt.row_id, prompt_ids=tuple(prompt.prompt_ids),
-            max_new_tokens=max_tokens, sampling=self.params.sampling, seed=prompt.seed,
-            stop_ids=tuple(self.tokenizer.eos_ids)))
-        self._in_flight[prompt.row_id] = prompt
-
-    def _finished(self, done: Generation) -> GeneratedAnswer:
-        ended = done.finish_reason == "stop"
-        prompt_ids = self._in_flight.pop(done.id).prompt_ids
-        return GeneratedAnswer(row_id=done.id, prompt_ids=prompt_ids, answer_ids=done.token_ids,
-                      finish_reason=done.finish_reason, ids_exact=True,
-                      text=self.tokenizer.decode(done.token_ids[:-1] if ended else done.token_ids))
 
 
 Pause = Callable[[], None]
 
 
 @contextmanager
-def own_servers(spec: RegenerateStage, directory: Path, pause: Pause) -> Iterator[tuple[RegenerateSpec, Pause]]:
+def sglang_servers(spec: RegenerateStage, directory: Path, pause: Pause) -> Iterator[tuple[RegenerateSpec, Pause]]:
     """Start the servers and wait until they are ready; stop them when the block is left.
 
     Yields the section with the servers' URLs, and a `pause` that raises EngineFailed when a server has ended. Raises as
@@ -90,13 +81,10 @@ def own_servers(spec: RegenerateStage, directory: Path, pause: Pause) -> Iterato
         urls = tuple(server.server.url for server in servers.values())
         section = spec.regenerate.model_copy(update={
             "engine": "openai", "base_url": None, "endpoints": urls, "served_model": plan.model})
-        yield section, _watching(tuple(servers.values()), pause)
 
+        def checked() -> None:
+            pause()
+            for server in servers.values():
+                server.server.check()
 
-def _watching(servers: tuple[ManagedServer, ...], pause: Pause) -> Pause:
-    def checked() -> None:
-        pause()
-        for server in servers:
-            server.server.check()
-
-    return checked
+        yield section, checked

@@ -20,21 +20,24 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from eyrie_api.errors import Transient
 from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
-from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
+from eyrie_workers.load.http_client import ConnectionPool
 from eyrie_workers.load.proxy import proxy_for
-from eyrie_workers.regeneration.answers import GeneratedAnswer, GenerationFailure, GenerationOutcome, GenerationRequest
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
+    GeneratedAnswer,
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationRequest,
+)
 from eyrie_workers.regeneration.endpoint import (
-    AnswerTokenizer,
     Endpoint,
     declined,
     is_retryable,
     parse_completion,
     parse_generated,
-    refuses_ids_field,
     request_body,
     retry_delay_s,
 )
@@ -128,12 +131,15 @@ class OnlineClient:
     """`GenerationClient` over chat completion requests."""
 
     endpoint: Endpoint
-    tokenizer: AnswerTokenizer
+    tokenizer: AnswerRetokenizer
     warn: Callable[[str, str], None]
     """Called with a reason and a sentence."""
 
     first_delay_s: float = 0.5
     _routes: Routes = field(init=False)
+    _pools: dict[str, ConnectionPool] = field(default_factory=dict)
+    """Connections to every endpoint, kept alive between requests."""
+
     _warned: bool = False
     _answered: int = 0
 
@@ -143,12 +149,14 @@ class OnlineClient:
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Transient after the last retry, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
-            connections = _Connections(self.endpoint)
+            headers = {"Accept": "application/json", **self.endpoint.headers}
+            for url, origin in ((url, parse_url(url)) for url in self.endpoint.base_urls):
+                self._pools[url] = ConnectionPool(origin, headers, proxy_for(origin))
             in_flight: set[asyncio.Task[GenerationOutcome]] = set()
             try:
                 while True:
                     while len(in_flight) < self.endpoint.concurrency and (prompt := next(prompts, None)) is not None:
-                        in_flight.add(runner.get_loop().create_task(self._ask(connections, prompt)))
+                        in_flight.add(runner.get_loop().create_task(self._ask(prompt)))
                     if not in_flight:
                         return
                     pause()
@@ -162,13 +170,20 @@ class OnlineClient:
                     if failures:
                         raise failures[0]
             finally:
-                runner.run(_cancel_all(in_flight, connections))
+                runner.run(self._cancel_all(in_flight))
 
-    async def _ask(self, connections: "_Connections", prompt: GenerationRequest) -> GenerationOutcome:
+    async def _cancel_all(self, tasks: set[asyncio.Task[GenerationOutcome]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for pool in self._pools.values():
+            await pool.close()
+
+    async def _ask(self, prompt: GenerationRequest) -> GenerationOutcome:
         answered_before = self._answered
         try:
             async with asyncio.timeout(self.endpoint.deadline_s):
-                return await self._ask_until_answered(connections, prompt, answered_before)
+                return await self._ask_until_answered(prompt, answered_before)
         except TimeoutError:
             error_text = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
             # Other prompts were answered meanwhile: the endpoint works, so only this prompt fails.
@@ -177,15 +192,17 @@ class OnlineClient:
             raise Transient(f"{', '.join(self.endpoint.base_urls)}: {error_text}",
                             "check that the endpoint is up, then retry: answered rows are kept", 60.0) from None
 
-    async def _ask_until_answered(self, connections: "_Connections", prompt: GenerationRequest,
-                                  answered_before: int) -> GenerationOutcome:
+    async def _ask_until_answered(self, prompt: GenerationRequest, answered_before: int) -> GenerationOutcome:
         routes, attempt = self._routes, 0
         while True:
             route = routes.take(time.monotonic())
             url, ids_field = f"{route.url}{self.endpoint.path}", route.ids_field
             retry_after: str | None = None
             try:
-                reply = await connections.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
+                body = request_body(self.endpoint, prompt, ids_field=ids_field)
+                sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+                reply = await self._pools[route.url].send("POST", self.endpoint.path, sent,
+                                                          timeout_s=self.endpoint.timeout_s)
             except RequestFailed as error:
                 error_text = f"{error.reason}: {error}"
             except BaseException:  # cancelled by a stop or by the deadline: says nothing about the endpoint
@@ -195,10 +212,11 @@ class OnlineClient:
                 if not is_retryable(reply.status):
                     routes.answered(route)
                     if reply.status == 200:
-                        return self._read(route, ids_field, prompt, _json(reply))
+                        return self._read(route, ids_field, prompt, reply.body)
                     text = reply.body.decode(errors="replace")
-                    if refuses_ids_field(reply.status, text, ids_field):
-                        route.reject_ids_field(ids_field)  # applies to every later request
+                    if ids_field is not None and reply.status in (400, 422) and ids_field in text:
+                        # The error is about the field, not about the prompt: applies to every later request.
+                        route.reject_ids_field(ids_field)
                         continue
                     return declined(prompt, reply.status, url)
                 error_text, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
@@ -216,9 +234,12 @@ class OnlineClient:
                 await asyncio.sleep(delay_s)
             attempt += 1
 
-    def _read(self, route: Route, ids_field: str | None, prompt: GenerationRequest,
-              payload: object) -> GenerationOutcome:
+    def _read(self, route: Route, ids_field: str | None, prompt: GenerationRequest, body: bytes) -> GenerationOutcome:
         self._answered += 1
+        try:
+            payload = json.loads(body)
+        except ValueError:
+            payload = None
         if self.endpoint.native:
             return parse_generated(prompt, payload, self.tokenizer)
         outcome = parse_completion(prompt, payload, self.tokenizer)
@@ -234,40 +255,6 @@ class OnlineClient:
         return outcome
 
 
-class _Connections:
-    """Connections to every endpoint, kept alive between requests."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._timeout_s, self._path = endpoint.timeout_s, endpoint.path
-        origins = {url: parse_url(url) for url in endpoint.base_urls}
-        headers = {"Accept": "application/json", **endpoint.headers}
-        self._pools = {url: ConnectionPool(origin, headers, proxy_for(origin)) for url, origin in origins.items()}
-
-    async def ask(self, url: str, body: dict[str, Any]) -> HttpResponse:
-        """One request. Raises RequestFailed."""
-        sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        return await self._pools[url].send("POST", self._path, sent, timeout_s=self._timeout_s)
-
-    async def close(self) -> None:
-        """Close every connection."""
-        for pool in self._pools.values():
-            await pool.close()
-
-
 async def _wait_for_first(tasks: set[asyncio.Task[GenerationOutcome]]) -> tuple[
         set[asyncio.Task[GenerationOutcome]], set[asyncio.Task[GenerationOutcome]]]:
     return await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _cancel_all(tasks: set[asyncio.Task[GenerationOutcome]], connections: _Connections) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await connections.close()
-
-
-def _json(reply: HttpResponse) -> object:
-    try:
-        return json.loads(reply.body)
-    except ValueError:
-        return None

@@ -41,7 +41,11 @@ T = TypeVar("T")
 
 def mix(streams: Sequence[Iterator[T | QuarantinedRow]], weights: Sequence[float], seed: int) \
         -> Iterator[T | QuarantinedRow]:
-    """Rows of all streams in one, lazily; rows of one stream keep their order."""
+    """Rows of all streams in one, lazily; rows of one stream keep their order.
+
+    Each position is drawn among the streams that still have rows, with their weights, so any prefix has the same
+    expected shares. Unreadable rows do not count as a position: a source with many of them keeps its share.
+    """
     rng = Random(f"mix:{seed}")
     live = list(range(len(streams)))
     while live:
@@ -74,10 +78,14 @@ _MAX_CHARACTERS = 4000
 
 
 def guess(text: str) -> str:
-    """A language, a script, or `other`."""
+    """A guess at the language of a text, for the counts of the report: a language, a script, or `other`.
+
+    By script where a script belongs to one language or is named as a script, by the most common words where many
+    languages share the Latin alphabet. Short and mixed texts are `other`. Nothing is filtered by this.
+    """
     text = text[:_MAX_CHARACTERS].lower()
     letters = [c for c in text if c.isalpha()]
-    scripts = Counter(_script(ord(c)) for c in letters)
+    scripts = Counter(next((name for low, high, name in _SCRIPTS if low <= ord(c) <= high), "latin") for c in letters)
     if scripts["japanese"] and scripts["japanese"] * 10 >= scripts["chinese"]:
         scripts["japanese"] += scripts.pop("chinese", 0)  # Japanese text uses both scripts
     script, count = scripts.most_common(1)[0] if scripts else ("latin", 0)
@@ -88,10 +96,6 @@ def guess(text: str) -> str:
     best = max(marks, key=lambda language: marks[language])
     alone = sum(mark == marks[best] for mark in marks.values()) == 1
     return best if marks[best] and alone else "other"
-
-
-def _script(point: int) -> str:
-    return next((name for low, high, name in _SCRIPTS if low <= point <= high), "latin")
 
 
 HELD_OUT = "held_out.jsonl"
@@ -153,20 +157,26 @@ def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Calla
             divider.take(row)
             progress(divider.rows_read)
     summary = divider.summary()
-    summary = summary.model_copy(update={"overlaps": summary.overlaps | _with_held_out(directory, pause)})
+    # A second pass over the selection: rows that share a word n-gram with a held-out prompt.
+    with (directory / HELD_OUT).open("rb") as file:
+        runs = Runs(json.loads(line)["messages"] for line in file)
+    shared = 0
+    for selected_row in selected(directory):
+        pause()
+        shared += runs.overlap(selected_row.messages)
+    if shared:
+        summary = summary.model_copy(update={"overlaps": summary.overlaps | {"held-out": shared}})
     write_model(directory / SUMMARY, summary)
     return summary
 
 
 def selected(directory: Path) -> Iterator[SelectedRow]:
-    """The rows to answer, in order."""
     with open_binary(directory / SELECTED) as file:
         for line in file:
             yield SelectedRow.model_validate_json(line)
 
 
 def rejected(directory: Path) -> Iterator[QuarantinedRow]:
-    """The quarantined rows, in the order they were read."""
     with (directory / REJECTED).open("rb") as file:
         for line in file:
             yield QuarantinedRow.model_validate_json(line)
@@ -181,11 +191,9 @@ class ByReason:
 
     @property
     def rows(self) -> int:
-        """All of them."""
         return self._rows.total()
 
     def add(self, row: QuarantinedRow) -> None:
-        """Count one row."""
         key = (row.kind, _NUMBER.sub("N", row.reason))
         self._rows[key] += 1
         if len(self._samples[key]) < _SAMPLES:
@@ -207,33 +215,23 @@ def losses(rejected_rows: Iterable[QuarantinedRow], usable: Mapping[str, int]) -
     for row in rejected_rows:
         if row.kind in ("malformed", "too-long"):
             by_source[row.source].add(row)
-    found = []
+    sentences = []
     for source, reasons in by_source.items():
         lost = reasons.rows
         total = lost + usable.get(source, 0)
         if lost > REPORTED_LOSS * total:
-            words = "; ".join(f"{one.reason} ({one.rows} rows, lines {', '.join(str(at.line) for at in one.samples)})"
-                              for one in reasons.commonest(5))
-            found.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: "
+            words = "; ".join(
+                f"{reason.reason} ({reason.rows} rows, lines {', '.join(str(row.line) for row in reason.samples)})"
+                for reason in reasons.commonest(5))
+            sentences.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: "
                          f"{words}")
-    return found
+    return sentences
 
 
 def forget(directory: Path) -> None:
     """Remove the working files. The summary goes first: after a kill in between, the next run selects again."""
     for name in (SUMMARY, SELECTED, REJECTED):
         (directory / name).unlink(missing_ok=True)
-
-
-def _with_held_out(directory: Path, pause: Callable[[], None]) -> dict[str, int]:
-    """Number of selected rows that share a word n-gram with a held-out prompt; a second pass over the selection."""
-    with (directory / HELD_OUT).open("rb") as file:
-        runs = Runs(json.loads(line)["messages"] for line in file)
-    shared = 0
-    for row in selected(directory):
-        pause()
-        shared += runs.overlap(row.messages)
-    return {"held-out": shared} if shared else {}
 
 
 def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:

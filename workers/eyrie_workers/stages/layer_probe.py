@@ -25,7 +25,7 @@ The ranking is informative only: `targets.layers` or `capture.aux_layers` select
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -79,7 +79,6 @@ class Probe:
     positions: int
 
     def summary(self) -> str:
-        """The scores in one sentence."""
         best = self.together[-1]
         ranks = ", ".join(f"{score.layers[0]} ({score.agreement:.1%})" for score in self.alone[:5])
         noise = (best.agreement * (1 - best.agreement) / self.positions) ** 0.5
@@ -139,13 +138,13 @@ def probe_layers(target: TargetModel, rows: Sequence[tuple[Tensor, int]], chosen
     def score(some: Sequence[int]) -> LayerScore:
         return LayerScore(tuple(sorted(some)), readings.agreement([place[layer] for layer in some]))
 
-    alone = sorted((score([layer]) for layer in ranked), key=lambda one: -one.agreement)
+    alone = sorted((score([layer]) for layer in ranked), key=lambda layer: -layer.agreement)
     best: list[int] = list(alone[0].layers)
     together = [alone[0]]
     while len(together) < min(3, len(ranked)):
-        found = max((score([*best, layer]) for layer in ranked if layer not in best), key=lambda one: one.agreement)
-        best = list(found.layers)
-        together.append(found)
+        together.append(max((score([*best, layer]) for layer in ranked if layer not in best),
+                            key=lambda layers: layers.agreement))
+        best = list(together[-1].layers)
     return Probe(readings.agreement([]), tuple(alone), tuple(together), score(chosen), readings.choice.numel())
 
 
@@ -185,21 +184,18 @@ def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Seque
 
 def rows_to_probe(rows_dir: Path, num_tokens: int = PROBE_TOKENS, longest: int = 512) -> list[tuple[Tensor, int]]:
     """The first answered rows of a directory, each cut at `longest` tokens, until they hold `num_tokens` tokens."""
-    return list(_up_to(num_tokens, ((torch.tensor((row.prompt_ids + row.answer_ids)[:longest]), len(row.prompt_ids))
-                                    for row in read_rows(rows_dir / ROWS) if len(row.prompt_ids) < longest)))
-
-
-def _up_to(num_tokens: int, rows: Iterator[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+    rows: list[tuple[Tensor, int]] = []
     taken = 0
-    for ids, num_prompt in rows:
-        yield ids, num_prompt
-        taken += ids.numel()
+    for row in read_rows(rows_dir / ROWS):
+        if len(row.prompt_ids) < longest:
+            rows.append((torch.tensor((row.prompt_ids + row.answer_ids)[:longest]), len(row.prompt_ids)))
+            taken += rows[-1][0].numel()
         if taken >= num_tokens:
-            return
+            break
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the ranking; returns the exit code."""
     parser = argparse.ArgumentParser(description="Rank a target's layers by the accuracy of a linear probe of each.")
     parser.add_argument("--target", default="quickstart")
     parser.add_argument("--rows", type=Path, required=True, help="output directory of regenerate")
@@ -209,16 +205,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = load_target(resolve(TargetSpec(model=arguments.target)))
         config = target.config
         chosen = choose_aux_layers(config.num_layers, config.layer_types).aux_layers
-        found = probe_layers(target, rows_to_probe(arguments.rows, arguments.tokens), chosen)
+        probe = probe_layers(target, rows_to_probe(arguments.rows, arguments.tokens), chosen)
     except EyrieError as error:
         return report_error(error)
-    for score in found.alone:
+    for score in probe.alone:
         print(f"layer {score.layers[0]:3}  {score.agreement:.4f}")
-    for score in found.together:
+    for score in probe.together:
         print(f"together {list(score.layers)}  {score.agreement:.4f}")
-    print(json.dumps({"embedding": found.embedding, "chosen": list(found.chosen.layers),
-                      "chosen_agreement": found.chosen.agreement, "best": list(found.together[-1].layers),
-                      "best_agreement": found.together[-1].agreement, "positions": found.positions}))
+    print(json.dumps({"embedding": probe.embedding, "chosen": list(probe.chosen.layers),
+                      "chosen_agreement": probe.chosen.agreement, "best": list(probe.together[-1].layers),
+                      "best_agreement": probe.together[-1].agreement, "positions": probe.positions}))
     return 0
 
 

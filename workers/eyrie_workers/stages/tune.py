@@ -117,7 +117,6 @@ class Tuning:
     spent_s: float = 0.0
 
     def race(self, concurrency: int, budget_s: float) -> Race:
-        """Race at one concurrency to its end."""
         predictions = self.profile.predictions(concurrency)
         race = Race(predictions, self.spec.tune.trials(len(self.settings)))
         by_speed = sorted(predictions.values(), key=lambda prediction: -prediction.speedup)
@@ -215,7 +214,6 @@ class Tuning:
                 for temperature in self.spec.tune.temperatures}
 
     def trial(self, race: Race, prediction: Prediction, best: Setting) -> Trial:
-        """The report of one setting at one concurrency."""
         setting, concurrency = prediction.setting, prediction.concurrency
         predicted = {"setting": setting, "concurrency": concurrency, "predicted_tokens_per_s": prediction.tokens_per_s,
                 "predicted_speedup": prediction.speedup, "predicted_tau": prediction.tau}
@@ -290,7 +288,6 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
 
 
 def described(report: TuneReport) -> str:
-    """The report in a few sentences."""
     final = report.final
     return (f"{report.finding} Final measurement, {report.winner.label()}: {final.speedup:.2f}x, "
             f"{'lossless' if final.lossless else 'NOT lossless'}.")
@@ -355,7 +352,6 @@ def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
 
 def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Sequence[Setting],
                             uses: Mapping[str, DrafterUse], prompts: Sequence[Prompt]) -> TuningProfile:
-    """The profile of an earlier run of this spec, or a new one."""
     path: Path = stage.out_dir / PROFILE
     digest = digest_model(spec)
     if path.exists():
@@ -400,7 +396,6 @@ def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Se
 
 def _reference_engines(reference: EmbeddedEngine, settings: Sequence[Setting],
                        uses: Mapping[str, DrafterUse]) -> dict[Method, Engine]:
-    """The reference engine of each method."""
     one_of = {setting.method: uses[setting.label()] for setting in settings}
     # `off` last, because it uses the drafter's engine.
     return {method: reference.reference(one_of[method]) for method in sorted(one_of, key=lambda name: name == "off")}

@@ -59,7 +59,6 @@ class BlockRun(Frozen):
 
     @property
     def key(self) -> BlockRunKey:
-        """Identifies the measurement."""
         return (self.concurrency, self.temperature, self.rung, self.variant)
 
 
@@ -87,7 +86,6 @@ class BlockRunner:
         return requests
 
     def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
-        """Measure one setting on one block."""
         run = self.session.bench.engine.generate(
             setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
         return block_run(setting, concurrency, temperature, rung, run)
@@ -128,7 +126,6 @@ def block_size(concurrency: int) -> int:
 
 
 def block_run(setting: Setting, concurrency: int, temperature: float, rung: int, run: EngineRun) -> BlockRun:
-    """A run as a line of the ledger."""
     depth = setting.tree.num_steps if setting.tree is not None else 0
     histogram = add_histograms([(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)])
     return BlockRun(
@@ -184,7 +181,6 @@ class ConcurrentBenchmark:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the ledger has all blocks."""
         return all((concurrency, temperature, rung, setting.label()) in self._blocks.runs
                    for concurrency in self._concurrencies for temperature, rung in self._keys(concurrency)
                    for setting in (OFF, self._setting))

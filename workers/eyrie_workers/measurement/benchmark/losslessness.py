@@ -61,7 +61,6 @@ class Divergence:
         return all(is_near_tie(choice.gap, choice.magnitude, dtype) for choice in (self.first, *self.later))
 
     def line(self, dtype: str) -> str:
-        """One line for the report."""
         tie, later = "a rounding tie" if self.is_tie(dtype) else "NOT a rounding tie", ""
         if is_near_tie(self.first.gap, self.first.magnitude, dtype):
             later = next((f": position {place} is {choice.gap:.3g} below the target's choice"

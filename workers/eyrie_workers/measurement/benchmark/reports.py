@@ -49,7 +49,6 @@ class PromptResult:
 
     @property
     def tally(self) -> Tally:
-        """Tokens and seconds of both variants."""
         return Tally(
             tokens=_tokens(self.drafted), seconds=sum(s.seconds for s in self.drafted),
             baseline_tokens=_tokens(self.baseline), baseline_seconds=sum(s.seconds for s in self.baseline))
@@ -124,7 +123,6 @@ def report_cells(session: Session, measured: Sequence[tuple[Unit, Entry]],
 
 def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries: Sequence[Entry],
                      cells: tuple[CellReport, ...], seconds: float) -> BenchmarkReport:
-    """The report of one checkpoint from its cells."""
     return BenchmarkReport(
         checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=cells,
         lossless=all(is_lossless(cell.prompts, cell.identical, cell.near_ties) for cell in cells if cell.compared),

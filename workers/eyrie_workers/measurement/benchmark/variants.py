@@ -49,7 +49,6 @@ class Variant(Frozen):
 
 
 def undrafted(title: str, source: str = "") -> Variant:
-    """The engine without a drafter."""
     return Variant(title=title, family="off", kind="off", tree=None, source=source)
 
 
@@ -93,7 +92,6 @@ class Entry(Frozen):
 
     @property
     def key(self) -> UnitKey:
-        """The key of the unit."""
         return (self.suite, self.prompt_id, self.temperature, self.repeat)
 
 
@@ -121,7 +119,6 @@ class Unit:
 
     @property
     def key(self) -> UnitKey:
-        """The key its entry will have."""
         return (self.prompt.suite, self.prompt.id, self.temperature, self.repeat)
 
 
@@ -132,14 +129,12 @@ def unit_seed(unit: Unit, seed: int) -> int:
 
 
 def make_request(unit: Unit, *, seed: int, max_new_tokens: int, stop_ids: Sequence[int]) -> Request:
-    """The request of a unit, equal for all variants."""
     return Request(
         id=f"{unit.prompt.suite}/{unit.prompt.id}", prompt_ids=list(unit.prompt_ids), max_new_tokens=max_new_tokens,
         sampling=SamplingSpec(temperature=unit.temperature), seed=unit_seed(unit, seed), stop_ids=tuple(stop_ids))
 
 
 def entry_of(unit: Unit, samples: dict[str, Sample]) -> Entry:
-    """The entry of a unit with the samples of all variants."""
     return Entry(suite=unit.prompt.suite, prompt_id=unit.prompt.id, temperature=unit.temperature, repeat=unit.repeat,
                  samples=samples)
 
@@ -172,7 +167,6 @@ class Bench:
         return entry_of(unit, samples)
 
     def time(self, unit: Unit, variant: Variant) -> Sample:
-        """Answer one unit in one variant."""
         request = make_request(unit, seed=self.seed, max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids)
         run = self.engine.generate(variant.title, [request], 1)
         (answer,) = run.answers

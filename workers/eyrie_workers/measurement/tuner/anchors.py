@@ -47,7 +47,6 @@ class RoundCosts:
     lookup_s: float
 
     def round_s(self, setting: Setting) -> float:
-        """One round of a setting."""
         return self.undrafted_s + float(np.dot(_features(setting), (
             self.per_node_s, self.fixed_s, self.per_step_s, self.per_branch_s, self.lookup_s)))
 
@@ -91,13 +90,13 @@ def fit(undrafted_s: float, timed: Sequence[tuple[Setting, float]]) -> RoundCost
     # ones the largest is taken, of which `lstsq` returns the solution with the least sum of squares.
     for num in range(_FEATURES, -1, -1):
         for subset in map(list, combinations(range(_FEATURES), num)):
-            found = np.zeros(_FEATURES)
+            costs = np.zeros(_FEATURES)
             if subset:
-                found[subset] = np.linalg.lstsq(rows[:, subset] * weights[:, None],
+                costs[subset] = np.linalg.lstsq(rows[:, subset] * weights[:, None],
                                                 (seconds - undrafted_s) * weights, rcond=None)[0]
-            error = float(np.sum(((undrafted_s + rows @ found - seconds) * weights) ** 2))
-            if (found >= -1e-12).all() and error < least - 1e-12:
-                best, least = found, error
+            error = float(np.sum(((undrafted_s + rows @ costs - seconds) * weights) ** 2))
+            if (costs >= -1e-12).all() and error < least - 1e-12:
+                best, least = costs, error
     return RoundCosts(undrafted_s, *(max(0.0, float(cost)) for cost in best))
 
 
@@ -144,12 +143,9 @@ def draft_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int
         depths = sorted(group, key=lambda one: one.tree.num_steps if one.tree is not None else 0)
         chosen |= dict.fromkeys((depths[0], depths[-1]))
     return [DraftTime(concurrency=concurrency, temperature=temperature, setting=setting, rounds=rounds,
-                      draft_s=_draft_s(costs, setting)) for setting in chosen]
-
-
-def _draft_s(costs: RoundCosts, setting: Setting) -> float:
-    return float(np.dot(_features(setting)[1:], (
-        costs.fixed_s, costs.per_step_s, costs.per_branch_s, costs.lookup_s)))
+                      draft_s=float(np.dot(_features(setting)[1:], (
+                          costs.fixed_s, costs.per_step_s, costs.per_branch_s, costs.lookup_s))))
+            for setting in chosen]
 
 
 def _features(setting: Setting) -> tuple[float, ...]:

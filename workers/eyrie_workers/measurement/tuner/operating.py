@@ -156,7 +156,11 @@ def compile_map(points: Sequence[OperatingPoint], trials: Sequence[Trial], secon
     ordered = tuple(sorted(points, key=lambda point: point.concurrency))
     crossover = next((point.concurrency for point in ordered if point.setting == OFF), None)
     measured = sum(trial.blocks > 0 for trial in trials)
-    sentences = [_best(ordered), _until(ordered, crossover), *_rivals(trials), remark, _trust(trials),
+    errors = [abs(trial.predicted_speedup / trial.speedup - 1.0) for trial in trials
+              if trial.speedup is not None and trial.setting != OFF]
+    trust = f"Predicted speed-ups were off by {sum(errors) / len(errors):.1%} on average where they were measured." \
+        if errors else ""
+    sentences = [_best(ordered), _until(ordered, crossover), *_rivals(trials), remark, trust,
                  f"Measured: {measured} of {len(trials)} pairs of setting and concurrency, in {seconds:.0f} s."]
     return OperatingMap(points=ordered, crossover=crossover, adaptive=adaptive(ordered), trials_measured=measured,
                         trials_possible=len(trials), finding=" ".join(filter(None, sentences)))
@@ -165,7 +169,8 @@ def compile_map(points: Sequence[OperatingPoint], trials: Sequence[Trial], secon
 def adaptive(points: Sequence[OperatingPoint]) -> dict[str, JsonValue] | None:
     """SGLang's adaptive-speculation JSON; None where SGLang cannot follow the map, or the map has one setting."""
     settings = [point.setting for point in points]
-    chains = all(setting == OFF or _chain(setting) for setting in settings)
+    chains = all(setting == OFF or (setting.method == "drafter" and setting.tree and setting.tree.top_k == 1)
+                 for setting in settings)
     if not chains or len(set(settings)) == 1:
         return None
     slots: dict[str, JsonValue] = {}
@@ -177,12 +182,7 @@ def adaptive(points: Sequence[OperatingPoint]) -> dict[str, JsonValue] | None:
     return slots
 
 
-def _chain(setting: Setting) -> bool:
-    return setting.method == "drafter" and setting.tree is not None and setting.tree.top_k == 1
-
-
 def describe(setting: Setting) -> str:
-    """A setting as text."""
     if setting.tree is None:
         return "no speculation"
     kind = "chain" if setting.tree.top_k == 1 else "tree"
@@ -225,11 +225,3 @@ def _rivals(trials: Sequence[Trial]) -> list[str]:
             how = "measured" if best.speedup is not None else "predicted, not worth a trial"
             sentences.append(f"{best.speedup or best.predicted_speedup:.2f}x at {concurrency} ({how})")
     return [f"N-gram lookup reaches {', '.join(sentences)}."] if sentences else []
-
-
-def _trust(trials: Sequence[Trial]) -> str:
-    errors = [abs(trial.predicted_speedup / trial.speedup - 1.0) for trial in trials
-              if trial.speedup is not None and trial.setting != OFF]
-    if not errors:
-        return ""
-    return f"Predicted speed-ups were off by {sum(errors) / len(errors):.1%} on average where they were measured."

@@ -37,7 +37,6 @@ from eyrie_workers.measurement.tuner import anchors
 from eyrie_workers.measurement.tuner.predict import (
     ContinuationNodes,
     Costs,
-    IntArray,
     Prediction,
     ReplayedRounds,
     Trace,
@@ -152,8 +151,8 @@ class _ShapeRotation:
 def step_times(probe: Probe, concurrency: int, temperature: float) -> list[StepTime]:
     """The curve of target passes: one point per kind and number of nodes."""
     grouped: dict[tuple[bool, int], list[float]] = {}
-    for one in probe.rounds:
-        grouped.setdefault((one.shape is not None and one.shape.top_k > 1, one.nodes), []).append(one.verify_s)
+    for timed in probe.rounds:
+        grouped.setdefault((timed.shape is not None and timed.shape.top_k > 1, timed.nodes), []).append(timed.verify_s)
     return [StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, tree=tree,
                      verify_s=median(times), rounds=len(times))
             for (tree, nodes), times in sorted(grouped.items())]
@@ -162,9 +161,9 @@ def step_times(probe: Probe, concurrency: int, temperature: float) -> list[StepT
 def draft_times(probe: Probe, method: Method, concurrency: int, temperature: float) -> list[DraftTime]:
     """Drafting time by shape. Rounds without drafting are left out: in these the drafter only settles pairs."""
     grouped: dict[DraftTreeShape, list[float]] = {}
-    for one in probe.rounds:
-        if one.shape is not None:
-            grouped.setdefault(one.shape, []).append(one.draft_s)
+    for timed in probe.rounds:
+        if timed.shape is not None:
+            grouped.setdefault(timed.shape, []).append(timed.draft_s)
     return [DraftTime(concurrency=concurrency, temperature=temperature, setting=Setting(method=method, tree=shape),
                       draft_s=median(times), rounds=len(times)) for shape, times in grouped.items()]
 
@@ -191,24 +190,19 @@ def whole_tree(num_steps: int, top_k: int) -> DraftTreeShape:
 def trace(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], num_steps: int, widths: Iterable[int],
           between: Callable[[], None], rows_at_once: int = 16) -> dict[int, list[Trace]]:
     """By width, the trace of every answer, in the order given. `between` is called at every position."""
-    with device_scope(target.device):
-        return _traced(target, drafter, answers, [whole_tree(num_steps, width) for width in sorted(set(widths))],
-                       between, rows_at_once)
-
-
-def _traced(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], shapes: Sequence[DraftTreeShape],
-            between: Callable[[], None], rows_at_once: int) -> dict[int, list[Trace]]:
-    found: dict[int, dict[int, Trace]] = {shape.top_k: {} for shape in shapes}
+    shapes = [whole_tree(num_steps, width) for width in sorted(set(widths))]
+    by_width: dict[int, dict[int, Trace]] = {shape.top_k: {} for shape in shapes}
     # One temperature per batch: greedy rows then draft without noise, as when decoding.
     order = sorted(range(len(answers)), key=lambda i: (answers[i].temperature, -len(answers[i].token_ids)))
-    for temperature in sorted({answer.temperature for answer in answers}):
-        same = [i for i in order if answers[i].temperature == temperature]
-        for start in range(0, len(same), rows_at_once):
-            batch = same[start:start + rows_at_once]
-            replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).run(between)
-            for shape, traces in zip(shapes, replayed, strict=True):
-                found[shape.top_k] |= dict(zip(batch, traces, strict=True))
-    return {width: [traces[i] for i in range(len(answers))] for width, traces in found.items()}
+    with device_scope(target.device):
+        for temperature in sorted({answer.temperature for answer in answers}):
+            same = [i for i in order if answers[i].temperature == temperature]
+            for start in range(0, len(same), rows_at_once):
+                batch = same[start:start + rows_at_once]
+                replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).run(between)
+                for shape, traces in zip(shapes, replayed, strict=True):
+                    by_width[shape.top_k] |= dict(zip(batch, traces, strict=True))
+    return {width: [traces[i] for i in range(len(answers))] for width, traces in by_width.items()}
 
 
 class _Batch:
@@ -236,7 +230,9 @@ class _Batch:
         for position in range(longest - 1):
             between()
             rows = [row for row, answer in enumerate(self.answers) if position < len(answer.token_ids) - 1]
-            following = _following([self.answers[row].token_ids for row in rows], position + 1, num_steps)
+            # [B, S]: the answers' next tokens, -1 beyond their end.
+            ahead = [self.answers[row].token_ids[position + 1:position + 1 + num_steps] for row in rows]
+            following = np.array([[*text, *[-1] * (num_steps - len(text))] for text in ahead], dtype=np.int64)
             # 1. For each width: propose at this position, find the answer's next tokens in the tree.
             for shape, of_rows in zip(self.shapes, kept, strict=True):
                 tree = self.drafter.propose(self.state, rows, shape, self._noise(rows, position))
@@ -245,9 +241,14 @@ class _Batch:
                 for index, row in enumerate(rows):
                     of_rows[row].append(ContinuationNodes(located.needed[index], located.filled[index]))
             # 2. Commit the answer's own next token, whatever was proposed.
-            self._settle(rows, position)
-        return [[_trace_of(answer, located, num_steps) for answer, located in zip(self.answers, of_rows, strict=True)]
-                for of_rows in kept]
+            starts = [len(self.answers[row].prompt_ids) + position for row in rows]
+            tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
+            aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
+            self.drafter.extend(self.state, CommittedTokens(rows, starts, tokens, aux))
+        return [[Trace(len(answer.token_ids), ContinuationNodes(
+            np.array([nodes.needed for nodes in located], dtype=np.int64).reshape(-1, num_steps, num_steps),
+            np.array([nodes.filled for nodes in located], dtype=np.int64).reshape(-1, num_steps)))
+            for answer, located in zip(self.answers, of_rows, strict=True)] for of_rows in kept]
 
     def _noise(self, rows: Sequence[int], position: int) -> RowNoise | None:
         """The engine's noise for the token after `position` and those behind it."""
@@ -257,24 +258,6 @@ class _Batch:
         ahead = [self.tables[row].at(len(self.answers[row].prompt_ids) + position + 1, self.shapes[0].num_steps + 1)
                  for row in rows]
         return RowNoise(torch.full((len(rows),), temperature, dtype=torch.float64), torch.stack(ahead))
-
-    def _settle(self, rows: Sequence[int], position: int) -> None:
-        starts = [len(self.answers[row].prompt_ids) + position for row in rows]
-        tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
-        aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
-        self.drafter.extend(self.state, CommittedTokens(rows, starts, tokens, aux))
-
-
-def _following(texts: Sequence[Sequence[int]], start: int, length: int) -> IntArray:
-    """[B, length]: the tokens from `start`, -1 beyond the end."""
-    return np.array([[*text[start:start + length], *[-1] * (length - len(text[start:start + length]))]
-                     for text in texts], dtype=np.int64)
-
-
-def _trace_of(answer: KnownAnswer, located: Sequence[ContinuationNodes], num_steps: int) -> Trace:
-    needed = np.array([one.needed for one in located], dtype=np.int64).reshape(-1, num_steps, num_steps)
-    filled = np.array([one.filled for one in located], dtype=np.int64).reshape(-1, num_steps)
-    return Trace(len(answer.token_ids), ContinuationNodes(needed, filled))
 
 
 _FEW_PROMPTS = 4  # probed at low concurrency, where rounds are cheap but whole answers are not
@@ -308,16 +291,14 @@ class TuningProfile(Frozen):
     seconds: float
 
     def predictions(self, concurrency: int) -> dict[Setting, Prediction]:
-        """Every setting at one concurrency."""
         done: dict[Setting, dict[float, ReplayedRounds]] = {}
-        for one in self.replays:
-            done.setdefault(one.setting, {})[one.temperature] = one.done
+        for replayed in self.replays:
+            done.setdefault(replayed.setting, {})[replayed.temperature] = replayed.done
         return predict(done, concurrency, Costs(self.step_times, self.draft_times, self.prefill_s), OFF)
 
     @property
     def tokens_per_answer(self) -> float:
-        """Mean length of the probed answers."""
-        plain = [one.done for one in self.replays if one.setting == OFF]
+        plain = [replayed.done for replayed in self.replays if replayed.setting == OFF]
         return sum(done.tokens for done in plain) / sum(done.requests for done in plain)
 
 
@@ -349,7 +330,8 @@ def measure_from_outside(
     """
     began = time.monotonic()
     # A method of which no anchor could start has no costs: its settings are not predicted, hence not raced.
-    settings = [setting for setting in settings if setting.method in {one.method for one in anchored}]
+    methods = {anchor.method for anchor in anchored}
+    settings = [setting for setting in settings if setting.method in methods]
     profiler = _Profiler(runner, engines or {}, settings, prompts, between)
     step_times: list[StepTime] = []
     draft_times: list[DraftTime] = []
@@ -360,7 +342,10 @@ def measure_from_outside(
     # One anchor after the other: where fewer servers fit than there are anchors, each is started once.
     for setting in anchored:
         runner.warm_up(setting, 1, tune.temperatures)
-        prefill_s[setting] = profiler.prefill_outside(setting)
+        # Median seconds of the first token, one request at a time.
+        first_tokens = runner.session.bench.engine.generate(
+            setting.label(), profiler.prefill_requests()[:_FEW_PROMPTS], 1)
+        prefill_s[setting] = median(answer.ttft_s for answer in first_tokens.answers)
         for concurrency in concurrencies:
             if concurrency > 1:
                 runner.warm_up(setting, concurrency, tune.temperatures)
@@ -378,38 +363,28 @@ def measure_from_outside(
             step_times += anchors.step_times(costs, settings, concurrency, temperature, rounds)
             draft_times += anchors.draft_times(costs, settings, concurrency, temperature, rounds)
     if engines is None:
-        replays = [one for temperature, runs in at_lowest.items()
-                   for one in _replays_of_anchors(settings, runs, temperature)]
+        replays = []
+        for temperature, runs in at_lowest.items():
+            lengths = [len(tokens) for tokens in runs[OFF].answers.values() if tokens]
+            replays.append(SettingReplay(setting=OFF, temperature=temperature, done=undrafted(lengths)))
+            replays += [SettingReplay(setting=setting, temperature=temperature, done=anchors.replay_of_anchor(
+                setting, anchor, len(lengths), sum(lengths))) for setting in settings
+                if setting.tree is not None and (anchor := anchors.anchor_of(setting, runs)) is not None]
     else:
         for temperature in tune.temperatures:
             profiler.answer_outside(concurrencies[-1], temperature)
         # Its servers verify `num_draft_tokens` nodes in every round, filled or not.
-        replays = [one.model_copy(update={"done": _full_passes(one)}) for one in profiler.replay(tune)]
-    methods: dict[str, list[float]] = {}
+        replays = [replayed if replayed.setting.tree is None else replayed.model_copy(update={
+            "done": replayed.done.model_copy(update={
+                "passes": {replayed.setting.tree.num_draft_tokens: replayed.done.rounds}})})
+            for replayed in profiler.replay(tune)]
+    by_method: dict[str, list[float]] = {}
     for setting, seconds in prefill_s.items():
-        methods.setdefault(setting.method, []).append(seconds)
+        by_method.setdefault(setting.method, []).append(seconds)
     return TuningProfile(
         belongs_to=belongs_to, step_times=tuple(step_times), draft_times=tuple(draft_times),
-        prefill_s={method: median(seconds) for method, seconds in methods.items()}, replays=tuple(replays),
+        prefill_s={method: median(seconds) for method, seconds in by_method.items()}, replays=tuple(replays),
         num_resident=runner.session.bench.engine.num_resident, seconds=time.monotonic() - began)
-
-
-def _replays_of_anchors(settings: Sequence[Setting], runs: Mapping[Setting, BlockRun],
-                        temperature: float) -> list[SettingReplay]:
-    lengths = [len(tokens) for tokens in runs[OFF].answers.values() if tokens]
-    found = [SettingReplay(setting=OFF, temperature=temperature, done=undrafted(lengths))]
-    for setting in settings:
-        anchor = anchors.anchor_of(setting, runs) if setting.tree is not None else None
-        if anchor is not None:
-            done = anchors.replay_of_anchor(setting, anchor, len(lengths), sum(lengths))
-            found.append(SettingReplay(setting=setting, temperature=temperature, done=done))
-    return found
-
-
-def _full_passes(one: SettingReplay) -> ReplayedRounds:
-    if one.setting.tree is None:
-        return one.done
-    return one.done.model_copy(update={"passes": {one.setting.tree.num_draft_tokens: one.done.rounds}})
 
 
 class _Profiler:
@@ -426,7 +401,6 @@ class _Profiler:
         self._methods = {setting.method: None for setting in settings if setting.tree is not None}
 
     def probe(self, concurrency: int, temperature: float) -> None:
-        """Timed rounds at one load."""
         num = max(concurrency, min(len(self.prompts), max(_FEW_PROMPTS, 2 * concurrency)))
         requests = self.runner.some_requests(self.prompts, temperature, 0, num)
         for method in self._methods:
@@ -450,21 +424,14 @@ class _Profiler:
 
     def prefill(self) -> dict[str, float]:
         """Median prefill seconds by method; those without drafting are timed here."""
-        prompts = [replace(request, max_new_tokens=1) for request in self._first_requests()]
         engine = self.engines["off"]
         engine.tree = None
         plain = []
-        for request in prompts:
+        for request in self.prefill_requests():
             before = engine.stats.prefill_s
             engine.generate([request])
             plain.append(engine.stats.prefill_s - before)
         return {"off": median(plain)} | {method: median(times) for method, times in self._prefill_s.items() if times}
-
-    def prefill_outside(self, setting: Setting) -> float:
-        """Median seconds of the first token of a variant of the session's engine, one request at a time."""
-        requests = [replace(request, max_new_tokens=1) for request in self._first_requests()[:_FEW_PROMPTS]]
-        run = self.runner.session.bench.engine.generate(setting.label(), requests, 1)
-        return median(answer.ttft_s for answer in run.answers)
 
     def answer_outside(self, concurrency: int, temperature: float) -> None:
         """Undrafted answers of the session's engine to all prompts, to replay along."""
@@ -475,28 +442,23 @@ class _Profiler:
             self.answers[request.id, temperature] = KnownAnswer(
                 tuple(request.prompt_ids), answer.token_ids, temperature, request.seed)
 
-    def _first_requests(self) -> list[Request]:
-        return self.runner.some_requests(self.prompts, 0.0, 0, len(self.prompts))
+    def prefill_requests(self) -> list[Request]:
+        """Requests whose answers end with their first token."""
+        requests = self.runner.some_requests(self.prompts, 0.0, 0, len(self.prompts))
+        return [replace(request, max_new_tokens=1) for request in requests]
 
     def replay(self, tune: TuneSpec) -> list[SettingReplay]:
-        """Every setting along every answer."""
-        found = []
-        temperatures = sorted(set(tune.temperatures))
-        for temperature in temperatures:
+        replays = []
+        for temperature in sorted(set(tune.temperatures)):
             answers = [answer for (_, of), answer in self.answers.items() if of == temperature]
             lengths = [len(answer.token_ids) for answer in answers]
-            found.append(SettingReplay(setting=OFF, temperature=temperature, done=undrafted(lengths)))
+            replays.append(SettingReplay(setting=OFF, temperature=temperature, done=undrafted(lengths)))
             for method in self._methods:
-                shapes = self._shapes(method)
-                traces = self._trace(method, answers, max(shape.num_steps for shape in shapes),
-                                     {shape.top_k for shape in shapes})
-                found += [SettingReplay(setting=Setting(method=method, tree=shape), temperature=temperature,
-                                        done=merged([replay(one, shape) for one in traces[shape.top_k]]))
-                          for shape in shapes]
-        return found
-
-    def _trace(self, method: Method, answers: Sequence[KnownAnswer], num_steps: int,
-               widths: set[int]) -> Mapping[int, list[Trace]]:
-        drafter = self.engines[method].drafter
-        assert drafter is not None
-        return trace(self.runner.session.target, drafter, answers, num_steps, widths, self.between)
+                shapes, drafter = self._shapes(method), self.engines[method].drafter
+                assert drafter is not None
+                traces = trace(self.runner.session.target, drafter, answers, max(shape.num_steps for shape in shapes),
+                               {shape.top_k for shape in shapes}, self.between)
+                replays += [SettingReplay(setting=Setting(method=method, tree=shape), temperature=temperature,
+                                          done=merged([replay(answer, shape) for answer in traces[shape.top_k]]))
+                            for shape in shapes]
+        return replays
