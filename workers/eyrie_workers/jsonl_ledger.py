@@ -73,9 +73,7 @@ class JsonlLedger(Generic[EntryT]):
         Raises ArtifactCorrupt when a complete line is not an entry.
         """
         self.path = path
-        self.set_aside: Path | None = None
-        """Where the file of another spec was moved."""
-
+        self.set_aside: Path | None = None  # where the file of another spec was moved
         self._entry_type = entry_type
         self._fsync = fsync
         self._hint = hint

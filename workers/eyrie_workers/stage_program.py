@@ -80,9 +80,7 @@ class Stage:
 
     out_dir: Path
     stop_requested: bool = False
-    quiet: bool = False
-    """Write events to the log alone, not to stdout."""
-
+    quiet: bool = False  # write events to the log alone, not to stdout
     _started: float = field(default_factory=time.monotonic)
     _last_progress: float = 0.0
     _first_done: float | None = None
@@ -156,13 +154,9 @@ class OpenStage(Generic[SpecT]):
 
     spec: SpecT
     stage: Stage
-    finished: bool
-    """Whether the manifest of this spec exists and its artifact is whole: there is nothing to do."""
-
+    finished: bool  # whether the manifest of this spec exists and its artifact is whole: there is nothing to do
     _manifest: Path
-    _before: Manifest | None
-    """A manifest of this spec whose artifact turned out damaged."""
-
+    _before: Manifest | None  # a manifest of this spec whose artifact turned out damaged
     _started: datetime
 
     def finish(self, result: Result) -> None:

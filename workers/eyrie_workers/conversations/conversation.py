@@ -41,16 +41,12 @@ class Malformed(ValueError):
 class Conversation:
     """One conversation and its source."""
 
-    id: str
-    """Stable hash of the prompt: the same prompt has the same id in every run, file and order."""
-
+    id: str  # stable hash of the prompt: the same prompt has the same id in every run, file and order
     source: str
     line: int
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    source_name: str = ""
-    """What `data.mix` calls the source."""
-
+    source_name: str = ""  # what `data.mix` calls the source
     category: str = ""
     prompt: tuple[Message, ...] = field(default=())
     """`messages` without the last assistant turn, if they end with one: the prompt that the target answers again."""

@@ -57,14 +57,9 @@ def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
 class BenchmarkPrompts:
     """An index over the prompts of some suites, to find conversations that overlap with one of them."""
 
-    whole: frozenset[tuple[str, ...]]
-    """User turns of each prompt."""
-
-    parts: frozenset[tuple[str, ...]]
-    """Every sequence of consecutive turns of each prompt."""
-
-    lengths: tuple[int, ...]
-    """The numbers of turns that occur."""
+    whole: frozenset[tuple[str, ...]]  # user turns of each prompt
+    parts: frozenset[tuple[str, ...]]  # every sequence of consecutive turns of each prompt
+    lengths: tuple[int, ...]  # the numbers of turns that occur
 
     @classmethod
     def of(cls, prompts: Iterable[Sequence[Message]]) -> "BenchmarkPrompts":

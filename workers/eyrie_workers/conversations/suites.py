@@ -46,8 +46,7 @@ _HUB_CONFIGURATIONS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _TEXT_FIELDS = ("prompt", "question", "turns")
 
 Row = Mapping[str, Any]
-Located = tuple[str, Row]
-"""A row and its location (file and line) for error messages."""
+Located = tuple[str, Row]  # a row and its location (file and line) for error messages
 
 
 def read_suite_rows(path: str, owner: str) -> Iterator[Located]:
@@ -174,9 +173,7 @@ def _hub_rows(path: str, owner: str) -> Iterator[Located]:
         yield f"{name}:{split} row {number}", row
 
 
-HELD_OUT = "held-out"
-"""The suite of prompts that regenerate split off: held_out.jsonl of its directory."""
-
+HELD_OUT = "held-out"  # the suite of prompts that regenerate split off: held_out.jsonl of its directory
 _ID_FIELDS = ("id", "task_id", "question_id", "prompt_id")
 
 
@@ -188,8 +185,7 @@ class Prompt:
     suite: str
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
-    further: tuple[str, ...] = ()
-    """Texts of the user's later turns."""
+    further: tuple[str, ...] = ()  # texts of the user's later turns
 
 
 def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0) -> list[Prompt]:

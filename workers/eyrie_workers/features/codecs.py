@@ -38,8 +38,7 @@ from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, block_s
 
 _HALF = BLOCK_VALUES // 2
 _INT8_MAX, _FP8_MAX, _INT4_LEVELS = 127.0, 448.0, 8.0
-_FP8_SHIFT = 2.0**8
-"""float16 has exponent bias 15, e4m3 has 7."""
+_FP8_SHIFT = 2.0**8  # float16 has exponent bias 15, e4m3 has 7
 
 
 def encode(codec: Codec, values_NH: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -78,11 +78,8 @@ class TokenRow(NamedTuple):
     """One answered conversation without states."""
 
     row_id: str
-    token_ids: Tensor
-    """[T] int64."""
-
-    loss_mask: Tensor
-    """[T] bool, True at answer tokens."""
+    token_ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool, True at answer tokens
 
 
 @dataclass(frozen=True)
@@ -90,21 +87,14 @@ class FeatureRow:
     """One answered conversation with the target's hidden states."""
 
     row_id: str
-    token_ids: Tensor
-    """[T] int64."""
-
-    loss_mask: Tensor
-    """[T] bool, True at answer tokens."""
-
-    aux: Tensor
-    """[T, A, H]."""
-
+    token_ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool, True at answer tokens
+    aux: Tensor  # [T, A, H]
     last: Tensor
     """[T, H], after the final norm: target logits are `last @ lm_head.T`. Read from a store, it is 0 at unsupervised
     positions; [T, 0] in a store of top-k logits."""
 
-    topk_logits: TopKLogits | None = None
-    """At the supervised positions, in a store of top-k logits."""
+    topk_logits: TopKLogits | None = None  # at the supervised positions, in a store of top-k logits
 
 
 class StoreFormat(Frozen):
@@ -288,14 +278,10 @@ class ShardEnd(Frozen):
 class Block(NamedTuple):
     """Location of a block in its shard."""
 
-    number: int
-    """Index in the shard."""
-
+    number: int  # index in the shard
     offset: int
     size: int
-    tokens: range
-    """Token range in its row."""
-
+    tokens: range  # token range in its row
     num_supervised: int
 
 
@@ -305,9 +291,7 @@ class ShardMap:
     def __init__(self, record: ShardRecord, fmt: StoreFormat) -> None:
         self.record = record
         self.tokens_size = tokens_bytes(record.tokens)
-        self.row_tokens = [0, *accumulate(record.lengths)]
-        """First token of each row in the shard's tokens."""
-
+        self.row_tokens = [0, *accumulate(record.lengths)]  # first token of each row in the shard's tokens
         self.rows: list[list[Block]] = []
         at, number = self.tokens_size, 0
         for length in record.lengths:
@@ -317,8 +301,7 @@ class ShardMap:
                 blocks.append(Block(number, at, size, tokens, record.taught[number]))
                 at, number = at + size, number + 1
             self.rows.append(blocks)
-        self.states_end = at
-        """Offset of the record."""
+        self.states_end = at  # offset of the record
 
 
 def end_of_shard(end: ShardEnd) -> bytes:

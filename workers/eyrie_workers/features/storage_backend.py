@@ -28,11 +28,8 @@ from eyrie_workers.features.shard_format import TRAILER_BYTES, ShardEnd, ShardMa
 from eyrie_workers.stored_files import hand_over, open_place, place_of
 
 _SHARD_SUFFIX = Path(SHARD_PATTERN).suffix
-_MAX_OPEN = 4096
-"""Open mappings, at most; Linux allows a process 65530."""
-
-_END_BYTES = 256 * 1024
-"""The record of a shard of 256 MiB is smaller, so that one request reads it."""
+_MAX_OPEN = 4096  # open mappings, at most; Linux allows a process 65530
+_END_BYTES = 256 * 1024  # the record of a shard of 256 MiB is smaller, so that one request reads it
 
 
 class StorageBackend(Protocol):

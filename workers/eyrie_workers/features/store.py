@@ -75,9 +75,7 @@ class Damage:
     """The damage of one shard."""
 
     shard: str
-    rows: range
-    """Affected rows, by index in the store."""
-
+    rows: range  # affected rows, by index in the store
     what: str
 
     def __str__(self) -> str:
@@ -89,11 +87,8 @@ class Damage:
 class Buffers:
     """Memory to decode into, reused from batch to batch: pinned for a GPU, and already faulted in."""
 
-    aux: Tensor
-    """[most tokens, A, H], float32 or bfloat16."""
-
-    last: Tensor
-    """[most tokens, H] of the same dtype."""
+    aux: Tensor  # [most tokens, A, H], float32 or bfloat16
+    last: Tensor  # [most tokens, H] of the same dtype
 
 
 @dataclass(frozen=True)
@@ -101,9 +96,7 @@ class _Piece:
     """A block to read."""
 
     shard: int
-    row: int
-    """Index in the shard."""
-
+    row: int  # index in the shard
     block: Block
 
 
@@ -408,8 +401,7 @@ class EarlierStates:
     """
 
     _places: dict[str, list[tuple[FeatureStore, int]]] = field(default_factory=dict)
-    num_unreadable: int = 0
-    """Rows that a store has and that could not be read."""
+    num_unreadable: int = 0  # rows that a store has and that could not be read
 
     def add(self, store: FeatureStore, fmt: StoreFormat, wanted: set[str]) -> None:
         """Use a store for those of the wanted rows that it has. Raises ArtifactCorrupt when it has another format."""

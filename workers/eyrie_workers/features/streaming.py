@@ -57,20 +57,11 @@ from eyrie_workers.targets.state_source import StateSource
 class TargetPass:
     """States of some rows, end to end, as the target computes them and on its device."""
 
-    aux: Tensor
-    """[M, A, H]."""
-
-    last: Tensor
-    """[M, H], after the final norm."""
-
-    is_supervised: Tensor
-    """[M] bool, on the CPU."""
-
-    supervised: Tensor
-    """[S] int64: the supervised positions, on the target's device."""
-
-    topk_logits: TopKLogits | None
-    """Of these positions, where the format stores them."""
+    aux: Tensor  # [M, A, H]
+    last: Tensor  # [M, H], after the final norm
+    is_supervised: Tensor  # [M] bool, on the CPU
+    supervised: Tensor  # [S] int64: the supervised positions, on the target's device
+    topk_logits: TopKLogits | None  # of these positions, where the format stores them
 
     def encode(self, fmt: StoreFormat) -> dict[str, Tensor]:
         """The sections of `codecs.encode_states`."""
@@ -180,12 +171,8 @@ class StreamedFeatures:
         """Digest of the rows and their format; batching does not enter it."""
 
         self.lengths = list(plan.lengths)
-        self.computed_tokens = 0
-        """Tokens that the target has computed so far."""
-
-        self.most_held_bytes = 0
-        """Largest number of bytes of states held by `batches` so far."""
-
+        self.computed_tokens = 0  # tokens that the target has computed so far
+        self.most_held_bytes = 0  # largest number of bytes of states held by `batches` so far
         self._ids = torch.frombuffer(bytearray(tokens), dtype=torch.int32).to(torch.int64)
         self._starts = [0, *accumulate(plan.lengths)]
         self._load: Callable[[], StateSource] | None = target

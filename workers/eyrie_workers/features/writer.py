@@ -154,9 +154,7 @@ class FeatureWriter:
         self._directory, self._backend = directory, open_backend(directory)
         self.format = fmt
         self._shards: dict[int, ShardRecord] = {}
-        self.damaged: dict[str, str] = {}
-        """Shards to be written again, with the reason."""
-
+        self.damaged: dict[str, str] = {}  # shards to be written again, with the reason
         names, notes = self._backend.shards(), self._backend.notes()
         for name, end in zip(names, _ends(self._backend, names), strict=True):
             self._inspect(name, end, notes.get(name))
@@ -255,9 +253,7 @@ class _Pass:
 
     states: Mapping[str, Tensor]
     num_rows: int
-    copied: torch.cuda.Event | None
-    """None where nothing is copied."""
-
+    copied: torch.cuda.Event | None  # None where nothing is copied
     buffer: "_PinnedBuffer"
 
 

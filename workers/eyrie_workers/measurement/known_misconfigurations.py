@@ -38,9 +38,7 @@ _FLAGS = {
 class Misconfiguration:
     """One misconfiguration, and a drafter that has it."""
 
-    cause: str
-    """Completes "the engine ..."."""
-
+    cause: str  # completes "the engine ..."
     hint: str
     drafter: Drafter
 

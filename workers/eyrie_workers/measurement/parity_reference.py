@@ -51,8 +51,7 @@ _DRAFTER_RELATIVE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
 _JITTERS = 12
 """Perturbed proposals per start: two equal candidates keep one order in all of them with probability 1 / 4096."""
 
-_MOST_DEVIATIONS = 4
-"""Per answer. More deviations in a few dozen rounds are not plausible as near-ties."""
+_MOST_DEVIATIONS = 4  # per answer; more deviations in a few dozen rounds are not plausible as near-ties
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,9 @@ class _Jitter(RowNoise):
 class Gap:
     """A served token that is not the reference target's choice."""
 
-    position: int
-    """In the answer."""
-
-    gap: float
-    """Difference to the largest logit."""
-
-    is_tie: bool
-    """Whether it is a near-tie (`eyrie_api.decisions.near_ties`)."""
+    position: int  # in the answer
+    gap: float  # difference to the largest logit
+    is_tie: bool  # whether it is a near-tie (`eyrie_api.decisions.near_ties`)
 
 
 class RoundReplay:
@@ -243,8 +237,7 @@ _MOST_SEARCHED = 6
 _TRIED_ON = 4
 """Prompts on which misconfigurations are tried: those whose served rounds differ most from the reference's."""
 
-_KEPT_FREE = 2**30
-"""For activations, caches and the drafter."""
+_KEPT_FREE = 2**30  # for activations, caches and the drafter
 
 
 def why_not_held(target_dir: Path, dtype: str) -> str | None:

@@ -32,15 +32,11 @@ class GenerationRequest:
     tools: list[dict[str, Any]]
     prompt_ids: list[int]
     seed: int
-    place: int = 0
-    """Index in the selection, independent of which rows have been answered."""
-
+    place: int = 0  # index in the selection, independent of which rows have been answered
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, with which `prompt_ids` were rendered."""
 
-    max_new_tokens: int | None = None
-    """In place of the job's limit (`GenerationParams`)."""
-
+    max_new_tokens: int | None = None  # in place of the job's limit (`GenerationParams`)
     given: dict[str, Any] | None = None
     """The assistant turn of the data at this place, where the job takes it as the answer (`data.answered`)."""
 
@@ -50,9 +46,7 @@ class GeneratedAnswer:
     """The target's answer."""
 
     row_id: str
-    prompt_ids: list[int]
-    """As the endpoint reports them: its rendering of the template may differ from ours."""
-
+    prompt_ids: list[int]  # as the endpoint reports them: its rendering of the template may differ from ours
     answer_ids: list[int]
     finish_reason: Literal["stop", "length"]
     text: str
@@ -60,11 +54,8 @@ class GeneratedAnswer:
     ids_differ: bool = False
     """Whether the ids certainly differ from the target's: another number of them, or another text."""
 
-    reasoning: str = ""
-    """Reasoning that the endpoint returned in a field of its own."""
-
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    """Tool calls as the endpoint parsed them."""
+    reasoning: str = ""  # reasoning that the endpoint returned in a field of its own
+    tool_calls: tuple[dict[str, Any], ...] = ()  # tool calls as the endpoint parsed them
 
 
 FailureKind = Literal["declined", "filtered", "failed", "empty"]
@@ -165,11 +156,8 @@ class AnswersOfData:
     """`GenerationClient` over `GenerationRequest.given`."""
 
     tokenizer: AnswerRetokenizer
-    max_new_tokens: int
-    """Where an answer is cut, unless its request has a limit of its own."""
-
-    context: int
-    """Longest prompt and answer together, in tokens."""
+    max_new_tokens: int  # where an answer is cut, unless its request has a limit of its own
+    context: int  # longest prompt and answer together, in tokens
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         for prompt in prompts:

@@ -43,12 +43,8 @@ from eyrie_workers.regeneration.endpoint import (
     retry_delay_s,
 )
 
-MAX_REQUESTS = 50_000
-"""OpenAI's limit of requests in one batch."""
-
-MAX_FILE_BYTES = 190 * 2**20
-"""Below OpenAI's 200 MB for the input file."""
-
+MAX_REQUESTS = 50_000  # OpenAI's limit of requests in one batch
+MAX_FILE_BYTES = 190 * 2**20  # below OpenAI's 200 MB for the input file
 _SLICE_S = 0.2
 _CHAT_PATH = "/v1/chat/completions"
 _PARTIAL_STATUSES = ("expired", "cancelled")
@@ -68,9 +64,7 @@ class BatchClient:
 
     endpoint: Endpoint
     tokenizer: AnswerRetokenizer
-    state_file: Path
-    """`batch.json`."""
-
+    state_file: Path  # `batch.json`
     warn: Callable[[str, str], None]
     first_delay_s: float = 0.5
     poll_s: float = 10.0

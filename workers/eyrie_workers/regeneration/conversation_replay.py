@@ -146,9 +146,7 @@ class PendingTurn:
 class ReplayState:
     """How far a conversation is answered."""
 
-    answered: list[str]
-    """Ids of its answered rows, in order."""
-
+    answered: list[str]  # ids of its answered rows, in order
     next: PendingTurn | Ended | None
     """The next turn, or the reason for the end; None when all turns are answered."""
 

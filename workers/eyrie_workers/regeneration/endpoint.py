@@ -36,9 +36,7 @@ _RETRYABLE = (408, 409, 425, 429)
 class Endpoint:
     """Addresses and request settings of the endpoints of a job."""
 
-    base_urls: tuple[str, ...]
-    """Each serves the same model."""
-
+    base_urls: tuple[str, ...]  # each serves the same model
     model: str
     params: GenerationParams
     api_key: str | None = field(default=None, repr=False)

@@ -33,9 +33,7 @@ class EmbeddedClient:
     engine: Engine
     tokenizer: ChatTokenizer
     params: GenerationParams
-    context: int
-    """Longest prompt and answer together, in tokens."""
-
+    context: int  # longest prompt and answer together, in tokens
     concurrency: int
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:

@@ -56,12 +56,9 @@ class Route:
     url: str
     in_flight: int = 0
     answered: int = 0
-    failures: int = 0
-    """Consecutive failures."""
-
+    failures: int = 0  # consecutive failures
     unavailable_until: float = 0.0
-    ids_field_index: int = 0
-    """Index into IDS_FIELDS of the field sent to this endpoint."""
+    ids_field_index: int = 0  # index into IDS_FIELDS of the field sent to this endpoint
 
     @property
     def ids_field(self) -> str | None:
@@ -122,8 +119,7 @@ class Routes:
 
 
 _TOO_MANY = "status 429"
-_POLL_S = 0.2
-"""Longest time until a stop request takes effect."""
+_POLL_S = 0.2  # longest time until a stop request takes effect
 
 
 @dataclass
@@ -132,9 +128,7 @@ class OnlineClient:
 
     endpoint: Endpoint
     tokenizer: AnswerRetokenizer
-    warn: Callable[[str, str], None]
-    """Called with a reason and a sentence."""
-
+    warn: Callable[[str, str], None]  # called with a reason and a sentence
     first_delay_s: float = 0.5
     _routes: Routes = field(init=False)
     _pools: dict[str, ConnectionPool] = field(default_factory=dict)

@@ -102,9 +102,7 @@ HELD_OUT = "held_out.jsonl"
 SELECTED = SELECTION_FILE
 REJECTED = "selection.quarantine.jsonl"
 SUMMARY = "selection.json"
-REPORTED_LOSS = 0.05
-"""Share of a source's rows beyond which their loss is reported before anything is answered."""
-
+REPORTED_LOSS = 0.05  # share of a source's rows beyond which their loss is reported before anything is answered
 _SAMPLES = 3
 _NUMBER = re.compile(r"\d+")
 
@@ -131,12 +129,9 @@ class Rules:
 
     data: DataSpec
     benchmark: BenchmarkPrompts
-    max_prompt_tokens: int
-    """The spec's limit, or the target's context minus one token if that is less."""
-
+    max_prompt_tokens: int  # the spec's limit, or the target's context minus one token if that is less
     turns: str = "last"
-    suite_runs: Runs = field(default_factory=Runs)
-    """Word n-grams of the benchmark suites' prompts."""
+    suite_runs: Runs = field(default_factory=Runs)  # word n-grams of the benchmark suites' prompts
 
 
 def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Callable[[], None],

@@ -45,9 +45,7 @@ from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.targets.templates import ChatTokenizer
 
-_LISTEN_S = 0.2
-"""Longest time until a stop request takes effect."""
-
+_LISTEN_S = 0.2  # longest time until a stop request takes effect
 _LARGEST_TOKENIZER_FILE = 64 * 2**20
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
@@ -120,9 +118,7 @@ class ShardQueue(Protocol):
 class ShardedClient:
     """`GenerationClient` over shard workers, used by the stage."""
 
-    order: ShardMessage
-    """The message of every shard, with an empty `shard`."""
-
+    order: ShardMessage  # the message of every shard, with an empty `shard`
     store: ArtifactStore
     queue: ShardQueue
     sharding: ShardingConfig

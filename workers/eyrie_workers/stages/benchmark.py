@@ -188,9 +188,7 @@ def _compare_with_transformers(session: Session, spec: BenchmarkStage,
 class TransformersBaseline:
     """Tokens per second of both engines on the same prompts."""
 
-    tokens_per_s: float
-    """Our engine without a drafter."""
-
+    tokens_per_s: float  # our engine without a drafter
     transformers_tokens_per_s: float
     tokens: int
     transformers_tokens: int

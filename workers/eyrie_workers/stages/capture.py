@@ -196,15 +196,11 @@ class _Capture:
 
     spec: CaptureStage
     stage: Stage
-    path: Path
-    """Of the target."""
-
+    path: Path  # of the target
     plan: CapturePlan
     fmt: StoreFormat
     source: StateSourceName
-    opened: contextlib.ExitStack
-    """Stops the server of the states, where there is one."""
-
+    opened: contextlib.ExitStack  # stops the server of the states, where there is one
     checked: tuple[LayerAgreement, ...] = ()
     files: list[Path] = field(default_factory=list)
     size_bytes: int = 0

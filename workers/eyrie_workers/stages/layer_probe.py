@@ -41,9 +41,7 @@ from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 
-PROBE_TOKENS = 12_288
-"""Tokens of answered rows that are probed, at most."""
-
+PROBE_TOKENS = 12_288  # tokens of answered rows that are probed, at most
 _HELD_OUT = 4  # every fourth row is used for scoring and not for fitting
 _RIDGES = (0.03, 0.1, 0.3)  # of the number of positions, once every column has mean square 1
 _WIDTH = 256
@@ -56,26 +54,17 @@ class LayerScore:
     """Share of the target's tokens that one probe predicts."""
 
     layers: tuple[int, ...]
-    agreement: float
-    """Share of held-out positions."""
+    agreement: float  # share of held-out positions
 
 
 @dataclass(frozen=True)
 class Probe:
     """Scores of the layers of a target."""
 
-    embedding: float
-    """Agreement of a probe of the embedding of token i + 1 alone."""
-
-    alone: tuple[LayerScore, ...]
-    """Each layer, the best first."""
-
-    together: tuple[LayerScore, ...]
-    """The best of forward selection: one, two, three layers."""
-
-    chosen: LayerScore
-    """The layers selected by position or by the spec."""
-
+    embedding: float  # agreement of a probe of the embedding of token i + 1 alone
+    alone: tuple[LayerScore, ...]  # each layer, the best first
+    together: tuple[LayerScore, ...]  # the best of forward selection: one, two, three layers
+    chosen: LayerScore  # the layers selected by position or by the spec
     positions: int
 
     def summary(self) -> str:
@@ -98,8 +87,7 @@ class _Readings:
     choice: Tensor
     lm_head: Tensor
     width: int
-    positions: int
-    """Number of positions fitted to."""
+    positions: int  # number of positions fitted to
 
     def columns(self, layers: Sequence[int]) -> Tensor:
         """Columns of some layers, by index, followed by those of the embedding and of 1."""

@@ -80,17 +80,13 @@ from eyrie_workers.targets.state_source import open_local
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "found.jsonl"
-MOST_RECORDED = 32
-"""Answers kept for comparisons: a list that a person chooses from."""
-
+MOST_RECORDED = 32  # answers kept for comparisons: a list that a person chooses from
 BASELINE, CANDIDATE, INCUMBENT, RIVAL = "off", "candidate", "incumbent", "rival"
 FIXED = "fixed"
 """The candidate with the proven setting at every load, for parity, where its map has another for a single user."""
 
 ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
-VARIANTS = "variants"
-"""Folder of the servers' files."""
-
+VARIANTS = "variants"  # folder of the servers' files
 _REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.intervals`)
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
@@ -127,9 +123,7 @@ class _Check:
     """One check of the servers."""
 
     name: str
-    num_requests: int
-    """Approximate; for the progress."""
-
+    num_requests: int  # approximate; for the progress
     run: Callable[["Proof"], CheckResult]
 
 
@@ -145,15 +139,10 @@ class Proof:
     ledger: JsonlLedger[CheckResult]
     history: ServerHistory
     pool: ServerPool | None = None
-    done: int = 0
-    """Requests of the finished checks."""
-
+    done: int = 0  # requests of the finished checks
     total: int = 0
-    current: int = 0
-    """Requests of the running check."""
-
-    last_try: bool = False
-    """A server has ended in the running check, which is being repeated."""
+    current: int = 0  # requests of the running check
+    last_try: bool = False  # a server has ended in the running check, which is being repeated
 
     def result(self, name: str) -> CheckResult | None:
         """The result of a check, if the ledger has it."""

@@ -116,9 +116,7 @@ class Rows:
 
     spec: RegenerateStage
     stage: Stage
-    path: Path
-    """Of the target."""
-
+    path: Path  # of the target
     summary: selection.SelectionSummary
     tokenizer: ChatTokenizer
     context: int

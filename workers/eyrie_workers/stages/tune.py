@@ -87,9 +87,7 @@ from eyrie_workers.stage_program import Result, Stage, run_program
 PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
-RIVAL = "rival"
-"""Folder of the rival's ledgers."""
-
+RIVAL = "rival"  # folder of the rival's ledgers
 _FEWEST_RUNGS = 4  # an interval from fewer blocks is too wide
 _FEWEST_RACERS = 4  # off, the drafter's best and two rivals, also where fewer servers fit the memory
 _RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes

@@ -35,8 +35,7 @@ from eyrie_workers.stage_program import Stage
 
 BlockT = TypeVar("BlockT")
 
-BlockRunKey = tuple[int, float, int, str]
-"""Concurrency, temperature, rung, variant."""
+BlockRunKey = tuple[int, float, int, str]  # concurrency, temperature, rung, variant
 
 
 class BlockRun(Frozen):

@@ -20,22 +20,16 @@ from eyrie_workers.measurement.benchmark.variants import first_difference
 from eyrie_workers.speculation.noise import gumbel
 from eyrie_workers.targets.state_source import StateSource
 
-_ROWS = 64
-"""Positions whose logits are held at once, in float64: 80 MB with a vocabulary of 152k."""
+_ROWS = 64  # positions whose logits are held at once, in float64: 80 MB with a vocabulary of 152k
 
 
 @dataclass(frozen=True)
 class Choice:
     """One token of an answer, compared with the target's own choice for the text before it."""
 
-    gap: float
-    """Largest score minus the token's, in units of logits: 0 when the target chooses it."""
-
-    magnitude: float
-    """The larger absolute value of the two logits: rounding is relative to it."""
-
-    chosen: int
-    """The target's choice."""
+    gap: float  # largest score minus the token's, in units of logits: 0 when the target chooses it
+    magnitude: float  # the larger absolute value of the two logits: rounding is relative to it
+    chosen: int  # the target's choice
 
 
 @dataclass(frozen=True)
@@ -43,16 +37,11 @@ class Divergence:
     """One answer that drafting changed."""
 
     prompt_id: str
-    position: int
-    """Index of the first differing generated token."""
-
+    position: int  # index of the first differing generated token
     baseline_token: int | None
     drafted_token: int | None
-    first: Choice
-    """At the first difference: of the two tokens, the one further below the target's choice."""
-
-    later: tuple[Choice, ...] = ()
-    """The drafted answer's tokens after it."""
+    first: Choice  # at the first difference: of the two tokens, the one further below the target's choice
+    later: tuple[Choice, ...] = ()  # the drafted answer's tokens after it
 
     def is_tie(self, dtype: str) -> bool:
         """Whether the difference is a near-tie, and every token after it the target's choice or a near-tie."""

@@ -58,8 +58,7 @@ _UNITS_PER_START = 16
 """Units that a variant answers before another replaces its server, whose start takes half a minute to minutes. A killed
 stage repeats at most so many."""
 
-_SHORTEST_ANSWER = 16
-"""Tokens that must fit behind a prompt; a shorter answer would measure mostly prefill."""
+_SHORTEST_ANSWER = 16  # tokens that must fit behind a prompt; a shorter answer would measure mostly prefill
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,7 @@ class Session:
     bench: Bench
     target_path: Path
     tokenizer: ChatTokenizer
-    suites: Suites
-    """All prompts of every suite, in the order of `load_suite`."""
-
+    suites: Suites  # all prompts of every suite, in the order of `load_suite`
     spec: BenchmarkSpec
     dtype: Dtype
 

@@ -114,8 +114,7 @@ class Unit:
     prompt_ids: tuple[int, ...]
     temperature: float
     repeat: int
-    turn: int
-    """Which order the variants answer in (`intervals.interleaved`)."""
+    turn: int  # which order the variants answer in (`intervals.interleaved`)
 
     @property
     def key(self) -> UnitKey:

@@ -48,9 +48,7 @@ from eyrie_workers.intervals import acceptance_length, add_histograms
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-NEVER = 1 << 30
-"""`needed` of a continuation that the tree does not contain."""
-
+NEVER = 1 << 30  # `needed` of a continuation that the tree does not contain
 _NO_TOKEN = -1  # speculation.protocol.NO_TOKEN; that module imports torch
 
 
@@ -228,9 +226,7 @@ class Prediction:
 
     setting: Setting
     concurrency: int
-    tokens_per_s: float
-    """Mean over temperatures, as `speedup` and `tau`."""
-
+    tokens_per_s: float  # mean over temperatures, as `speedup` and `tau`
     speedup: float
     tau: float
 

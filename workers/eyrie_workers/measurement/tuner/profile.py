@@ -60,9 +60,7 @@ class Round:
     """One round with all slots taken."""
 
     shape: DraftTreeShape | None
-    nodes: int
-    """Verified per row, root included."""
-
+    nodes: int  # verified per row, root included
     draft_s: float
     verify_s: float
 
@@ -71,12 +69,9 @@ class Round:
 class Probe:
     """The timed rounds and the answers of one run."""
 
-    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Answers by request."""
-
+    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # answers by request
     rounds: list[Round] = field(default_factory=list)
-    prefill_s: list[float] = field(default_factory=list)
-    """Prefill seconds of each request."""
+    prefill_s: list[float] = field(default_factory=list)  # prefill seconds of each request
 
 
 def shapes_to_time(shapes: Sequence[DraftTreeShape]) -> list[DraftTreeShape]:
@@ -302,8 +297,7 @@ class TuningProfile(Frozen):
         return sum(done.tokens for done in plain) / sum(done.requests for done in plain)
 
 
-Engines = Mapping[Method, Engine]
-"""The reference engine of each method."""
+Engines = Mapping[Method, Engine]  # the reference engine of each method
 
 
 def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],

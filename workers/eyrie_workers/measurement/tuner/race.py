@@ -29,12 +29,8 @@ from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.intervals import Tally, mean_speed_ratio, speed_interval, student_quantile
 from eyrie_workers.measurement.tuner.predict import Prediction
 
-MARGIN = 0.08
-"""Relative half-width of a prediction before any measurement."""
-
-TIE = 0.01
-"""Relative speed difference below which two settings count as equal."""
-
+MARGIN = 0.08  # relative half-width of a prediction before any measurement
+TIE = 0.01  # relative speed difference below which two settings count as equal
 _PREDICTION_ERROR = 0.03
 """Standard error of a predicted ratio, at least (measured on the quickstart target: docs/results/tuner.md)."""
 
@@ -52,8 +48,7 @@ class Measured:
     seconds: float
 
 
-BlockKey = tuple[float, int]
-"""Temperature and rung."""
+BlockKey = tuple[float, int]  # temperature and rung
 
 
 @dataclass
@@ -61,16 +56,12 @@ class Race:
     """The race at one concurrency. Its state is a function of the predictions and of the recorded blocks, in order."""
 
     predictions: Mapping[Setting, Prediction]
-    most_trials: int
-    """Settings that may be measured here, off included."""
-
+    most_trials: int  # settings that may be measured here, off included
     blocks: dict[Setting, dict[BlockKey, Measured]] = field(default_factory=dict)
     """Results of every measured setting."""
 
     active: list[Setting] = field(default_factory=list)
-    reasons: dict[Setting, str] = field(default_factory=dict)
-    """Why a setting was dropped or withdrawn."""
-
+    reasons: dict[Setting, str] = field(default_factory=dict)  # why a setting was dropped or withdrawn
     changed_output: set[Setting] = field(default_factory=set)
     """Settings that changed an answer: one wins only if all others did too, and promotion then refuses it."""
 
