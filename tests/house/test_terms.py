@@ -28,7 +28,8 @@ WORDS = {
 """Replaced words: no public name contains one as a part between underscores or capitals."""
 
 NAMES = {
-    "Feed": "BatchLoader", "Ground": "SharedProjections", "KeptKeys": "DrafterKVCache", "kept_keys": "kv_cache",
+    "Feed": "BatchLoader", "GivenAnswers": "AnswersOfData", "Ground": "SharedProjections",
+    "KeptKeys": "DrafterKVCache", "kept_keys": "kv_cache",
     "lay": "measure, build", "lay_ground": "shared_projections", "Lot": "RoutedRequest", "lot": "request",
     "Moment": "StepContext", "Place": "StorageBackend", "Seat": "Subscriber", "seat": "subscriber",
     "TargetEnds": "TargetEmbeddings", "World": "DistContext, Runtime",
@@ -36,9 +37,10 @@ NAMES = {
 """Replaced names: no public name is one of them as a whole."""
 
 FILES = {
-    "counted": "metric_windows", "following": "event_fanout", "foundation": "profile", "guards": "middleware",
-    "outbound": "ssrf_safe_http", "places": "storage_backend", "quiet": "machine_lock", "reach": "spec_policy",
-    "standing": "object_cache", "unchanged": "manifest_diff",
+    "counted": "metric_windows", "following": "event_fanout", "foundation": "profile", "given_answers": "answers",
+    "guards": "middleware", "left_in_store": "stored_files", "outbound": "ssrf_safe_http",
+    "own_servers": "local_engines", "places": "storage_backend", "quiet": "machine_lock", "reach": "spec_policy",
+    "retokenising": "answers", "standing": "object_cache", "unchanged": "manifest_diff",
 }
 """Replaced file names; in other names these words are common."""
 

@@ -27,9 +27,8 @@ from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta, read_rows
-from eyrie_workers.features.shard_format import shard_name, supervised_positions
+from eyrie_workers.features.shard_format import consecutive, shard_name, supervised_positions
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
-from eyrie_workers.features.streaming import plan_passes
 from eyrie_workers.features.topk_logits import rebuild_distribution
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.stage_program import Stage, run_program
@@ -345,7 +344,8 @@ def test_an_opinion_holds_the_likeliest_tokens_and_exactly_the_mass_of_the_rest(
     assert packed.topk_logits is not None
     assert packed.last.shape[1] == 0
     rebuilt = rebuild_distribution(packed.topk_logits, 50)
-    logits = torch.cat([row.last[supervised_positions(row.loss_mask)] for row in map(plain.row, range(6))]) @ head.T
+    rows = [plain.read([i]) for i in range(6)]
+    logits = torch.cat([row.last[supervised_positions(row.loss_mask)] for row in rows]) @ head.T
     wanted = logits[:, ids].softmax(-1)
     torch.testing.assert_close(rebuilt.sum(-1), torch.ones(rebuilt.shape[0]), atol=1e-6, rtol=0)
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(8).indices, True)
@@ -520,7 +520,7 @@ def test_two_processes_write_the_store_of_one(tmp_path: Path) -> None:
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=50), batch=st.integers(1, 1000))
 def test_batches_cover_every_row_once_within_the_limit(lengths: list[int], batch: int) -> None:
-    plan = list(plan_passes(lengths, batch))
+    plan = list(consecutive(lengths, batch))
     assert [i for rows in plan for i in rows] == list(range(len(lengths)))
     assert all(len(rows) == 1 or sum(lengths[i] for i in rows) <= batch for rows in plan)
 

@@ -262,7 +262,7 @@ def _python_calls(text: str) -> list[dict[str, Any]] | None:
             if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
                 return None
             try:
-                arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords if one.arg}
+                arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords if word.arg}
             except (ValueError, TypeError, SyntaxError, RecursionError):
                 return None
             calls.append({"name": ast.unparse(node.func), "arguments": arguments})

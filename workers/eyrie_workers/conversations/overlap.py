@@ -35,7 +35,7 @@ from eyrie_workers.conversations.conversation import Message
 _HASH_BITS = 64
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """Text without case, punctuation and spacing, so that trivial variants are equal.
 
     Text of punctuation alone stays as it is: `+` and `-` are different questions.
@@ -44,7 +44,7 @@ def normalised(text: str) -> str:
 
 
 def user_turns(messages: Sequence[Message]) -> tuple[str, ...]:
-    return tuple(normalised(message["content"]) for message in messages if message["role"] == "user")
+    return tuple(normalized(message["content"]) for message in messages if message["role"] == "user")
 
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
@@ -98,7 +98,7 @@ class Runs:
 
 
 def words(text: str) -> list[str]:
-    """Words of a normalised text; characters in scripts without spaces."""
+    """Words of a normalized text; characters in scripts without spaces."""
     return [part for word in text.split()
             for part in (word if any(low <= ord(word[0]) <= high for low, high in _UNSPACED) else (word,))]
 
@@ -132,7 +132,12 @@ class NearDuplicates:
 
     def seen(self, token_ids: list[int]) -> bool:
         """Whether a near duplicate of this text was added before; if not, the text is added."""
-        signature = self._signature(token_ids)
+        length = min(SHINGLE_TOKENS, max(1, len(token_ids)))
+        # hash() of a tuple of ints does not depend on PYTHONHASHSEED, so signatures are the same in every process.
+        shingles = {hash(tuple(token_ids[start:start + length])) % int(_PRIME)
+                    for start in range(max(1, len(token_ids) - length + 1))}
+        values = np.fromiter(shingles, dtype=np.uint64)
+        signature: NDArray[np.uint32] = ((self._scale * values + self._shift) % _PRIME).min(axis=1).astype(np.uint32)
         # LSH: only texts that share a band of equal minima, at the same place, are compared in full.
         keys = [(start, signature[start:start + self._band].tobytes())
                 for start in range(0, NUM_HASHES - self._band + 1, self._band)]
@@ -143,12 +148,3 @@ class NearDuplicates:
             self._buckets.setdefault(key, []).append(len(self._kept))
         self._kept.append(signature)
         return False
-
-    def _signature(self, token_ids: list[int]) -> NDArray[np.uint32]:
-        length = min(SHINGLE_TOKENS, max(1, len(token_ids)))
-        # hash() of a tuple of ints does not depend on PYTHONHASHSEED, so signatures are the same in every process.
-        shingles = {hash(tuple(token_ids[start:start + length])) % int(_PRIME)
-                    for start in range(max(1, len(token_ids) - length + 1))}
-        values = np.fromiter(shingles, dtype=np.uint64)
-        hashed: NDArray[np.uint32] = ((self._scale * values + self._shift) % _PRIME).min(axis=1).astype(np.uint32)
-        return hashed

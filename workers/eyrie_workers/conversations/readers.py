@@ -216,7 +216,8 @@ def check_source(source: DataSource) -> None:
                            "put .jsonl or .parquet files there")
     if is_pattern(source.path):
         raise InvalidInput(f"data source {source.path!r} matches no file", "correct the pattern")
-    if not _looks_like_hub_id(source.path):
+    if source.path.count("/") != 1 or source.path.startswith(("/", ".", "~")) or source.path.endswith(
+            (".jsonl", ".parquet")):
         raise InvalidInput(f"data source {source.path!r} does not exist",
                            "give a JSONL or parquet file, a directory or pattern, an s3:// or https:// URL, a Hub "
                            "data set id (org/name), or `quickstart`")
@@ -224,10 +225,6 @@ def check_source(source: DataSource) -> None:
         raise InvalidInput(f"data source {source.path!r} is not a file here, and reading it from the Hub needs the "
                            "`datasets` package, which is not installed",
                            "pip install datasets, or download the data set and give its parquet or JSONL file")
-
-
-def _looks_like_hub_id(path: str) -> bool:
-    return path.count("/") == 1 and not path.startswith(("/", ".", "~")) and not path.endswith((".jsonl", ".parquet"))
 
 
 def _rows(source: DataSource) -> Iterator[tuple[str, Any]]:

@@ -104,10 +104,10 @@ class AnsweredRow(Frozen):
     sampling: RowSampling
     seed: int
     ids_exact: bool
-    """True when answer_ids are the ids the target generated, False when its text was tokenised again."""
+    """True when answer_ids are the ids the target generated, False when its text was tokenized again."""
 
     ids_differ: bool = False
-    """Whether the ids tokenised again are known to differ from the target's."""
+    """Whether the ids tokenized again are known to differ from the target's."""
 
     reasoning: str = ""
     """Reasoning that the endpoint returned in a field of its own."""

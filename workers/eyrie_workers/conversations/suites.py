@@ -8,7 +8,7 @@ The path of a suite names its source:
     s3://..., https://...      such a file, read as `readers` reads data sources
     org/name[:split]           a Hub data set, when the `datasets` package is installed
 
-The format of a row is recognised by its fields, so that a downloaded gsm8k, HumanEval or MT-Bench file needs no
+The format of a row is recognized by its fields, so that a downloaded gsm8k, HumanEval or MT-Bench file needs no
 conversion: `messages` (OpenAI), `prompt` (HumanEval; a list is MT-Bench on the Hub), `question` (gsm8k; the turns of
 BFCL, with `function` for its tools), `turns` (MT-Bench), `instruction` and `input` (Alpaca).
 
@@ -92,20 +92,6 @@ def _checked(rows: Iterable[tuple[str, Any]], source: str) -> Iterator[Located]:
             raise InvalidInput(f"{location} is a JSON {type(row).__name__}, not an object",
                                'write {"messages": [...]} or {"prompt": "..."}')
         yield location, row
-
-
-def evaluation_hub_rows(path: str) -> Iterator[Located]:
-    """Rows of every configuration and split of a Hub data set but `train`, which one may train on.
-
-    Raises OSError or ValueError, as the `datasets` package does; the caller checks that it is installed.
-    """
-    from datasets import get_dataset_config_names, load_dataset
-
-    for config in get_dataset_config_names(path):
-        splits: dict[str, Any] = load_dataset(path, config, streaming=True)
-        for split in (name for name in splits if name != "train"):
-            for number, row in enumerate(splits[split], start=1):
-                yield f"{path}:{split} row {number}", row
 
 
 def row_messages(row: Row, location: str) -> list[Message]:
@@ -230,8 +216,16 @@ def excluded_prompts(paths: Iterable[str], warn: Callable[[str], None]) -> Itera
         elif find_spec("datasets") is None:
             warn(f"prompts of {path} are not excluded from training: the `datasets` package is not installed")
         else:
+            from datasets import get_dataset_config_names, load_dataset
+
             try:
-                yield from map(_texts_of, evaluation_hub_rows(path.partition(":")[0]))
+                # Every configuration and split but `train`, which one may train on.
+                name = path.partition(":")[0]
+                for config in get_dataset_config_names(name):
+                    splits: dict[str, Any] = load_dataset(name, config, streaming=True)
+                    for split in (split for split in splits if split != "train"):
+                        for number, row in enumerate(splits[split], start=1):
+                            yield _texts_of((f"{name}:{split} row {number}", row))
             except (OSError, ValueError, InvalidInput) as error:
                 warn(f"prompts of {path} are not all excluded from training: {error}")
 

@@ -82,21 +82,6 @@ class TokenRow(NamedTuple):
     loss_mask: Tensor  # [T] bool, True at answer tokens
 
 
-@dataclass(frozen=True)
-class FeatureRow:
-    """One answered conversation with the target's hidden states."""
-
-    row_id: str
-    token_ids: Tensor  # [T] int64
-    loss_mask: Tensor  # [T] bool, True at answer tokens
-    aux: Tensor  # [T, A, H]
-    last: Tensor
-    """[T, H], after the final norm: target logits are `last @ lm_head.T`. Read from a store, it is 0 at unsupervised
-    positions; [T, 0] in a store of top-k logits."""
-
-    topk_logits: TopKLogits | None = None  # at the supervised positions, in a store of top-k logits
-
-
 class StoreFormat(Frozen):
     """What all rows of a store have in common; stores may be mixed only when their formats are equal."""
 
@@ -309,18 +294,6 @@ def end_of_shard(end: ShardEnd) -> bytes:
     return record + hashlib.sha256(record).digest() + len(record).to_bytes(8, "little") + MAGIC
 
 
-def record_size(trailer: bytes) -> int | None:
-    """Bytes of the record before a trailer; None for bytes that are not a trailer."""
-    if len(trailer) != TRAILER_BYTES or not trailer.endswith(MAGIC):
-        return None
-    return int.from_bytes(trailer[32:40], "little")
-
-
-def read_end(record: bytes, trailer: bytes) -> ShardEnd | None:
-    """The record, None when its digest differs from the trailer's."""
-    return ShardEnd.model_validate_json(record) if hashlib.sha256(record).digest() == trailer[:32] else None
-
-
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.states"
 
@@ -335,30 +308,18 @@ def plan_shards(lengths: Sequence[int], fmt: StoreFormat, shard_size_bytes: int,
 
     A function of the lengths (and supervised positions of each row) alone, so that a resumed run plans the same shards.
     """
-    start, size = 0, 0
-    for row, num_tokens in enumerate(lengths):
-        added = fmt.row_bytes(num_tokens, None if supervised is None else supervised[row])
-        if row > start and size + added > shard_size_bytes:
-            yield range(start, row)
-            start, size = row, 0
-        size += added
-    if start < len(lengths):
-        yield range(start, len(lengths))
+    sizes = [fmt.row_bytes(num_tokens, None if supervised is None else supervised[row])
+             for row, num_tokens in enumerate(lengths)]
+    return consecutive(sizes, shard_size_bytes)
 
 
-def check_row(row: FeatureRow, fmt: StoreFormat) -> None:
-    """Raises ValueError for a row that does not fit the format: a programming error, not a user's."""
-    length = row.token_ids.shape[0]
-    wanted: dict[str, Shape] = {
-        "token_ids": (length,), "loss_mask": (length,),
-        "aux": (length, len(fmt.aux_layers), fmt.hidden_size)}
-    if fmt.final_state == "keep":
-        wanted["last"] = (length, fmt.hidden_size)
-    elif row.topk_logits is None:
-        raise ValueError(f"row {row.row_id} has no top-k logits, the format requires one")
-    for name, shape in wanted.items():
-        got = tuple(getattr(row, name).shape)
-        if got != shape:
-            raise ValueError(f"row {row.row_id}: {name} has shape {got}, the format requires {shape}")
-    if length == 0:
-        raise ValueError(f"row {row.row_id} has no tokens")
+def consecutive(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Consecutive ranges of some sizes, each with a sum within `limit` or a single larger one."""
+    start, total = 0, 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > limit:
+            yield range(start, place)
+            start, total = place, 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))

@@ -8,6 +8,7 @@ store uploads it, reads its end back, and deletes the file. So capture needs spa
 the store.
 """
 
+import hashlib
 import mmap
 import os
 import threading
@@ -24,7 +25,7 @@ from eyrie_api.artifacts.retry import while_unavailable
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactMissing, Permanent
 from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN
-from eyrie_workers.features.shard_format import TRAILER_BYTES, ShardEnd, ShardMap, read_end, record_size
+from eyrie_workers.features.shard_format import MAGIC, TRAILER_BYTES, ShardEnd, ShardMap
 from eyrie_workers.stored_files import hand_over, open_place, place_of
 
 _SHARD_SUFFIX = Path(SHARD_PATTERN).suffix
@@ -79,18 +80,19 @@ def read_shard_end(backend: StorageBackend, shard: str) -> ShardEnd | None:
     size = backend.size(shard) or 0
     tail = backend.read(shard, max(0, size - _END_BYTES), _END_BYTES).numpy().tobytes() if size else b""
     trailer = tail[-TRAILER_BYTES:]
-    length = record_size(trailer)
-    if length is None or length > size - TRAILER_BYTES:
+    length = int.from_bytes(trailer[32:40], "little")
+    if len(trailer) != TRAILER_BYTES or not trailer.endswith(MAGIC) or length > size - TRAILER_BYTES:
         return None
     if length > len(tail) - TRAILER_BYTES:
         tail = backend.read(shard, size - TRAILER_BYTES - length, length + TRAILER_BYTES).numpy().tobytes()
+    record = tail[-TRAILER_BYTES - length:-TRAILER_BYTES]
     try:
-        end = read_end(tail[-TRAILER_BYTES - length:-TRAILER_BYTES], trailer)
+        end = ShardEnd.model_validate_json(record) if hashlib.sha256(record).digest() == trailer[:32] else None
     except ValidationError:
         return None
-    if end is None or end.record.name != shard:
-        return None
-    return end if ShardMap(end.record, end.layout).states_end + length + TRAILER_BYTES == size else None
+    whole = end is not None and end.record.name == shard \
+        and ShardMap(end.record, end.layout).states_end + length + TRAILER_BYTES == size
+    return end if whole else None
 
 
 def open_backend(where: str | Path) -> StorageBackend:
@@ -126,7 +128,13 @@ class LocalBackend:
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
         """See `StorageBackend`. A view of a private mapping: writing to it does not change the file."""
-        return self._mapped(shard)[start:start + length]
+        with self._lock:
+            if shard not in self._open:
+                self._open[shard] = self._map(shard)
+            self._open.move_to_end(shard)
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+            return self._open[shard][start:start + length]
 
     def note_damage(self, shard: str, why: str) -> None:
         with suppress(OSError):  # read-only mount: the error that the reader raises still names the shard
@@ -144,15 +152,6 @@ class LocalBackend:
 
     def path(self, shard: str) -> Path | None:
         return self._directory / shard
-
-    def _mapped(self, shard: str) -> Tensor:
-        with self._lock:
-            if shard not in self._open:
-                self._open[shard] = self._map(shard)
-            self._open.move_to_end(shard)
-            if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
-            return self._open[shard]
 
     def _map(self, shard: str) -> Tensor:
         try:

@@ -155,9 +155,21 @@ class FeatureStore:
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids [T] int64 and loss mask [T] bool of a row, without reading its states."""
         number, within = self._find(index)
-        ids, mask = self._shard_tokens(number)
         first, last = self._map(number).row_tokens[within: within + 2]
-        return ids[first:last], mask[first:last]
+        with self._lock:
+            cached = self._tokens.get(number)
+            if cached is not None:
+                self._tokens.move_to_end(number)
+        if cached is None:
+            count = self._shards[number].tokens
+            data = self._backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
+            self._check(number, 0, data, self._rows_of(number))
+            cached = data[: 4 * count].view(torch.int32).to(torch.int64), data[4 * count: 5 * count].to(torch.bool)
+            with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
+                self._tokens[number] = cached
+                while len(self._tokens) > 1 and sum(ids.numel() for ids, _ in self._tokens.values()) > _MAX_TOKENS_KEPT:
+                    self._tokens.popitem(last=False)
+        return cached[0][first:last], cached[1][first:last]
 
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
              into: Buffers | None = None) -> PackedBatch:
@@ -259,22 +271,6 @@ class FeatureStore:
         if number not in self._maps:
             self._maps[number] = ShardMap(self._shards[number], self.format)
         return self._maps[number]
-
-    def _shard_tokens(self, number: int) -> tuple[Tensor, Tensor]:
-        with self._lock:
-            if number in self._tokens:
-                self._tokens.move_to_end(number)
-                return self._tokens[number]
-        count = self._shards[number].tokens
-        data = self._backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
-        self._check(number, 0, data, self._rows_of(number))
-        ids = data[: 4 * count].view(torch.int32).to(torch.int64)
-        decoded = (ids, data[4 * count: 5 * count].to(torch.bool))
-        with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
-            self._tokens[number] = decoded
-            while len(self._tokens) > 1 and sum(ids.numel() for ids, _ in self._tokens.values()) > _MAX_TOKENS_KEPT:
-                self._tokens.popitem(last=False)
-        return decoded
 
     def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """The bytes of each block, verified; adjacent blocks are read together."""

@@ -25,7 +25,7 @@ repeats the target's passes.
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -42,7 +42,7 @@ from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_workers.features.codecs import concat_topk_logits, decode_block, encode_states
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow, TopKLogits, supervised_positions
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow, TopKLogits, consecutive, supervised_positions
 from eyrie_workers.features.storage_backend import StorageBackend
 from eyrie_workers.features.topk_logits import compute_topk_logits_of_rows
 from eyrie_workers.targets.state_source import StateSource
@@ -78,21 +78,6 @@ def compute_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat
         parts = last_MH.index_select(0, supervised).split([int(positions.sum()) for positions in by_row])
         topk_logits = compute_topk_logits_of_rows(parts, target.output_head, fmt)
     return TargetPass(aux_MAH, last_MH, is_supervised, supervised, topk_logits)
-
-
-def plan_passes(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
-    """Consecutive rows per forward pass, at most `batch_tokens` tokens or a single longer row."""
-    start, size = 0, 0
-    for row, length in enumerate(lengths):
-        if row > start and size + length > batch_tokens:
-            yield range(start, row)
-            start, size = row, 0
-        size += length
-    if start < len(lengths):
-        yield range(start, len(lengths))
-
-
-
 
 
 STREAM = "stream.json"
@@ -202,7 +187,7 @@ class StreamedFeatures:
         aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype, device=target.device)
         last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype, device=target.device)
         topk_parts, at = [], 0
-        for batch in plan_passes(lengths, self.plan.batch_tokens):
+        for batch in consecutive(lengths, self.plan.batch_tokens):
             computed = compute_pass(target, documents[batch.start:batch.stop], fmt)
             tokens = slice(at, at + computed.aux.shape[0])
             tensors = computed.encode(fmt)
@@ -223,13 +208,15 @@ class StreamedFeatures:
 
         reuse   ignored, for the interface of stores: decoding costs little compared with the target's passes.
         """
+        num_states = len(self.format.aux_layers) + (self.format.final_state == "keep")
+        token_bytes = num_states * self.format.hidden_size * (dtype or self.format.dtype).itemsize
         waiting: deque[tuple[Future[PackedBatch], int]] = deque()
         held, coming, source = 0, None, iter(groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="eyrie-stream")
         try:
             while True:
                 while len(waiting) <= ahead and (coming := coming or next(source, None)) is not None:
-                    size = self._state_bytes(coming, dtype)
+                    size = token_bytes * sum(self.lengths[row] for row in coming)
                     # Without held states a batch is submitted at any size, or a large one would never be computed.
                     if held and held + size > self.plan.buffer_bytes:
                         break
@@ -239,8 +226,14 @@ class StreamedFeatures:
                 if not waiting:
                     return
                 future, size = waiting.popleft()
-                yield self._handed_over(future.result())
-                del future  # the future references the batch: drop it before the next one is computed
+                batch = future.result()
+                if batch.aux.device.type == "cuda":
+                    # The memory belongs to the prefetch stream: without this it would be given to a later pass while
+                    # kernels of the caller's stream still read it.
+                    for tensor in batch.states():
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                yield batch
+                del batch, future  # both reference the states: dropped before the next batch is computed
                 held -= size
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -255,20 +248,6 @@ class StreamedFeatures:
             batch = self.read(rows, dtype)
         self._stream.synchronize()  # this thread alone waits
         return batch
-
-    def _handed_over(self, batch: PackedBatch) -> PackedBatch:
-        """The batch, for use in the caller's stream."""
-        if batch.aux.device.type == "cuda":
-            # The memory belongs to the prefetch stream: without this it would be given to a later pass while kernels of
-            # the caller's stream still read it.
-            for tensor in batch.states():
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return batch
-
-    def _state_bytes(self, rows: Sequence[int], dtype: torch.dtype | None) -> int:
-        states = len(self.format.aux_layers) + (self.format.final_state == "keep")
-        return sum(self.lengths[row] for row in rows) * states * self.format.hidden_size \
-            * (dtype or self.format.dtype).itemsize
 
     def _loaded_target(self) -> StateSource:
         with self._lock:  # an evaluation may read while the prefetch thread does

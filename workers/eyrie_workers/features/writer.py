@@ -42,17 +42,15 @@ from torch import Tensor
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import Conflict
-from eyrie_workers.features.codecs import block_of, encode_states
+from eyrie_workers.features.codecs import block_of
 from eyrie_workers.features.shard_format import (
     INDEX,
-    FeatureRow,
     ShardEnd,
     ShardRecord,
     StoreFormat,
     StoreIndex,
     TokenRow,
     block_sections,
-    check_row,
     end_of_shard,
     section_views,
     shard_name,
@@ -157,7 +155,17 @@ class FeatureWriter:
         self.damaged: dict[str, str] = {}  # shards to be written again, with the reason
         names, notes = self._backend.shards(), self._backend.notes()
         for name, end in zip(names, _ends(self._backend, names), strict=True):
-            self._inspect(name, end, notes.get(name))
+            if end is None or name in notes:
+                self.damaged[name] = notes[name] if end is not None else "it is cut, or its end cannot be read"
+                continue
+            if end.layout != fmt:
+                there, wanted = end.layout.model_dump(), fmt.model_dump()
+                differences = ", ".join(
+                    f"{key}: {there[key]} instead of {wanted[key]}" if key != "draft_ids" else key
+                    for key in there if there[key] != wanted[key])
+                raise Conflict(f"{directory} holds hidden states of another format ({differences})",
+                               "capture into an empty directory, or delete this one")
+            self._shards[shard_number(name)] = end.record
         # Never renamed, so no reader has seen them.
         for part in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")] if alone else ():
             part.unlink()
@@ -181,17 +189,6 @@ class FeatureWriter:
             raise Conflict(f"{self._directory} holds hidden states of other rows",
                            "capture into an empty directory, or delete this one")
         return shard is not None
-
-    def write_shard(self, rows: Sequence[FeatureRow], number: int | None = None) -> ShardRecord:
-        """Write one whole shard, by default the next. Raises ValueError for no rows or a row that does not fit."""
-        shard = self.open_shard([TokenRow(row.row_id, row.token_ids, row.loss_mask) for row in rows],
-                                max(self._shards, default=-1) + 1 if number is None else number)
-        with shard:
-            for row in rows:
-                check_row(row, self.format)
-                supervised = supervised_positions(row.loss_mask.to(torch.bool)).nonzero().squeeze(1)
-                shard.append(encode_states(self.format, row.aux, row.last, supervised, row.topk_logits), 1)
-        return self.commit(shard)
 
     def open_shard(self, rows: Sequence[TokenRow], number: int) -> ShardFile:
         """Begin shard `number`. Raises ValueError for no rows."""
@@ -222,21 +219,6 @@ class FeatureWriter:
             write_model(self._directory / INDEX, index)
         local_paths = (self._backend.path(shard.name) for shard in shards)
         return [self._directory / INDEX, *(path for path in local_paths if path is not None)]
-
-    def _inspect(self, name: str, end: ShardEnd | None, note: str | None) -> None:
-        if end is None:
-            self.damaged[name] = "it is cut, or its end cannot be read"
-        elif note is not None:
-            self.damaged[name] = note
-        elif end.layout != self.format:
-            there, wanted = end.layout.model_dump(), self.format.model_dump()
-            differences = ", ".join(
-                f"{field}: {there[field]} instead of {wanted[field]}" if field != "draft_ids" else field
-                for field in there if there[field] != wanted[field])
-            raise Conflict(f"{self._directory} holds hidden states of another format ({differences})",
-                           "capture into an empty directory, or delete this one")
-        else:
-            self._shards[shard_number(name)] = end.record
 
 
 _MAX_PASSES = 3

@@ -29,8 +29,8 @@ from eyrie_workers.targets.model import TargetModel
 _FLAGS = {
     "norm_output": ("feeds back the drafter's state after its final norm",
                     "feeds back the drafter's state before its final norm"),
-    "fc_norm": ("normalises each aux state", "does not normalise each aux state"),
-    "norm_before_fc": ("normalises the concatenated aux states", "does not normalise the concatenated aux states"),
+    "fc_norm": ("normalizes each aux state", "does not normalize each aux state"),
+    "norm_before_fc": ("normalizes the concatenated aux states", "does not normalize the concatenated aux states"),
 }
 
 

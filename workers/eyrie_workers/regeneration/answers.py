@@ -8,7 +8,7 @@ Transient: the stage ends, and its next run resumes.
 `AnswerRetokenizer` gives the ids of a text, for endpoints that return no ids and for answers that the data has already
 (`AnswersOfData`). Inexact: a target may generate a text with other tokens than its tokenizer would choose, and a
 drafter trained on the tokenizer's choice is wrong wherever they differ. Plain text is encoded as it is, followed by the
-id that ends a turn. Tool calls and reasoning arrive parsed into fields; the chat template serialises them, as it would
+id that ends a turn. Tool calls and reasoning arrive parsed into fields; the chat template serializes them, as it would
 in the next turn of the conversation. An answer that the template does not render as a continuation of its prompt is
 declined.
 """

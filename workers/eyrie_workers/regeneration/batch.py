@@ -9,7 +9,7 @@ program killed between creating the batch and saving its id finds it in the endp
 `batch.json` is deleted when the last answer of the batch has been consumed. Requests that expired, or that failed with
 a retryable status, are sent in the next batch.
 
-The Batch API returns no token ids: answers are tokenised again, and `ids_exact` of the rows is false.
+The Batch API returns no token ids: answers are tokenized again, and `ids_exact` of the rows is false.
 """
 
 import json
@@ -73,7 +73,7 @@ class BatchClient:
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Transient or Permanent as `online` does."""
-        self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenised again from their "
+        self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenized again from their "
                   "text, which may differ from the ids the target produced (rows say ids_exact: false)")
         with httpx.Client(headers=self.endpoint.headers, timeout=self.endpoint.timeout_s) as client:
             waiting = _Waiting(prompts)

@@ -3,7 +3,7 @@
 With `turns: last` there is one prompt, the conversation up to its last assistant turn. With `turns: all` every
 assistant turn is answered again, in the context of the new answers before it, and each is a row of its own: its prompt
 is what a server would receive at that turn, rendered by the chat template from messages. A template that drops earlier
-reasoning, or serialises earlier calls otherwise than the target wrote them, therefore acts as it does in serving;
+reasoning, or serializes earlier calls otherwise than the target wrote them, therefore acts as it does in serving;
 supervision covers the answer's tokens by their offset, whatever the template does to earlier turns.
 
 User messages are kept. Tool results are spliced in where the new answer calls tools for which the data has results:

@@ -3,7 +3,7 @@
 The key of an answer is a digest of what it is a function of, and is stored with its row:
 
     target (config, weights, tokenizer, template), dtype, engine, and the model's name at an endpoint
-    the request: messages after normalisation, tools, template variables, and the token ids that they render to here
+    the request: messages after normalization, tools, template variables, and the token ids that they render to here
     sampling parameters, token limit, seed
 
 Source, line, file order and the other rows do not act on an answer, and neither does the address of an endpoint.

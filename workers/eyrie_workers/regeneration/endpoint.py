@@ -1,7 +1,7 @@
 """The OpenAI API as regeneration uses it: request bodies, responses, and the meaning of each failure. No network here.
 
 Token ids are requested (`return_token_ids`, supported by vLLM and by Eyrie's own server, then SGLang's
-`return_output_ids_in_sglext`) and used as returned. Servers that cannot return them answer in text, which is tokenised
+`return_output_ids_in_sglext`) and used as returned. Servers that cannot return them answer in text, which is tokenized
 again by the target's own tokenizer; the row records this, and records when the ids certainly differ from the target's:
 when they decode to another text, or their number differs from the server's count. A server that rejects an unknown
 field gets the request again without it.
@@ -193,7 +193,7 @@ def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, d
 
 def _differs(ids: Sequence[int], message: Mapping[str, Any], payload: Mapping[str, Any],
              tokenizer: AnswerRetokenizer) -> bool:
-    """Whether re-tokenised ids certainly differ from those that the target generated."""
+    """Whether re-tokenized ids certainly differ from those that the target generated."""
     counted = (payload.get("usage") or {}).get("completion_tokens")
     if isinstance(counted, int) and counted not in (len(ids), len(ids) - 1):  # some servers count the end-of-turn token
         return True

@@ -244,7 +244,7 @@ class OnlineClient:
     def _warn_once(self, outcome: GenerationOutcome) -> GenerationOutcome:
         if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact and not self._warned:
             self._warned = True
-            self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenised again from "
+            self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenized again from "
                       "their text, which may differ from the ids the target produced (rows say ids_exact: false)")
         return outcome
 

@@ -4,7 +4,7 @@ A request to an endpoint is mostly waiting: one CPU worker keeps hundreds of the
 pool of GPU endpoints busy. The stage splits its prompts into shards by their position in the selection, writes each to
 the artifact store, sends a message with its name, and reads the answers as shards finish:
 
-    <prefix>/tokenizer/...          to tokenise answers of endpoints that return text only
+    <prefix>/tokenizer/...          to tokenize answers of endpoints that return text only
     <prefix>/in/<shard>.jsonl       prompts
     <prefix>/done/<shard>.jsonl     a report, then one line per outcome: one conditional write
     <prefix>/failed/<shard>.json    a permanent error

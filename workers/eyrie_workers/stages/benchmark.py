@@ -30,7 +30,6 @@ from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import BenchmarkReport
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.conversations.suites import select
@@ -72,7 +71,16 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     if spec.rival is None:
         return _measure(spec, stage)
     try:
-        family = _adopt(spec, spec.rival)
+        # A rival's drafter, if it has one, is copied into the output of this stage.
+        family: str = spec.rival.method
+        if spec.rival.method == "nextn":
+            copy_mtp_layers(resolve(spec.target), Path(spec.drafter_dir))
+        if spec.rival.path is not None:
+            try:
+                family = adopt(fetch("rivals: path", spec.rival.path, spec.rival.revision), Path(spec.drafter_dir),
+                               resolve(spec.target)).name
+            except InvalidInput as error:
+                raise CheckpointInvalid(error.message, error.hint) from error
         result = _measure(spec, stage)
     except (CheckpointInvalid, UnsupportedTarget, ArtifactMissing, ArtifactCorrupt, EngineFailed,
             Unlaunchable) as error:
@@ -85,19 +93,6 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     adopted = files_of(Path(spec.drafter_dir)) if spec.rival.has_drafter else []
     return _write_report(result.report.model_copy(update={"rival": True, "family": family}), stage,
                          [*result.files, *adopted])
-
-
-def _adopt(spec: BenchmarkStage, rival: RivalSpec) -> str:
-    """Copy the rival's drafter, if it has one, into the output of this stage; returns its family."""
-    if rival.method == "nextn":
-        copy_mtp_layers(resolve(spec.target), Path(spec.drafter_dir))
-    if rival.path is None:
-        return rival.method
-    target = resolve(spec.target)
-    try:
-        return adopt(fetch("rivals: path", rival.path, rival.revision), Path(spec.drafter_dir), target).name
-    except InvalidInput as error:
-        raise CheckpointInvalid(error.message, error.hint) from error
 
 
 def _write_report(report: BenchmarkReport, stage: Stage, files: list[Path]) -> Result:

@@ -74,7 +74,7 @@ from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
 from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.store import EarlierStates, open_features
 from eyrie_workers.features.streaming import (
@@ -83,7 +83,6 @@ from eyrie_workers.features.streaming import (
     TargetPass,
     compute_pass,
     plan_is_whole,
-    plan_passes,
     write_plan,
 )
 from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter
@@ -279,7 +278,7 @@ class _Capture:
         if self.source == "sglang" and (
                 not _fits_device(self.path) or read_json(self.path / "config.json").get("quantization_config")):
             stage.event("LayersNotChecked", "the states are not compared with those of transformers, which cannot load "
-                        "this target here: it is quantised, or larger than one GPU", warning=True)
+                        "this target here: it is quantized, or larger than one GPU", warning=True)
             return self.open_target()
         kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), self.plan)
         samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
@@ -492,11 +491,11 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
 
 def _next_pass(rows: Sequence[TokenRow], start: int, earlier: EarlierStates, batch_tokens: int) -> Sequence[TokenRow]:
     """The rows of the next forward pass, from `start` to the first that an earlier job may have: without earlier jobs,
-    the passes of `plan_passes`."""
+    all passes are full."""
     stop = start + 1
     while stop < len(rows) and not earlier.has_all([rows[stop].row_id]):
         stop += 1
-    first = next(plan_passes([row.token_ids.numel() for row in rows[start:stop]], batch_tokens))
+    first = next(consecutive([row.token_ids.numel() for row in rows[start:stop]], batch_tokens))
     return rows[start:start + first.stop]
 
 

@@ -20,13 +20,13 @@ cluster send the requests (`regeneration.sharded`).
     python -m eyrie_workers.stages.regenerate --spec spec.json --out <dir>/manifest.json
 """
 
+import math
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
@@ -83,29 +83,21 @@ _MAX_INITIAL_FAILURES = 20
 class Tally:
     """Totals over the finished rows."""
 
-    rows: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    sources: Counter[str] = field(default_factory=Counter)
     outcomes: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     prompt_lengths: Counter[int] = field(default_factory=Counter)
     answer_lengths: Counter[int] = field(default_factory=Counter)
-    retokenised: int = 0
+    retokenized: int = 0
     ids_differ: int = 0
     reused: int = 0
 
     def add(self, row: AnsweredRow) -> None:
-        self.rows += 1
-        self.prompt_tokens += len(row.prompt_ids)
-        self.answer_tokens += len(row.answer_ids)
         self.finish_reasons[row.finish_reason] += 1
-        self.sources[row.source] += 1
         self.outcomes[row.source]["answered"] += 1
         self.outcomes[row.source]["truncated"] += row.finish_reason == "length"
         self.prompt_lengths[len(row.prompt_ids)] += 1
         self.answer_lengths[len(row.answer_ids)] += 1
-        self.retokenised += not row.ids_exact
+        self.retokenized += not row.ids_exact
         self.ids_differ += row.ids_differ
         self.reused += row.generated_by != ""
 
@@ -147,13 +139,12 @@ class Rows:
 
 def lengths(counted: Counter[int]) -> Lengths:
     """Quantiles of counted lengths, each a length that occurs."""
-    total, ordered = counted.total(), sorted(counted.items())
+    ordered = sorted(counted.elements())
 
     def quantile(share: float) -> int:
-        ranks = accumulate(count for _, count in ordered)
-        return next(length for (length, _), rank in zip(ordered, ranks, strict=True) if rank >= share * total)
+        return ordered[math.ceil(share * len(ordered)) - 1]
 
-    return Lengths(p50=quantile(0.5), p90=quantile(0.9), p99=quantile(0.99), most=ordered[-1][0])
+    return Lengths(p50=quantile(0.5), p90=quantile(0.9), p99=quantile(0.99), most=ordered[-1])
 
 
 def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
@@ -360,7 +351,8 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
         else:
             cut.append(QuarantinedRow(source=row.source, line=row.line, kind="truncated",
                                       reason=f"its answer was cut at {len(row.answer_ids)} tokens"))
-    if tally.rows == 0:
+    answered = tally.finish_reasons.total()
+    if answered == 0:
         raise NoUsableData(f"all {len(cut)} answers were cut at {spec.regenerate.max_new_tokens} tokens",
                            "raise regenerate.max_new_tokens, or set regenerate.truncated to train")
     # Failures arrive in any order; the file must not depend on it.
@@ -368,24 +360,25 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
     quarantined = [*selection.rejected(stage.out_dir), *late]
     write_atomically(stage.out_dir / QUARANTINE, "".join(row.model_dump_json() + "\n" for row in quarantined))
     selection.forget(stage.out_dir)
-    if tally.rows < FEW_ROWS:
-        stage.event("FewRows", f"{tally.rows} answered rows are left to train on, fewer than {FEW_ROWS} (of "
+    if answered < FEW_ROWS:
+        stage.event("FewRows", f"{answered} answered rows are left to train on, fewer than {FEW_ROWS} (of "
                     f"{summary.rows_read} read, {summary.rows_held_out} are held out and {len(quarantined)} "
                     "cannot be used): expect a weak drafter, and figures that vary by chance; give more "
                     "conversations in data.sources, or raise data.max_conversations", warning=True)
+    sources = {source: kinds["answered"] for source, kinds in tally.outcomes.items()}
     reasons = selection.ByReason()
     for quarantined_row in quarantined:
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
         reasons.add(quarantined_row)
     return RegenerateReport(
-        engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=tally.rows,
+        engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=answered,
         rows_reused=tally.reused, rows_held_out=summary.rows_held_out,
         rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
         outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
-        rows_retokenised=tally.retokenised, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
+        rows_retokenised=tally.retokenized, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
         prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),
-        languages=summary.languages, prompt_tokens=tally.prompt_tokens,
-        answer_tokens=tally.answer_tokens, finish_reasons=dict(tally.finish_reasons), sources=dict(tally.sources),
+        languages=summary.languages, prompt_tokens=sum(tally.prompt_lengths.elements()),
+        answer_tokens=sum(tally.answer_lengths.elements()), finish_reasons=dict(tally.finish_reasons), sources=sources,
         seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_REPORTED]),
         quarantine_reasons=reasons.commonest(_QUARANTINE_REPORTED))
 

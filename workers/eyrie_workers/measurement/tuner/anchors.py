@@ -59,9 +59,9 @@ def anchors(settings: Sequence[Setting]) -> list[Setting]:
 
     chosen: dict[Setting, None] = {OFF: None}
     drafted = [setting for setting in settings if setting.method == "drafter"]
-    chains = sorted((one for one in drafted if one.tree is not None and one.tree.top_k == 1), key=size)
-    trees = sorted((one for one in drafted if one.tree is not None and one.tree.top_k > 1), key=size)
-    lookups = sorted((one for one in settings if one.method == "ngram"), key=size)
+    chains = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k == 1), key=size)
+    trees = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k > 1), key=size)
+    lookups = sorted((setting for setting in settings if setting.method == "ngram"), key=size)
     for group in ((chains or trees)[:1], chains[-1:], trees[-1:], lookups[-1:]):
         chosen |= dict.fromkeys(group)
     return list(chosen)
@@ -117,16 +117,16 @@ def replay_of_anchor(setting: Setting, anchor: BlockRun, requests: int, tokens: 
 def anchor_of(setting: Setting, runs: Mapping[Setting, BlockRun]) -> BlockRun | None:
     """The deepest anchor of the same method and kind, of another kind where there is none; None without any."""
     assert setting.tree is not None
-    same = [one for one in runs if one.tree is not None and one.method == setting.method]
-    kind = [one for one in same if one.tree is not None and (one.tree.top_k > 1) == (setting.tree.top_k > 1)]
-    deepest = max(kind or same, default=None, key=lambda one: one.tree.num_steps if one.tree is not None else 0)
+    same = [anchor for anchor in runs if anchor.tree is not None and anchor.method == setting.method]
+    kind = [anchor for anchor in same if anchor.tree and (anchor.tree.top_k > 1) == (setting.tree.top_k > 1)]
+    deepest = max(kind or same, default=None, key=lambda anchor: anchor.tree.num_steps if anchor.tree else 0)
     return None if deepest is None else runs[deepest]
 
 
 def step_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int, temperature: float,
                rounds: int) -> list[StepTime]:
     """The line of target passes, from one node to the most of any setting; chains and trees have the same."""
-    most = max((one.tree.num_draft_tokens for one in settings if one.tree is not None), default=2)
+    most = max((setting.tree.num_draft_tokens for setting in settings if setting.tree is not None), default=2)
     return [StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, rounds=rounds,
                      verify_s=costs.undrafted_s + costs.per_node_s * (nodes - 1)) for nodes in (1, most)]
 
@@ -140,7 +140,7 @@ def draft_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int
             groups.setdefault((setting.method, setting.tree.top_k), []).append(setting)
     chosen: dict[Setting, None] = {}
     for group in groups.values():
-        depths = sorted(group, key=lambda one: one.tree.num_steps if one.tree is not None else 0)
+        depths = sorted(group, key=lambda setting: setting.tree.num_steps if setting.tree is not None else 0)
         chosen |= dict.fromkeys((depths[0], depths[-1]))
     return [DraftTime(concurrency=concurrency, temperature=temperature, setting=setting, rounds=rounds,
                       draft_s=float(np.dot(_features(setting)[1:], (

@@ -54,13 +54,14 @@ def possible_settings(spec: TuneSpec) -> tuple[Setting, ...]:
 def with_block(settings: Sequence[Setting], block_size: int) -> tuple[Setting, ...]:
     """The settings with the one shape that SGLang drafts with a drafter of blocks, in place of the drafter's shapes."""
     chain = DraftTreeShape(num_steps=block_size - 1, top_k=1, num_draft_tokens=block_size)
-    return (OFF, Setting(tree=chain), *(one for one in settings if one.method == "ngram"))
+    return (OFF, Setting(tree=chain), *(setting for setting in settings if setting.method == "ngram"))
 
 
 def depth_against_width(predictions: Sequence[Prediction]) -> str:
     """The effects of depth, width and nodes over the predictions of the drafter's shapes, as a sentence."""
-    shapes = {one.setting.tree: one for one in predictions if one.setting.tree and one.setting.method == "drafter"}
-    trees = {shape: one for shape, one in shapes.items() if shape.top_k > 1}
+    shapes = {prediction.setting.tree: prediction for prediction in predictions
+              if prediction.setting.tree and prediction.setting.method == "drafter"}
+    trees = {shape: prediction for shape, prediction in shapes.items() if shape.top_k > 1}
     sentences = [
         _chain_against_tree(shapes),
         _effect("raising num_steps", shapes, lambda s: s.num_steps,
@@ -142,7 +143,7 @@ def between(concurrencies: Sequence[int]) -> list[int]:
 
 def predicted_point(predictions: Mapping[Setting, Prediction], tried: Sequence[Setting]) -> OperatingPoint:
     """The best setting at a concurrency that was not raced, among the settings measured at another."""
-    best = max((predictions[setting] for setting in tried if setting != OFF), key=lambda one: one.speedup,
+    best = max((predictions[setting] for setting in tried if setting != OFF), key=lambda prediction: prediction.speedup,
                default=predictions[OFF])
     if best.speedup <= 1.0 + TIE:
         best = predictions[OFF]
@@ -210,7 +211,8 @@ def _until(points: Sequence[OperatingPoint], crossover: int | None) -> str:
             f", but does at {back}." if back is not None else " nor at any load examined: keep it off."))
     below, first = next((a, b) for a, b in pairwise(points) if b.concurrency == crossover)
     source = "measured" if first.measured else "predicted"
-    again = next((one.concurrency for one in points if one.concurrency > crossover and one.setting != OFF), None)
+    again = next((point.concurrency for point in points
+                  if point.concurrency > crossover and point.setting != OFF), None)
     return (f"Speculation stops paying between concurrency {below.concurrency} and {crossover} ({source})"
             + ("." if again is None else f", and pays again at {again}."))
 

@@ -254,13 +254,13 @@ def distribution_of_largest(passes: Mapping[int, int], num_rows: int) -> dict[in
 def predict(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrency: int, costs: Costs,
             off: Setting) -> dict[Setting, Prediction]:
     """Every setting at one concurrency, from its replays by temperature. Speed-ups are relative to `off`."""
-    plain = {temperature: tokens_per_s(off, one, concurrency, temperature, costs)
-             for temperature, one in done[off].items()}
+    plain = {temperature: tokens_per_s(off, replayed, concurrency, temperature, costs)
+             for temperature, replayed in done[off].items()}
     predictions = {}
     for setting, by_temperature in done.items():
-        rates = {temperature: tokens_per_s(setting, one, concurrency, temperature, costs)
-                 for temperature, one in by_temperature.items()}
+        rates = {temperature: tokens_per_s(setting, replayed, concurrency, temperature, costs)
+                 for temperature, replayed in by_temperature.items()}
         predictions[setting] = Prediction(
             setting, concurrency, fmean(rates.values()), fmean(rates[t] / plain[t] for t in rates),
-            fmean(one.tau for one in by_temperature.values()))
+            fmean(replayed.tau for replayed in by_temperature.values()))
     return predictions
