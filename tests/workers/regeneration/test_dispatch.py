@@ -13,7 +13,6 @@ from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,
     GenerationOutcome,
-    GenerationParams,
     GenerationRequest,
 )
 from eyrie_workers.regeneration.endpoint import Endpoint
@@ -72,7 +71,7 @@ def asked(tokenizer: ChatTokenizer, urls: tuple[str, ...], num: int, **changes: 
     for i in range(num):
         messages = [{"role": "user", "content": f"What is {i}?"}]
         prompts.append(GenerationRequest(f"{i:032x}", messages, [], tokenizer.render(messages), seed=i))
-    endpoint = Endpoint(base_urls=urls, model="tiny", params=GenerationParams(SamplingSpec(), 16), max_retries=3,
+    endpoint = Endpoint(base_urls=urls, model="tiny", sampling=SamplingSpec(), max_new_tokens=16, max_retries=3,
                         concurrency=4,
                         **changes)  # type: ignore[arg-type]
     engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda *_: None, first_delay_s=0.001)

@@ -205,25 +205,31 @@ class RowLedger(JsonlLedger[AnsweredRow]):
 def read_rows(path: Path) -> Iterator[AnsweredRow]:
     """Answered rows of a finished regenerate stage, in order. A file that is in a store has not been compared with its
     manifest before: it is here, at its end. Raises ArtifactMissing or ArtifactCorrupt."""
-    sha = None if path.is_file() else hashlib.sha256()
+    hint, digest = "run regenerate again", None
     try:
         file = open_binary(path)
     except FileNotFoundError:
         raise ArtifactMissing(f"no {path}", "run regenerate first") from None
+    if not path.is_file():
+        digest = {entry.path: entry.sha256 for entry in read_manifest(path.parent).files}.get(path.name, "")
     with file:
-        for number, line in enumerate(file, start=1):
-            if sha is not None:
-                sha.update(line)
-            try:
-                yield decode_line(line, AnsweredRow)
-            except ValueError as error:
-                raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {reason_of(error)}",
-                                      "run regenerate again") from error
-    if sha is not None:
-        listed = {entry.path: entry.sha256 for entry in read_manifest(path.parent).files}
-        if listed.get(path.name) != f"sha256:{sha.hexdigest()}":
-            raise ArtifactCorrupt(f"{path.name} in the artifact store differs from the digest in its manifest",
-                                  "run regenerate again")
+        yield from (row for _, row in located_rows(file, path, digest, hint))
+
+
+def located_rows(file: Iterable[bytes], path: Path, digest: str | None,
+                 hint: str) -> Iterator[tuple[Extent, AnsweredRow]]:
+    """All rows of an open file with their positions. At the end the file is compared with its digest, if one is given.
+    Raises ArtifactCorrupt."""
+    sha, offset = hashlib.sha256(), 0
+    for number, line in enumerate(file, start=1):
+        sha.update(line)
+        try:
+            yield Extent(offset, len(line)), decode_line(line, AnsweredRow)
+        except ValueError as error:
+            raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {reason_of(error)}", hint) from error
+        offset += len(line)
+    if digest is not None and f"sha256:{sha.hexdigest()}" != digest:
+        raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", hint)
 
 
 def read_meta(directory: Path) -> RowsMeta | None:
@@ -284,7 +290,12 @@ class LedgerParts:
         self._sending: _Sending | None = None
         self._tail = Extent(0, 0)
         self._due = clock() + every_s
-        self._find_parts()
+        for stored in sorted(store.list(f"{prefix}/{LEDGER_PARTS}"), key=lambda stored: stored.key):
+            offset = int(stored.key.rpartition("/")[2])
+            if offset != self._tail.offset:  # it follows a part that is lost: its rows are answered again
+                store.delete(stored.key)
+                continue
+            self._add(Extent(offset, stored.size_bytes))
         self._recover()
 
     def append(self, line: bytes) -> None:
@@ -329,15 +340,6 @@ class LedgerParts:
                                                            sha256=sha256))
         verify_stored(self._store, key, size_bytes, lambda: len(self._store.read(key, start=size_bytes - 1)) == 1)
         return FileEntry(path=ROWS_FILE, size_bytes=size_bytes, sha256=sha256)
-
-    def _find_parts(self) -> None:
-        root = f"{self._prefix}/{LEDGER_PARTS}"
-        for stored in sorted(self._store.list(root), key=lambda stored: stored.key):
-            offset = int(stored.key.rpartition("/")[2])
-            if offset != self._tail.offset:  # it follows a part that is lost: its rows are answered again
-                self._store.delete(stored.key)
-                continue
-            self._add(Extent(offset, stored.size_bytes))
 
     def _recover(self) -> None:
         for path in sorted(self._directory.glob(f".{ROWS_FILE}.{'[0-9]' * 15}")):

@@ -189,7 +189,14 @@ def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0
     digests = list(prompts)
     if not spec.path.startswith(QUICKSTART):
         digests.sort(key=lambda digest: hashlib.sha256(f"{seed}:{digest}".encode()).digest())
-    return _with_distinct_ids([prompts[digest] for digest in digests])
+    # Rows without an id, or with one already used, get the first digits of their content's digest.
+    seen: set[str] = set()
+    named = []
+    for digest in digests:
+        prompt = prompts[digest]
+        named.append(replace(prompt, id=prompt.id if prompt.id and prompt.id not in seen else digest[:12]))
+        seen.add(named[-1].id)
+    return named
 
 
 def select(prompts: list[Prompt], start: int, num: int) -> list[Prompt]:
@@ -267,14 +274,3 @@ def _prompt(row: Row, suite: str, location: str) -> Prompt:
 def _fingerprint(prompt: Prompt) -> str:
     content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _with_distinct_ids(prompts: list[Prompt]) -> list[Prompt]:
-    """Rows without an id, or with one already used, get the first digits of their content's digest."""
-    seen: set[str] = set()
-    result = []
-    for prompt in prompts:
-        name = prompt.id if prompt.id and prompt.id not in seen else _fingerprint(prompt)[:12]
-        seen.add(name)
-        result.append(replace(prompt, id=name))
-    return result

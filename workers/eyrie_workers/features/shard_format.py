@@ -31,6 +31,7 @@ Legend: R rows, N tokens of a block, M supervised positions of a block, A aux la
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,6 +146,15 @@ class Section(NamedTuple):
     dtype: torch.dtype
     shape: Shape
 
+    @property
+    def num_bytes(self) -> int:
+        """Without alignment."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def aligned_bytes(self) -> int:
+        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
 
 def vector_sections(codec: Codec, of: str, leading: Shape, hidden_size: int) -> list[Section]:
     """Codes and scales of states [*leading, H]."""
@@ -171,15 +181,8 @@ def block_sections(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> li
             Section("choice", ids, (num_supervised,))]
 
 
-def section_bytes(section: Section) -> int:
-    size = section.dtype.itemsize
-    for length in section.shape:
-        size *= length
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def block_bytes(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> int:
-    return sum(section_bytes(section) for section in block_sections(fmt, num_tokens, num_supervised))
+    return sum(section.aligned_bytes for section in block_sections(fmt, num_tokens, num_supervised))
 
 
 def section_views(sections: Sequence[Section], tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
@@ -189,18 +192,15 @@ def section_views(sections: Sequence[Section], tensors: Mapping[str, Tensor]) ->
         assert (tensor.dtype, tuple(tensor.shape)) == (section.dtype, section.shape), section
         if tensor.numel():
             yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        yield bytes(section_bytes(section) - tensor.numel() * tensor.element_size())
+        yield bytes(section.aligned_bytes - section.num_bytes)
 
 
 def from_bytes(sections: Sequence[Section], data_B: Tensor) -> dict[str, Tensor]:
     """The sections as views of a block's bytes, [B] uint8 beginning at a multiple of 8 in its storage."""
     tensors, at = {}, 0
     for section in sections:
-        size = section.dtype.itemsize
-        for length in section.shape:
-            size *= length
-        tensors[section.name] = data_B[at:at + size].view(section.dtype).view(section.shape)
-        at += section_bytes(section)
+        tensors[section.name] = data_B[at:at + section.num_bytes].view(section.dtype).view(section.shape)
+        at += section.aligned_bytes
     return tensors
 
 

@@ -252,10 +252,20 @@ class FeatureStore:
     def damage(self) -> Iterator[Damage]:
         """Read everything; yields each damaged shard and writes its damage note."""
         for number in range(len(self._shards)):
-            damage = self._check_size(number) or self._verify_shard(number)
-            if damage is not None:
-                self._backend.note_damage(damage.shard, str(damage))
-                yield damage
+            shard, layout, damage = self._shards[number], self._map(number), self._check_size(number)
+            if damage is None:
+                first = self._row_starts[number]
+                ranges = [(0, layout.tokens_size, self._rows_of(number)), *(
+                    (block.offset, block.size, range(index, index + 1))
+                    for index, blocks in enumerate(layout.rows, first) for block in blocks)]
+                wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
+                         if short_digest(self._backend.read(shard.name, start, size).numpy().data) != digest]
+                if not wrong:
+                    continue
+                damage = Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
+                                "its bytes differ from their digest")
+            self._backend.note_damage(damage.shard, str(damage))
+            yield damage
 
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.num_rows:
@@ -317,19 +327,6 @@ class FeatureStore:
         # Local bytes are verified once; ranges from the network may be damaged at any transfer.
         if isinstance(self._backend, LocalBackend):
             self._checked.add((number, digest))
-
-    def _verify_shard(self, number: int) -> Damage | None:
-        shard, of = self._shards[number], self._map(number)
-        ranges = [(0, of.tokens_size, self._rows_of(number))]
-        for row, blocks in enumerate(of.rows):
-            index = self._row_starts[number] + row
-            ranges += [(block.offset, block.size, range(index, index + 1)) for block in blocks]
-        wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
-                 if short_digest(self._backend.read(shard.name, start, size).numpy().data) != digest]
-        if not wrong:
-            return None
-        return Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
-                      "its bytes differ from their digest")
 
     def _rows_of(self, number: int) -> range:
         return range(self._row_starts[number], self._row_starts[number + 1])

@@ -14,12 +14,12 @@ declined.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.targets.templates import ChatTokenizer
 
 
@@ -36,7 +36,7 @@ class GenerationRequest:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, with which `prompt_ids` were rendered."""
 
-    max_new_tokens: int | None = None  # in place of the job's limit (`GenerationParams`)
+    max_new_tokens: int | None = None  # in place of the job's limit
     given: dict[str, Any] | None = None
     """The assistant turn of the data at this place, where the job takes it as the answer (`data.answered`)."""
 
@@ -58,6 +58,8 @@ class GeneratedAnswer:
     tool_calls: tuple[dict[str, Any], ...] = ()  # tool calls as the endpoint parsed them
 
 
+_SLICE_S = 0.2
+
 FailureKind = Literal["declined", "filtered", "failed", "empty"]
 
 
@@ -71,14 +73,6 @@ class GenerationFailure:
 
 
 GenerationOutcome = GeneratedAnswer | GenerationFailure
-
-
-@dataclass(frozen=True)
-class GenerationParams:
-    """Generation parameters of all prompts of a job."""
-
-    sampling: SamplingSpec
-    max_new_tokens: int
 
 
 class GenerationClient(Protocol):
@@ -175,3 +169,12 @@ class AnswersOfData:
                 finish_reason="stop" if len(ids) <= limit else "length", text=answer.get("content") or "",
                 ids_exact=False, reasoning=answer.get("reasoning_content") or "",
                 tool_calls=tuple(answer.get("tool_calls") or ()))
+
+
+def sleep_in_slices(seconds: float, pause: Callable[[], None]) -> None:
+    """Sleep in slices, so that a stop request takes effect within one slice."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        pause()
+        time.sleep(min(left, _SLICE_S))
+    pause()

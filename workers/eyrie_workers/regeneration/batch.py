@@ -14,7 +14,6 @@ The Batch API returns no token ids: answers are tokenized again, and `ids_exact`
 
 import json
 import random
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from eyrie_workers.regeneration.answers import (
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
+    sleep_in_slices,
 )
 from eyrie_workers.regeneration.endpoint import (
     Endpoint,
@@ -45,7 +45,6 @@ from eyrie_workers.regeneration.endpoint import (
 
 MAX_REQUESTS = 50_000  # OpenAI's limit of requests in one batch
 MAX_FILE_BYTES = 190 * 2**20  # below OpenAI's 200 MB for the input file
-_SLICE_S = 0.2
 _CHAT_PATH = "/v1/chat/completions"
 _PARTIAL_STATUSES = ("expired", "cancelled")
 
@@ -154,7 +153,7 @@ class BatchClient:
                 reasons = [e.get("message", "") for e in (batch.get("errors") or {}).get("data", [])]
                 raise Permanent(f"batch {batch_id} failed: {'; '.join(reasons) or 'no reason given'}",
                                 "fix what the endpoint reports, then retry; answered rows are kept")
-            _sleep(self.poll_s, pause)
+            sleep_in_slices(self.poll_s, pause)
 
     def _collect(self, client: httpx.Client, batch: dict[str, Any], prompts: dict[str, GenerationRequest],
                  pause: Callable[[], None]) -> dict[str, GenerationOutcome]:
@@ -203,7 +202,7 @@ class BatchClient:
             if attempt >= self.endpoint.max_retries:
                 raise Transient(f"{url} failed {attempt + 1} times: {error_text}",
                                 "check that the endpoint is up, then retry: the batch is saved", 60.0)
-            _sleep(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()), pause)
+            sleep_in_slices(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()), pause)
             attempt += 1
 
 
@@ -222,12 +221,3 @@ class _Waiting:
                 break
             taken.append(prompt)
         return taken
-
-
-def _sleep(seconds: float, pause: Callable[[], None]) -> None:
-    """Sleep in slices, so that a stop request takes effect within one slice."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        pause()
-        time.sleep(min(left, _SLICE_S))
-    pause()

@@ -34,8 +34,8 @@ from typing import BinaryIO
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_api.v1alpha1.model import Digest
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, read_meta
-from eyrie_workers.jsonl_ledger import Extent, decode_line, reason_of
+from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, located_rows, read_meta
+from eyrie_workers.jsonl_ledger import Extent, decode_line
 from eyrie_workers.regeneration.answers import GenerationRequest
 from eyrie_workers.stored_files import open_binary
 
@@ -93,21 +93,11 @@ def earlier_answers(directory: Path, target: Digest, pause: Callable[[], None]) 
             if meta is None or meta.target_digest != target:
                 raise Conflict(f"the answers in {directory} are of another target", _HINT)
             file = opened.enter_context(open_binary(directory / ROWS))
-            # Positions of all rows by key, from one pass over the file.
-            sha, offset, places = hashlib.sha256(), 0, dict[str, Extent]()
-            for number, line in enumerate(file, start=1):
+            places = dict[str, Extent]()
+            for extent, row in located_rows(file, directory / ROWS, digests.get(ROWS, ""), _HINT):
                 pause()
-                sha.update(line)
-                try:
-                    row = decode_line(line, AnsweredRow)
-                except ValueError as error:
-                    raise ArtifactCorrupt(f"{directory / ROWS}, line {number} is not an answered row: "
-                                          f"{reason_of(error)}", _HINT) from error
                 if row.key:
-                    places[row.key] = Extent(offset, len(line))
-                offset += len(line)
-            if f"sha256:{sha.hexdigest()}" != digests.get(ROWS):
-                raise ArtifactCorrupt(f"{directory / ROWS} differs from the digest in its manifest", _HINT)
+                    places[row.key] = extent
         except OSError as error:
             raise ArtifactMissing(f"{error.filename or directory / ROWS} cannot be read: {error.strerror}",
                                   _HINT) from error

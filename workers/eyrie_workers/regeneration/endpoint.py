@@ -18,13 +18,13 @@ from typing import Any
 
 from eyrie_api.errors import InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
-    GenerationParams,
     GenerationRequest,
 )
 
@@ -38,7 +38,8 @@ class Endpoint:
 
     base_urls: tuple[str, ...]  # each serves the same model
     model: str
-    params: GenerationParams
+    sampling: SamplingSpec
+    max_new_tokens: int
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
     max_retries: int = 5
@@ -76,7 +77,7 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
                                f"export {spec.api_key_env}=<key> where the stage runs, or remove the field")
     assert spec.base_urls  # required by the contract for these engines
     return Endpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
-                    params=GenerationParams(spec.sampling, spec.max_new_tokens), timeout_s=spec.timeout_s,
+                    sampling=spec.sampling, max_new_tokens=spec.max_new_tokens, timeout_s=spec.timeout_s,
                     max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
                     context=context)
 
@@ -86,8 +87,8 @@ def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: st
 
     ids_field   field that requests token ids in a chat completion; None for none
     """
-    sampling = endpoint.params.sampling
-    max_tokens = prompt.max_new_tokens or endpoint.params.max_new_tokens
+    sampling = endpoint.sampling
+    max_tokens = prompt.max_new_tokens or endpoint.max_new_tokens
     if endpoint.context is not None:
         max_tokens = max(1, min(max_tokens, endpoint.context - len(prompt.prompt_ids)))
     if endpoint.native:

@@ -20,7 +20,7 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
 from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
-from eyrie_workers.regeneration.answers import GeneratedAnswer, GenerationOutcome, GenerationParams, GenerationRequest
+from eyrie_workers.regeneration.answers import GeneratedAnswer, GenerationOutcome, GenerationRequest
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.targets.templates import ChatTokenizer
@@ -32,20 +32,19 @@ class EmbeddedClient:
 
     engine: Engine
     tokenizer: ChatTokenizer
-    params: GenerationParams
+    spec: RegenerateSpec
     context: int  # longest prompt and answer together, in tokens
-    concurrency: int
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         in_flight: dict[str, GenerationRequest] = {}
         try:
             while True:
-                while len(in_flight) < self.concurrency and (prompt := next(prompts, None)) is not None:
-                    max_tokens = min(prompt.max_new_tokens or self.params.max_new_tokens,
+                while len(in_flight) < self.spec.concurrency and (prompt := next(prompts, None)) is not None:
+                    max_tokens = min(prompt.max_new_tokens or self.spec.max_new_tokens,
                                      self.context - len(prompt.prompt_ids))
                     self.engine.submit(Request(
                         id=prompt.row_id, prompt_ids=tuple(prompt.prompt_ids), max_new_tokens=max_tokens,
-                        sampling=self.params.sampling, seed=prompt.seed, stop_ids=tuple(self.tokenizer.eos_ids)))
+                        sampling=self.spec.sampling, seed=prompt.seed, stop_ids=tuple(self.tokenizer.eos_ids)))
                     in_flight[prompt.row_id] = prompt
                 if not in_flight:
                     return

@@ -40,12 +40,12 @@ from eyrie_workers.regeneration.answers import (
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
+    sleep_in_slices,
 )
 from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.targets.templates import ChatTokenizer
 
-_LISTEN_S = 0.2  # longest time until a stop request takes effect
 _LARGEST_TOKENIZER_FILE = 64 * 2**20
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
@@ -178,12 +178,16 @@ class ShardedClient:
                     failure = ShardFailure.model_validate_json(self.store.read(stored.key))
                     raise Permanent(f"shard {name}: {failure.reason}: {failure.message}", failure.hint)
             if time.monotonic() - news > self.resend_after_s:
-                self._send_again()
+                # A message that waits in the queue, or whose shard a worker holds, is not lost.
+                lost = [] if self.queue.length() > 0 else [
+                    order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
+                if lost:
+                    self.warn("ShardsSentAgain", f"nothing has come for {self.resend_after_s:g} s: {len(lost)} shards "
+                              "that no worker holds are sent again")
+                for order in lost:
+                    self.queue.send(order)
                 news = time.monotonic()
-            until = time.monotonic() + self.poll_s
-            while (left := until - time.monotonic()) > 0:
-                pause()
-                time.sleep(min(left, _LISTEN_S))
+            sleep_in_slices(self.poll_s, pause)
 
     def _submit(self, number: int, prompts: list[GenerationRequest]) -> None:
         order = self._order(shard_name(self.order, number, prompts))
@@ -193,17 +197,6 @@ class ShardedClient:
         if self.store.stat(order.key("done")) is None:
             lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts)
             self.store.write(order.key("in"), lines.encode())
-            self.queue.send(order)
-
-    def _send_again(self) -> None:
-        # A message that waits in the queue, or whose shard a worker holds, is not lost.
-        if self.queue.length() > 0:
-            return
-        lost = [order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
-        if lost:
-            self.warn("ShardsSentAgain", f"nothing has come for {self.resend_after_s:g} s: {len(lost)} shards that "
-                      "no worker holds are sent again")
-        for order in lost:
             self.queue.send(order)
 
     def publish_tokenizer(self) -> None:

@@ -55,7 +55,6 @@ from eyrie_workers.regeneration.answers import (
     GeneratedAnswer,
     GenerationClient,
     GenerationFailure,
-    GenerationParams,
     GenerationRequest,
 )
 from eyrie_workers.regeneration.batch import BatchClient
@@ -312,10 +311,8 @@ def _client(rows: Rows) -> Iterator[tuple[GenerationClient, Callable[[], None]]]
         client = AnswersOfData(texts, section.max_new_tokens, rows.context)
     elif engine == "embedded":
         target = load_target(rows.path, spec.target.dtype)
-        client = EmbeddedClient(
-            engine=Engine(target, None, max_concurrency=section.concurrency), tokenizer=rows.tokenizer,
-            params=GenerationParams(section.sampling, section.max_new_tokens), context=rows.context,
-            concurrency=section.concurrency)
+        client = EmbeddedClient(Engine(target, None, max_concurrency=section.concurrency), rows.tokenizer, section,
+                                rows.context)
     elif section.engine == "openai" and (sharding := ShardingConfig.from_env()).shard_rows is not None:
         from eyrie_workers.shards import sharded_client  # lazy: on one machine Celery is not needed
 
