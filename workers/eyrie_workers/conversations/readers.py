@@ -56,6 +56,8 @@ from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations.conversation import Conversation, Malformed, conversation, detect_layout
 
+EMPTY_LINE = "empty line"
+_PEEKED_BYTES = 1 << 12
 _RETRY_S = 10.0
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT_TOKEN_ID",
            "HTTP status 401", "HTTP status 403", "No credentials")
@@ -170,12 +172,6 @@ def _web_client() -> Any:
     return HTTPFileSystem(client_kwargs={"timeout": patience, "trust_env": True})
 
 
-_PEEKED_BYTES = 1 << 12
-
-
-EMPTY_LINE = "empty line"
-
-
 @dataclass(frozen=True)
 class Undecodable:
     """A row that could not be decoded."""
@@ -256,12 +252,11 @@ def file_rows(file: Path | RemoteFile, owner: str) -> Iterator[tuple[str, Any]]:
 
     Raises InvalidInput for a file that cannot be read, Transient for a URL where nothing answers.
     """
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
     with translating_errors(file.url) if isinstance(file, RemoteFile) else nullcontext():
         try:
             if file.suffix == PARQUET:
+                from pyarrow.parquet import ParquetFile
+
                 with ParquetFile(file.open_at_any_place() if isinstance(file, RemoteFile) else file) as table:
                     rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(batch_size=256))
                     yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
@@ -272,15 +267,11 @@ def file_rows(file: Path | RemoteFile, owner: str) -> Iterator[tuple[str, Any]]:
                     yield from ((f"row {number}", row) for number, row in enumerate(elements, start=1))
                 else:
                     yield from located_lines(data)
-        except pyarrow.ArrowInvalid as error:
-            raise InvalidInput(f"{owner}{file} is not readable parquet: {error}",
-                               "write it again, or give JSONL") from error
-        except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
-            raise InvalidInput(f"{owner}{file} cannot be read: {error}", "copy or write it again") from error
-        except OSError as error:
-            if isinstance(file, RemoteFile):
-                raise
-            raise InvalidInput(f"{owner}{file} cannot be read: {error}", "copy or write it again") from error
+        except (EOFError, ValueError, zlib.error, OSError) as error:
+            if isinstance(file, RemoteFile) and isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+                raise  # of the network: translated
+            what = "is not readable parquet" if file.suffix == PARQUET else "cannot be read"
+            raise InvalidInput(f"{owner}{file} {what}: {error}", "copy or write it again, or give JSONL") from error
 
 
 def opened(file: Path | RemoteFile) -> io.BufferedReader:
