@@ -13,7 +13,7 @@ next pod downloads the unfinished directory, and the stage resumes as it does on
 
 With `ranged` the shards of hidden states are never copied as files of a directory: capture uploads each and deletes it
 (`eyrie_workers.features.storage_backend`), training reads ranges of them; and so with the answers, which regenerate
-puts there (`eyrie_workers.conversations.stored_rows`) and capture reads. They find the store's address in a hidden file
+puts there (`eyrie_workers.conversations.rows`) and capture reads. They find the store's address in a hidden file
 of the directory.
 """
 

@@ -47,7 +47,7 @@ def test_states_are_those_of_transformers_and_a_drafter_is_trained_on_them(model
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     store, output = FeatureStore(tmp_path / "store"), open_source(report.source, spec.target).output_head
     for index in range(len(rows)):
-        row = store.row(index)
+        row = store.read([index])
         with torch.no_grad():
             whole = model(row.token_ids[None], output_hidden_states=True, use_cache=False)
         wanted = torch.stack([whole.hidden_states[layer][0] for layer in LAYERS], dim=1)

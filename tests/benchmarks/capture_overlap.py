@@ -3,7 +3,7 @@
     python -m tests.benchmarks.capture_overlap --out .eyrie/bench/capture-overlap.json
 
 A random target captures random rows three times: the passes alone, the writing of their states alone, and both as
-capture does it (`features.background_writer`). The disk is made slow by a delay for each byte, so that the two sides
+capture does it (`features.writer`). The disk is made slow by a delay for each byte, so that the two sides
 take about as long as each other on any machine. Written one after the other they would take the sum; with threads the
 larger of the two and what begins and ends alone.
 """
@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.background_writer import BackgroundWriter
-from eyrie_workers.features.shard_file import ShardFile
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, shard_name
 from eyrie_workers.features.target_pass import compute_pass
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine import environment
+from eyrie_workers.features.streaming import compute_pass
+from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter, ShardFile
+from eyrie_workers.machine.environment import environment
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target

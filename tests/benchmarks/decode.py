@@ -20,7 +20,7 @@ import torch
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.interleaving import interleaved
+from eyrie_workers.intervals import interleaved
 from eyrie_workers.speculation.cache import TreeAttention
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.loading import load_target, resolve

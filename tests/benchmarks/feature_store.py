@@ -43,7 +43,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.codecs import BEST_FIRST
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards
+from eyrie_workers.features.shard_format import StoreFormat, plan_shards
 from eyrie_workers.features.storage_backend import ObjectStoreBackend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.writer import FeatureWriter
@@ -51,6 +51,7 @@ from eyrie_workers.machine.environment import environment
 from eyrie_workers.training.batches import cut_evenly
 from eyrie_workers.machine import environment
 from eyrie_workers.training.packing import cut_evenly
+from tests.feature_rows import FeatureRow, write_shard
 
 _SHARD_BYTES = 32 * 2**20
 _BUCKET = "eyrie-bench"
@@ -108,7 +109,7 @@ def write_store(directory: Path, fmt: StoreFormat, lengths: Sequence[int]) -> No
                 torch.arange(length) >= length // 2,
                 torch.randn(length, len(fmt.aux_layers), fmt.hidden_size, generator=generator),
                 torch.randn(length, fmt.hidden_size, generator=generator)))
-        writer.write_shard(rows, number)
+        write_shard(writer, rows, number)
     writer.finish()
 
 

@@ -24,10 +24,14 @@ from pathlib import Path
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
+    GeneratedAnswer,
+    GenerationRequest,
+    row_seed,
+)
 from eyrie_workers.regeneration.endpoint import Endpoint
-from eyrie_workers.regeneration.generation_client import GeneratedAnswer, GenerationParams, GenerationRequest, row_seed
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.load_generator import stub_server
@@ -46,7 +50,7 @@ def ask(endpoint: Endpoint, tokenizer: ChatTokenizer, num_rows: int, path: Path)
     ledger = RowLedger(path)
     engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda reason, text: print(f"{reason}: {text}"))
     asked = list(prompts(tokenizer, num_rows))  # the selection has rendered them
-    sampling = RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=endpoint.params.max_new_tokens)
+    sampling = RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=endpoint.max_new_tokens)
     started, cpu = time.perf_counter(), time.process_time()
     for outcome in engine.answers(iter(asked), lambda: None):
         if not isinstance(outcome, GeneratedAnswer):
@@ -81,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
                                                       "--tokens", str(given.tokens), "--dialect", given.dialect,
                                                       "--log", str(directory / f"{number}.jsonl"))))
         endpoint = Endpoint(base_urls=tuple(urls), model="responder", concurrency=given.concurrency,
-                            params=GenerationParams(SamplingSpec(), given.tokens))
+                            sampling=SamplingSpec(), max_new_tokens=given.tokens)
         num_rows, logs = given.concurrency * given.rounds, [directory / f"{n}.jsonl" for n in range(given.endpoints)]
         seconds, cpu_s = ask(endpoint, tokenizer, num_rows, directory / "rows.jsonl")
         stack.close()  # the logs are whole when the servers have ended

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.scratch --gigabytes 20 --scratch-megabytes 1000 --out .eyrie/bench/scratch.json
 
-Random states go through capture's writer (`features.background_writer`) in a directory on a file system of that size,
+Random states go through capture's writer (`features.writer`) in a directory on a file system of that size,
 into an S3 server (rclone, or `--s3`), as in a pod of a job with `placement.work.states: ranged`. The writer is closed
 once in the middle, and another one in an empty directory continues, as a new pod does. Then every row is read once in
 random order, by ranges, as training reads.
@@ -34,13 +34,14 @@ from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
-from eyrie_workers.features.background_writer import BackgroundWriter
-from eyrie_workers.features.blocks import encode_states
+from eyrie_workers.features.codecs import encode_states
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards, supervised_positions
 from eyrie_workers.features.storage_backend import ObjectStoreBackend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine import environment
+from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter
+from eyrie_workers.machine.environment import environment
 from tests.benchmarks.feature_store import chat_lengths, random_batches, s3_store
 from tests.small_disk import small_disk
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards, supervised_positions
+from eyrie_workers.features.shard_format import StoreFormat, plan_shards, supervised_positions
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.topk_logits import compute_topk_logits
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.operators import OutputHead
+from eyrie_workers.targets.output_head import OutputHead
+from tests.feature_rows import FeatureRow, write_shard
 
 _SHARD_BYTES = 64 * 2**20
 
@@ -24,15 +26,15 @@ def transcode(source: FeatureStore, directory: Path, fmt: StoreFormat, lm_head_V
     writer = FeatureWriter(directory, fmt)
     for number, shard in enumerate(plan_shards(source.lengths, fmt, _SHARD_BYTES)):
         if not writer.holds(number, source.row_ids[shard.start:shard.stop]):
-            writer.write_shard(list(_rows(source, shard, fmt, lm_head_VH)), number)
+            write_shard(writer, list(_rows(source, shard, fmt, lm_head_VH)), number)
     writer.finish()
 
 
 def _rows(source: FeatureStore, rows: range, fmt: StoreFormat, lm_head_VH: Tensor) -> Iterator[FeatureRow]:
     for index in rows:
-        row = source.row(index)
+        row = source.read([index])
         topk_logits = None
         if fmt.final_state == "topk":
             supervised = supervised_positions(row.loss_mask)
             topk_logits = compute_topk_logits(row.last[supervised], OutputHead(lm_head_VH), fmt)
-        yield FeatureRow(row.row_id, row.token_ids, row.loss_mask, row.aux, row.last, topk_logits)
+        yield FeatureRow(source.row_ids[index], row.token_ids, row.loss_mask, row.aux, row.last, topk_logits)

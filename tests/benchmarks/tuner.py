@@ -36,7 +36,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting, TuneSpec
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites, uses_of
-from eyrie_workers.measurement.tuner.grid import possible_settings
+from eyrie_workers.measurement.tuner.operating import possible_settings
 from eyrie_workers.measurement.tuner.profile import TuningProfile
 from eyrie_workers.measurement.tuner.race import Race
 from eyrie_workers.stage_program import Stage
@@ -187,7 +187,7 @@ def measure_grid(tuning: Tuning, concurrencies: Sequence[int], settings: Sequenc
     for number, setting in enumerate(settings, start=1):  # `off` first: the others' answers are compared with its
         for concurrency, race in races.items():
             rungs = range(tuning.most_rungs(concurrency))
-            if any((concurrency, temperature, rung, setting.label()) not in tuning.runs for rung in rungs
+            if any((concurrency, temperature, rung, setting.label()) not in tuning.blocks.runs for rung in rungs
                    for temperature in tuning.spec.tune.temperatures):
                 for error in tuning.blocks.engine.start({setting.label(): tuning.uses[setting.label()]}).values():
                     raise error
@@ -205,7 +205,7 @@ def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], r
     all_ready = engine.num_resident is None or len(settings) <= engine.num_resident
     labels = {setting.label(): setting for setting in settings}
     steps = [range(rung, rung + 1) for rung in rungs] if all_ready else [rungs]
-    if any((concurrency, temperature, rung, label) not in tuning.runs for label in labels for rung in rungs
+    if any((concurrency, temperature, rung, label) not in tuning.blocks.runs for label in labels for rung in rungs
            for temperature in tuning.spec.tune.temperatures):
         for name, error in engine.start({label: tuning.uses[label] for label in labels}).items():
             print(f"{name} is left out: {error.message}", file=sys.stderr, flush=True)

@@ -235,7 +235,8 @@ def _judge_result(case: Case, data: bytes, world: World) -> Verdict:
     if path.suffix == ".states" and after == data:
         # Capture that resumes does not read finished shards again, which may be terabytes: their reader finds it.
         try:
-            FeatureStore(path.parent).verify()
+            for damage in FeatureStore(path.parent).damage():
+                raise StoreDamaged(str(path.parent), damage)
         except StoreDamaged as error:
             return ("refused", {}) if path.name in str(error) else ("an error names the file", {"message": str(error)})
     if path.suffix != ".jsonl" and after == data:

@@ -157,7 +157,7 @@ def test_captured_states_are_the_targets_and_a_drafter_trains_on_them(
     if feed == "store":
         store, target = FeatureStore(tmp_path / "states"), load_target(target_of_size)
         for number in (len(lengths) - 1, 0):  # one that shares its pass with others, and the longest
-            row = store.row(number)
+            row = store.read([number])
             [(aux, _)] = target.hidden_states([row.token_ids], AUX_LAYERS)
             # Alone instead of among others: another shape of the same products, in the arithmetic of the target.
             torch.testing.assert_close(row.aux.float(), aux.float().cpu(), atol=2e-2, rtol=2e-2)

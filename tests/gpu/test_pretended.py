@@ -24,12 +24,13 @@ from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow
-from eyrie_workers.features.target_pass import compute_pass
-from eyrie_workers.measurement.benchmark import transformers_baseline
+from eyrie_workers.features.streaming import compute_pass
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.parity.round_replay import RoundReplay
+from eyrie_workers.measurement.parity_reference import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
+from eyrie_workers.stages import benchmark
+from eyrie_workers.targets.agreement import compare, reference_states
 from eyrie_workers.targets.causal_attention import packed_causal
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -175,10 +176,10 @@ def test_the_reference_of_capture_is_computed_where_the_target_is(gpu: Pretended
 def test_the_baseline_is_left_out_where_a_gpu_has_no_room_for_a_second_copy(
         gpu: PretendedGpu, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = (load_target(target_dir, "float32", device) for device in (CPU, GPU))
-    assert transformers_baseline.fits(there)
+    assert benchmark.fits(there)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 80 << 30))
-    assert not transformers_baseline.fits(there)
-    assert transformers_baseline.fits(here)
+    assert not benchmark.fits(there)
+    assert benchmark.fits(here)
     there.hidden_states([torch.arange(3)], ())
 
 

@@ -8,7 +8,6 @@ ENTRY_POINTS = {
     "eyrie_operator.command": "the console script `eyrie`",
     "eyrie_operator.manifests.crd": "`python -m` writes the custom resource definitions into the chart",
     "eyrie_workers.drafters.export": "`python -m` converts drafters to and from speculators format",
-    "eyrie_workers.features.verify": "`python -m` reads a whole store and verifies its digests",
     "eyrie_workers.engines.sglang.plugin.olmo2": "SGLang imports every module of that package",
     "eyrie_workers.engines.sglang.plugin.qwen2_moe": "SGLang imports every module of that package",
     "eyrie_workers.engines.sglang.plugin.capture_export": "SGLang imports every module of that package",

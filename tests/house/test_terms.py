@@ -28,7 +28,8 @@ WORDS = {
 """Replaced words: no public name contains one as a part between underscores or capitals."""
 
 NAMES = {
-    "Feed": "BatchLoader", "Ground": "SharedProjections", "KeptKeys": "DrafterKVCache", "kept_keys": "kv_cache",
+    "Feed": "BatchLoader", "GivenAnswers": "AnswersOfData", "Ground": "SharedProjections",
+    "KeptKeys": "DrafterKVCache", "kept_keys": "kv_cache",
     "lay": "measure, build", "lay_ground": "shared_projections", "Lot": "RoutedRequest", "lot": "request",
     "Moment": "StepContext", "Place": "StorageBackend", "Seat": "Subscriber", "seat": "subscriber",
     "TargetEnds": "TargetEmbeddings", "World": "DistContext, Runtime",

@@ -53,7 +53,7 @@ def test_a_changed_answer_of_a_mixture_is_judged_by_its_model_in_transformers(tm
     best, second = source.output_head.logits(last[-1]).topk(2).indices.tolist()
     found = explain(source, "p", prompt, [best], [second])
     assert found is not None
-    assert (found.position, found.chosen, found.is_tie("float32")) == (0, best, False)
+    assert (found.position, found.first.chosen, found.is_tie("float32")) == (0, best, False)
     assert explain(source, "p", prompt, [best], [best]) is None
 
 

@@ -14,8 +14,8 @@ from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.intervals import acceptance_length, add_histograms
-from eyrie_workers.measurement.parity.round_replay import histogram_of, reference_rounds
-from eyrie_workers.measurement.parity.served_answers import request_answers
+from eyrie_workers.measurement.parity import request_answers
+from eyrie_workers.measurement.parity_reference import histogram_of, reference_rounds
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
 from tests.sglang.ngram_trie import TrieDrafter

@@ -20,7 +20,8 @@ from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.measurement.parity.parity import prove_parity
+from eyrie_workers.measurement.parity import request_answers
+from eyrie_workers.measurement.parity_reference import Reference
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.config import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
@@ -100,8 +101,8 @@ def test_sglang_serves_olmo3_losslessly_and_accepts_what_our_engine_accepts(
     assert target.path is not None
     asked = prompts(16, seed=2)[:8]
     assert max(map(len, asked)) > WINDOW
-    report = prove_parity("sglang", servers["off"].url, servers[name].url, "olmo", target.path, drafter, tree, asked,
-                          NEW_TOKENS, "float32")
+    answers = [request_answers("sglang", servers[one].url, "olmo", asked, NEW_TOKENS) for one in ("off", name)]
+    report = Reference(target.path, drafter, "sglang", tree, "float32").replay_parity(asked, *answers)
     assert report.passed, report.reasons
     assert report.identical == report.prompts == len(asked)
     assert report.histogram == report.reference_histogram

@@ -1,6 +1,7 @@
 """The real SGLang with a really trained drafter: the same answers, and the same rounds as our reference engine."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,8 @@ from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.measurement.parity.parity import prove_parity
+from eyrie_workers.measurement.parity import request_answer
+from eyrie_workers.measurement.parity_reference import Reference
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
 from tests.sglang.summary import add_to_summary
 from tests.workers.engines.request_fields import CHECKS, Served, behind_gateway
@@ -39,8 +41,10 @@ def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def parity(what: str, plain: SglangServer, drafted: SglangServer, drafter: Path, tree: DraftTreeShape,
            prompts: Sequence[Sequence[int]], in_flight: int = 1) -> ParityReport:
-    report = prove_parity("sglang", plain.url, drafted.url, MODEL, TARGET, drafter, tree, prompts, TOKENS, "float32",
-                          in_flight=in_flight)
+    with ThreadPoolExecutor(in_flight) as pool:  # with several in flight the engine batches
+        answers = [list(pool.map(lambda prompt, url=url: request_answer("sglang", url, MODEL, prompt, TOKENS), prompts))
+                   for url in (plain.url, drafted.url)]
+    report = Reference(TARGET, drafter, "sglang", tree, "float32").replay_parity(prompts, *answers)
     add_to_summary(f"{what}, {in_flight} at a time", report)
     return report
 

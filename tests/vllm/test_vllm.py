@@ -17,8 +17,8 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.suites import load_suite
 from eyrie_workers.drafters.export import to_speculators
 from eyrie_workers.intervals import acceptance_length, add_histograms
-from eyrie_workers.measurement.parity.reference import Reference
-from eyrie_workers.measurement.parity.served_answers import Served
+from eyrie_workers.measurement.parity import Served
+from eyrie_workers.measurement.parity_reference import Reference
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.sglang.broken_drafters import copy_drafter, edit_config

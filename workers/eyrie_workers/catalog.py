@@ -60,7 +60,6 @@ class Stage:
     keyed_by: str
     """The meaning of `key`; empty for a stage that runs once per job."""
 
-    needs_accelerator: bool
     condition: str
     """The condition that becomes True when the stage has succeeded."""
 
@@ -75,21 +74,20 @@ class Stage:
 CATALOG: dict[StageName, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("regenerate", "eyrie_workers.stages.regenerate", (), "", True, "Regenerated",
+        Stage("regenerate", "eyrie_workers.stages.regenerate", (), "", "Regenerated",
               before="eyrie_workers.stages.prefetch"),
-        Stage("capture", "eyrie_workers.stages.capture", ("regenerate",), "", True, "Captured"),
-        Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", True, "Trained",
+        Stage("capture", "eyrie_workers.stages.capture", ("regenerate",), "", "Captured"),
+        Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", "Trained",
               together="eyrie_workers.stages.sweep"),
-        Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", True, "Benchmarked"),
-        Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", True, "Tuned"),
-        Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", True, "Proved"),
-        Stage("hardware", "eyrie_workers.stages.hardware", ("prove",), "profile", True, "HardwareCompared"),
+        Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", "Benchmarked"),
+        Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", "Tuned"),
+        Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", "Proved"),
+        Stage("hardware", "eyrie_workers.hardware.stage", ("prove",), "profile", "HardwareCompared"),
     )
 }
 
 
 def stage_dir(job_dir: Path, stage: StageName, key: str = "") -> Path:
-    """The directory of a stage."""
     return job_dir / "stages" / stage / key if key else job_dir / "stages" / stage
 
 
@@ -110,4 +108,4 @@ def command(stage: StageName, directory: Path, *, before: bool = False) -> list[
 def sweep_command(directories: Sequence[Path], rungs: Sequence[float]) -> list[str]:
     """The command line that trains several candidates in one process; each directory holds the spec of one."""
     named = [part for directory in directories for part in ("--train", str(directory))]
-    return [sys.executable, "-m", CATALOG["train"].together, *named, "--rungs", ",".join(f"{one:g}" for one in rungs)]
+    return [sys.executable, "-m", CATALOG["train"].together, *named, "--rungs", ",".join(f"{rung:g}" for rung in rungs)]

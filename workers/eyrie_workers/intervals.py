@@ -1,4 +1,14 @@
-"""Acceptance lengths, speed ratios and their confidence intervals, from counts and seconds. Pure.
+"""The order in which variants under measurement take their turns, and the statistics of what they did.
+
+Acceptance lengths, speed ratios and their confidence intervals, from counts and seconds. Pure.
+
+Order. Every variant answers a prompt (or a block of prompts) before the next prompt begins, so a machine that slows
+down for a minute slows all variants alike. The order changes from turn to turn, counterbalanced for two effects:
+
+    drift      turns come in mirrored pairs (A B C, then C B A): over a pair every variant has the same mean position,
+               so a linear slow-down or warm-up cancels
+    position   each pair begins two variants later than the one before, so over n turns (2n for an odd n) each of n
+               variants runs equally often at every position and after different neighbours, whose caches it meets
 
 Acceptance. One round verifies a draft tree and emits the accepted draft tokens plus the bonus token, so
 tau = 1 + accepted / rounds (the convention of the EAGLE papers and of vLLM). A histogram of accepted lengths holds
@@ -21,11 +31,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, zip_longest
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from eyrie_api.v1alpha1.model import Interval
+
+T = TypeVar("T")
+
+
+def interleaved(variants: Sequence[T], turn: int) -> list[T]:
+    """The variants in the order of the `turn`-th prompt or block; turns count from 0."""
+    start = (turn - turn % 2) % len(variants)
+    order = [*variants[start:], *variants[:start]]
+    return order[::-1] if turn % 2 else order
+
 
 _RESAMPLES = 2000  # the Monte-Carlo error of a standard error is then 1.6 %
 _LEVEL = 0.95

@@ -45,11 +45,11 @@ def encode_line(entry: Frozen) -> bytes:
 
 def decode_line(line: bytes, entry_type: type[EntryT]) -> EntryT:
     """The entry of a line. Raises ValueError for another checksum or another type (pydantic's ValidationError)."""
-    found = _CHECKSUM.search(line)
-    if found is None:
+    checksum = _CHECKSUM.search(line)
+    if checksum is None:
         return entry_type.model_validate_json(line)
-    body = line[:found.start()]
-    if zlib.crc32(body) != int(found[1], 16):
+    body = line[:checksum.start()]
+    if zlib.crc32(body) != int(checksum[1], 16):
         raise ValueError("its checksum differs: the file was damaged after it was written")
     return entry_type.model_validate_json(body + b"}")
 
@@ -73,18 +73,28 @@ class JsonlLedger(Generic[EntryT]):
         Raises ArtifactCorrupt when a complete line is not an entry.
         """
         self.path = path
-        self.set_aside: Path | None = None
-        """Where the file of another spec was moved."""
-
+        self.set_aside: Path | None = None  # where the file of another spec was moved
         self._entry_type = entry_type
         self._fsync = fsync
-        self._hint = hint
         self._extents: list[Extent] = []
         self._size = 0
         self._prepare()
         if belongs_to is not None:
-            self._check_header(json.dumps({"belongs_to": belongs_to}))
-        self._scan(first_line=1 if belongs_to is None else 2)
+            header = json.dumps({"belongs_to": belongs_to})
+            first = next(self._lines(0), None)
+            if first is not None and first.decode(errors="replace").rstrip("\n") != header:
+                self.set_aside = self.path.with_name(f"{self.path.name}.stale")
+                os.replace(self.path, self.set_aside)
+                first = None
+            if first is None:
+                self.path.write_text(header + "\n")
+            self._size = len(header) + 1
+        for number, line in enumerate(self._lines(self._size), start=1 if belongs_to is None else 2):
+            try:
+                entry = decode_line(line, entry_type)
+            except ValueError as error:
+                raise ArtifactCorrupt(f"{path}, line {number} is not an entry: {reason_of(error)}", hint) from error
+            self._add(entry, Extent(self._size, len(line)))
 
     def __len__(self) -> int:
         return len(self._extents)
@@ -101,7 +111,6 @@ class JsonlLedger(Generic[EntryT]):
         self._add(entry, Extent(self._size, len(line)))
 
     def read(self, extent: Extent) -> EntryT:
-        """One entry by its position."""
         return decode_line(self._line(extent), self._entry_type)
 
     def _add(self, entry: EntryT, extent: Extent) -> None:
@@ -135,22 +144,3 @@ class JsonlLedger(Generic[EntryT]):
         with self.path.open("rb") as file:
             file.seek(offset)
             yield from file
-
-    def _check_header(self, header: str) -> None:
-        found = next(self._lines(0), None)
-        if found is not None and found.decode(errors="replace").rstrip("\n") != header:
-            self.set_aside = self.path.with_name(f"{self.path.name}.stale")
-            os.replace(self.path, self.set_aside)
-            found = None
-        if found is None:
-            self.path.write_text(header + "\n")
-        self._size = len(header) + 1
-
-    def _scan(self, first_line: int) -> None:
-        for number, line in enumerate(self._lines(self._size), start=first_line):
-            try:
-                entry = decode_line(line, self._entry_type)
-            except ValueError as error:
-                raise ArtifactCorrupt(f"{self.path}, line {number} is not an entry: {reason_of(error)}",
-                                      self._hint) from error
-            self._add(entry, Extent(self._size, len(line)))

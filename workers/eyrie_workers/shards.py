@@ -44,7 +44,6 @@ def broker_url() -> str:
 
 
 def make_app(url: str, sharding: ShardingConfig) -> Celery:
-    """The Celery app with its one task."""
     app = Celery("eyrie-shards", broker=url, set_as_current=False)
     app.conf.update({
         **transport_settings(url, sharding.shard_visibility_timeout_s),
@@ -104,7 +103,6 @@ class CeleryShards:
         self._locks = TaskLocks(url, sharding.shard_visibility_timeout_s)
 
     def send(self, order: ShardMessage) -> None:
-        """See `ShardQueue`."""
         try:
             self._app.send_task(TASK, args=[order.model_dump_json()])
         except OperationalError as error:
@@ -112,11 +110,9 @@ class CeleryShards:
                                     "check EYRIE_BROKER_URL") from error
 
     def length(self) -> int:
-        """See `ShardQueue`."""
         return messages_waiting(self._app.connection_for_read(connect_timeout=2), SHARD_QUEUE)
 
     def is_held(self, order: ShardMessage) -> bool:
-        """See `ShardQueue`."""
         return self._locks.is_held(hold_name(order))
 
 

@@ -80,12 +80,7 @@ class Stage:
 
     out_dir: Path
     stop_requested: bool = False
-    quiet: bool = False
-    """Write events to the log alone, not to stdout."""
-
-    on_metric: Callable[[MetricRecord], None] | None = None
-    """Called with each point of a series after it is logged."""
-
+    quiet: bool = False  # write events to the log alone, not to stdout
     _started: float = field(default_factory=time.monotonic)
     _last_progress: float = 0.0
     _first_done: float | None = None
@@ -124,39 +119,30 @@ class Stage:
                                    message=message))
 
     def metric(self, name: str, step: int, value: float) -> None:
-        """Log one point of a series."""
-        record = MetricRecord(time=_now(), name=name, step=step, value=value)
-        self._write(record)
-        if self.on_metric is not None:
-            self.on_metric(record)
+        self._write(MetricRecord(time=_now(), name=name, step=step, value=value))
 
     def event(self, reason: str, message: str, *, warning: bool = False) -> None:
-        """Log an event, and print it."""
         self._write(EventRecord(time=_now(), type="Warning" if warning else "Normal", reason=reason,
                                 message=message))
         if not self.quiet:
             print(f"{reason}: {message}", flush=True)
 
     def _write(self, record: Frozen) -> None:
-        line = record.model_dump_json() + "\n"
+        line = (record.model_dump_json() + "\n").encode()
         # One write call on an append-mode descriptor: readers and other writers never see part of a line.
         directory = (self._whole or self).out_dir
         descriptor = os.open(directory / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            _append_whole(descriptor, line.encode())
+            written = os.write(descriptor, line)
+            if written < len(line):
+                # A disk that becomes full takes a part of the line, and the next line would continue that part: two
+                # records would be lost. So it is taken back, unless (race) another writer has appended since.
+                end = os.lseek(descriptor, 0, os.SEEK_CUR)
+                if end == os.fstat(descriptor).st_size:
+                    os.ftruncate(descriptor, end - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
-
-
-def _append_whole(descriptor: int, line: bytes) -> None:
-    """Append a line, or nothing. A disk that becomes full takes a part of it, and the next line would continue that
-    part: two records would be lost. Raises OSError."""
-    written = os.write(descriptor, line)
-    if written < len(line):
-        end = os.lseek(descriptor, 0, os.SEEK_CUR)
-        if end == os.fstat(descriptor).st_size:  # race: another writer has appended since
-            os.ftruncate(descriptor, end - written)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 SpecT = TypeVar("SpecT", bound=Frozen)
@@ -168,13 +154,9 @@ class OpenStage(Generic[SpecT]):
 
     spec: SpecT
     stage: Stage
-    finished: bool
-    """Whether the manifest of this spec exists and its artifact is whole: there is nothing to do."""
-
+    finished: bool  # whether the manifest of this spec exists and its artifact is whole: there is nothing to do
     _manifest: Path
-    _before: Manifest | None
-    """A manifest of this spec whose artifact turned out damaged."""
-
+    _before: Manifest | None  # a manifest of this spec whose artifact turned out damaged
     _started: datetime
 
     def finish(self, result: Result) -> None:
@@ -319,10 +301,6 @@ def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
 def write_failure(stage: Stage, error: EyrieError) -> None:
     """Write `failure.json`; where the disk is full, the exit code alone says it."""
     with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
-        _write_failure(stage, error)
-
-
-def _write_failure(stage: Stage, error: EyrieError) -> None:
-    write_model(stage.out_dir / "failure.json", Failure(
-        reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
-        transient=isinstance(error, Transient), time=_now()))
+        write_model(stage.out_dir / "failure.json", Failure(
+            reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
+            transient=isinstance(error, Transient), time=_now()))

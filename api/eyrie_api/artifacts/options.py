@@ -8,7 +8,7 @@ them: they come from a mounted Secret (`credentials_dir`, one file per value) or
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -16,9 +16,25 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.model import FromVariables
 from eyrie_api.v1alpha1.rules import rule_of
 
+VariablesT = TypeVar("VariablesT", bound=FromVariables)
+
 PREFIX = "EYRIE_ARTIFACTS_"
 MIN_PART_BYTES = 5 * 2**20
 """S3's smallest part, the last one excepted."""
+
+
+def from_variables(kind: type[VariablesT], prefix: str, environ: Mapping[str, str] | None = None) -> VariablesT:
+    """Settings from the variables named after their fields. Raises InvalidInput naming the variable that is wrong."""
+    environ = os.environ if environ is None else environ
+    names = {name: prefix + name.upper() for name in kind.model_fields}
+    values = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise InvalidInput(f"{names[name]} = {values.get(name)!r}: {rule_of(first)}",
+                           "correct or unset the variable") from error
 
 
 class StoreOptions(FromVariables):
@@ -52,16 +68,7 @@ class StoreOptions(FromVariables):
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "StoreOptions":
         """Read EYRIE_ARTIFACTS_URL, ... Raises InvalidInput naming the variable that is wrong."""
-        environ = os.environ if environ is None else environ
-        names = {name: PREFIX + name.upper() for name in cls.model_fields}
-        found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
-        try:
-            return cls.model_validate(found)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {rule_of(first)}",
-                               "correct or unset the variable") from error
+        return from_variables(cls, PREFIX, environ)
 
     def credentials(self) -> dict[str, str]:
         """`access_key`, `secret_key` and, if there is one, `session_token` of `credentials_dir`; empty without one.

@@ -12,6 +12,8 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.measurement.tuner.draft_replay import whole_tree
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.measurement.tuner.profile import whole_tree
 from eyrie_workers.targets.loading import load_target, resolve
 from tests.benchmarks.calibration.measure import calibrate, prompts_for
 from tests.benchmarks.calibration.plot import draw

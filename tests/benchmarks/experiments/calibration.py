@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
-from eyrie_workers.measurement.tuner.draft_replay import whole_tree
+from eyrie_workers.measurement.tuner.profile import whole_tree
 from tests.benchmarks.calibration.measure import Curve, RankCount, curve, ranks
 from tests.benchmarks.calibration.measure import measure as measure_nodes
 from tests.benchmarks.experiments.program import main

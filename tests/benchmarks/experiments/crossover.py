@@ -32,6 +32,8 @@ from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WA
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray, interval_around, standard_error
 from eyrie_workers.machine import machine_lock
+from eyrie_workers.intervals import FloatArray, interleaved, interval_around, standard_error
+from eyrie_workers.machine.machine_lock import machine_lock
 from eyrie_workers.speculation.engine import Engine, Request
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult

@@ -1,6 +1,6 @@
 """Times whole requests of many drafters: each prompt through every variant before the next prompt begins.
 
-The order of variants changes from prompt to prompt (`eyrie_workers.interleaving`). Prefill is included, concurrency is
+The order of variants changes from prompt to prompt (`eyrie_workers.intervals`). Prefill is included, concurrency is
 1, and every variant begins with an untimed request. Each prompt is a line of the ledger, from which an interrupted run
 resumes.
 
@@ -23,6 +23,9 @@ from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray
 from eyrie_workers.machine import machine_lock
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.intervals import FloatArray, interleaved
+from eyrie_workers.machine.machine_lock import machine_lock
 from eyrie_workers.speculation.engine import Engine
 from tests.benchmarks.experiments.workspace import CHAIN, Trained, Workspace
 

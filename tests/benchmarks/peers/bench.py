@@ -55,6 +55,11 @@ from eyrie_workers.drafters.eagle3.family import save_drafter
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.features.shard_format import FeatureRow
 from eyrie_workers.machine import environment
+from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
+from eyrie_workers.drafters.eagle3.directory_format import canonical_name
+from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.machine.environment import environment
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
@@ -64,6 +69,7 @@ from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.peers import workload
+from tests.feature_rows import FeatureRow
 
 HERE = Path(__file__).parent
 TREE = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)

@@ -23,9 +23,10 @@ from safetensors.torch import save_file
 
 from eyrie_api.v1alpha1.codecs import StoredAs
 from eyrie_workers.conversations.rows import AnsweredRow
-from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards, supervised_positions
+from eyrie_workers.features.shard_format import StoreFormat, plan_shards, supervised_positions
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.model import TargetModel
+from tests.feature_rows import FeatureRow, write_shard
 
 SHORTEST, LONGEST = 40, 1024
 _MEDIAN, _SIGMA = 200, 0.8
@@ -108,7 +109,7 @@ def write_store(rows: Sequence[FeatureRow], directory: Path, aux_layers: tuple[i
     lengths = [row.token_ids.numel() for row in rows]
     taught = [int(supervised_positions(row.loss_mask).sum()) for row in rows]
     for number, shard in enumerate(plan_shards(lengths, layout, 1 << 28, taught)):
-        writer.write_shard([rows[index] for index in shard], number)
+        write_shard(writer, [rows[index] for index in shard], number)
     writer.finish()
 
 

@@ -6,7 +6,7 @@
 import sys
 from pathlib import Path
 
-from eyrie_workers.conversations.stored_rows import open_row_ledger
+from eyrie_workers.conversations.rows import open_row_ledger
 
 if __name__ == "__main__":
     with open_row_ledger(Path(sys.argv[1])) as ledger:

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.conversations.language import guess
-from eyrie_workers.conversations.near_duplicates import NearDuplicates
-from eyrie_workers.conversations.overlap import RUN_WORDS, Runs, words
+from eyrie_workers.conversations.overlap import RUN_WORDS, NearDuplicates, Runs, words
+from eyrie_workers.regeneration.selection import guess
 
 
 def said(*texts: str) -> list[dict[str, str]]:

@@ -440,7 +440,7 @@ def test_files_of_the_wrong_kind_are_refused_with_the_hint(tmp_path: Path) -> No
         read(write(tmp_path / "a.jsonl.zst", {}))
     with pytest.raises(InvalidInput, match="no comma after element 1"):
         read(write(tmp_path / "b.json", "[{} {}]"))
-    with pytest.raises(InvalidInput, match="not a readable parquet file"):
+    with pytest.raises(InvalidInput, match="not readable parquet"):
         read(write(tmp_path / "a.parquet", "text"))
 
 

@@ -28,8 +28,8 @@ from eyrie_api.errors import EyrieError, InvalidInput, Transient
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_workers.conversations.conversation import Conversation
+from eyrie_workers.conversations.overlap import BenchmarkPrompts
 from eyrie_workers.conversations.readers import check_source, read_conversations
-from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.conversations.suites import excluded_prompts, load_suite
 from eyrie_workers.regeneration import selection
 from eyrie_workers.targets.templates import ChatTokenizer

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.reports import QuarantinedRow
-from eyrie_workers.conversations.mixing import mix
-from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out, user_turns
+from eyrie_workers.conversations.overlap import BenchmarkPrompts, is_held_out, user_turns
 from eyrie_workers.conversations.suites import excluded_prompts
+from eyrie_workers.regeneration.selection import mix
 
 WORDS = st.text(string.ascii_letters + string.digits + " ,.?!", min_size=1, max_size=40)
 

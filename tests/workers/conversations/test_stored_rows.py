@@ -18,9 +18,16 @@ from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.stages import FileEntry
 from eyrie_pipelines.directory_sync import DirectorySync, join_parts
 from eyrie_workers.catalog import LEDGER_PARTS, ROWS_FILE, STORE_ADDRESS_FILE, ledger_part
-from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling, read_rows
-from eyrie_workers.conversations.stored_rows import LedgerParts, StoredRowLedger, open_row_ledger
-from eyrie_workers.left_in_store import BLOCK_BYTES, RangeReader, open_binary, open_object, put_in_place
+from eyrie_workers.conversations.rows import (
+    AnsweredRow,
+    LedgerParts,
+    RowLedger,
+    RowSampling,
+    StoredRowLedger,
+    open_row_ledger,
+    read_rows,
+)
+from eyrie_workers.stored_files import BLOCK_BYTES, RangeReader, open_binary, open_object, put_in_place
 from tests.api.artifacts.conftest import make_bucket
 from tests.api.samples import benchmark_report, finish_stage
 from tests.servers.s3 import S3Server

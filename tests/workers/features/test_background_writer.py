@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from eyrie_pipelines.processes import wait_until
-from eyrie_workers.features.background_writer import BackgroundWriter
-from eyrie_workers.features.shard_file import ShardFile
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter, ShardFile
 
 FORMAT = StoreFormat(aux_layers=(1,), hidden_size=4, codec="float32", target_digest="sha256:" + "0" * 64)
 ROWS = [TokenRow(f"row-{i}", torch.arange(3), torch.tensor([False, True, True])) for i in range(6)]

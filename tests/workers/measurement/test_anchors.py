@@ -15,7 +15,7 @@ from eyrie_workers.measurement.tuner.anchors import (
     round_seconds,
     step_times,
 )
-from eyrie_workers.measurement.tuner.grid import possible_settings
+from eyrie_workers.measurement.tuner.operating import possible_settings
 from eyrie_workers.measurement.tuner.predict import Costs
 
 SETTINGS = possible_settings(TuneSpec(num_steps=(1, 3, 6), top_k=(1, 2, 4), num_draft_tokens=(4, 8, 16)))

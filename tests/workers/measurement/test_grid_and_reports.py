@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting, TuneSpec
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Sample, first_difference
-from eyrie_workers.measurement.tuner.grid import (
+from eyrie_workers.measurement.benchmark.reports import cell_report, rate
+from eyrie_workers.measurement.benchmark.variants import BASELINE, Entry, Sample, first_difference
+from eyrie_workers.measurement.tuner.operating import (
     depth_against_width,
     draw,
     even_shares,
@@ -145,7 +145,7 @@ def test_a_prompt_is_identical_only_if_every_repeat_was() -> None:
 def test_the_baseline_rate_is_of_everything_measured() -> None:
     entries = [entry("a", 0.0, baseline=sample(4.0), chain3=sample(1.0)),
                entry("a", 1.0, baseline=sample(40.0), chain3=sample(20.0))]
-    assert baseline_rate(entries) == pytest.approx(8 / 44)
+    assert rate([one.samples[BASELINE] for one in entries]) == pytest.approx(8 / 44)
 
 
 def test_a_missing_token_is_a_difference() -> None:

@@ -10,14 +10,23 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_workers.engines.process import EngineCommand, start_engine
-from eyrie_workers.measurement.parity.evidence import Evidence
-from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations
-from eyrie_workers.measurement.parity.parity import compare_answers, decide, prove_parity, report_without_answers
-from eyrie_workers.measurement.parity.reference import why_not_held
-from eyrie_workers.measurement.parity.round_replay import RoundReplay, histogram_of, reference_rounds
-from eyrie_workers.measurement.parity.served_answers import Served
+from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
+from eyrie_workers.measurement.known_misconfigurations import known_misconfigurations
+from eyrie_workers.measurement.parity import (
+    Evidence,
+    Served,
+    compare_answers,
+    decide,
+    report_without_answers,
+    request_answers,
+)
+from eyrie_workers.measurement.parity_reference import (
+    Reference,
+    RoundReplay,
+    histogram_of,
+    reference_rounds,
+    why_not_held,
+)
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import DraftStep, DraftTree
@@ -242,15 +251,17 @@ def test_our_own_engine_passes_and_a_dead_one_fails(target_dir: Path, tmp_path: 
     try:
         paused: list[int] = []
         urls = plain.wait_ready(180.0), drafted.wait_ready(180.0)
-        report = prove_parity("embedded", *urls, "tiny", target_dir, drafter, TREE, prompts, 20, "float32",
-                              pause=lambda: paused.append(1), in_flight=2)
+        answers = [request_answers("embedded", url, "tiny", prompts, 20, lambda: paused.append(1)) for url in urls]
+        report = Reference(target_dir, drafter, "embedded", TREE, "float32").replay_parity(prompts, *answers)
         assert report.passed, report.reasons
         assert (report.engine, report.prompts, report.identical) == ("embedded", 4, 4)
         assert report.histogram == report.reference_histogram
         assert sum(report.histogram) > 0
         assert paused
         drafted.stop()
-        report = prove_parity("embedded", *urls, "tiny", target_dir, drafter, TREE, prompts[:1], 8, "float32")
+        with pytest.raises(EngineFailed, match="did not complete the request") as failure:
+            request_answers("embedded", urls[1], "tiny", prompts[:1], 8)
+        report = report_without_answers("embedded", TREE, 1, failure.value.message)
         assert not report.passed
         assert "did not answer" in report.reasons[0]
     finally:

@@ -14,6 +14,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Setting, StepTime
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.measurement.tuner.draft_replay import KnownAnswer, trace, whole_tree
+from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.measurement.tuner.predict import (
     NEVER,
     Costs,
@@ -24,6 +25,7 @@ from eyrie_workers.measurement.tuner.predict import (
     replay,
     undrafted,
 )
+from eyrie_workers.measurement.tuner.profile import KnownAnswer, trace, whole_tree
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import DraftStep, DraftTree
 from eyrie_workers.speculation.tree import build_draft_tree

@@ -12,6 +12,9 @@ from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations
 from eyrie_workers.measurement.parity.reference import GrowsTrees, ReadsText, Reference
+from eyrie_workers.drafters.registry import family_named
+from eyrie_workers.measurement.known_misconfigurations import known_misconfigurations
+from eyrie_workers.measurement.parity_reference import GrowsTrees, ReadsText, Reference
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target

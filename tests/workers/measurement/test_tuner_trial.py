@@ -6,7 +6,7 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.tuning import OFF
-from eyrie_workers.measurement.tuner.grid import possible_settings
+from eyrie_workers.measurement.tuner.operating import possible_settings
 from tests.benchmarks.tuner import FINALISTS, GRID, parse, run
 from tests.workers.measurement.tiny_bench import stage_specs
 

@@ -10,31 +10,27 @@ import torch
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
+from eyrie_workers.measurement.benchmark.reports import report_cells
 from eyrie_workers.measurement.benchmark.session import (
-    Progress,
     Session,
     is_measured,
     measure_units,
     open_session,
     prompts_that_fit,
     read_suites,
-    report_cells,
     round_robin,
-    setting_of,
     start_all,
     uses_of,
 )
-from eyrie_workers.measurement.benchmark.transformers_baseline import compare
-from eyrie_workers.measurement.benchmark.variants import Bench, unit_seed
-from eyrie_workers.measurement.variant import Variant, drafted
+from eyrie_workers.measurement.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Variant, drafted, unit_seed
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
+from eyrie_workers.stages.benchmark import compare
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import stage_specs
@@ -47,7 +43,7 @@ VARIANTS = [UNDRAFTED, CHAIN, TREE]
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     spec, stage = stage_specs(tmp_path_factory.mktemp("bench"))[0], Stage(tmp_path_factory.mktemp("stage"))
-    uses = uses_of(spec, {variant.title: setting_of(variant) for variant in VARIANTS})
+    uses = uses_of(spec, {variant.title: (Setting(tree=variant.tree) if variant.tree else OFF) for variant in VARIANTS})
     with open_session(spec, read_suites(spec, stage), uses, stage) as session:
         start_all(session, uses)
         yield session
@@ -139,7 +135,7 @@ def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(ses
     ((_, last),) = session.target.hidden_states([text], ())
     logits = session.target.logits(last[-1])
     assert int(logits.argmax()) == answer[2]
-    assert found.gap == pytest.approx(float(logits.max() - logits[changed[2]]))
+    assert found.first.gap == pytest.approx(float(logits.max() - logits[changed[2]]))
     assert "NOT a rounding tie" in found.line("float32")
     assert explain(session.target, "p", unit.prompt_ids, answer, answer) is None
 
@@ -152,7 +148,7 @@ def test_at_temperature_one_the_gap_is_taken_under_the_noise_that_chose(session:
         changed = [*answer[:position], (answer[position] + 1) % 300]
         found = explain(session.target, "p", unit.prompt_ids, answer, changed, temperature=1.0, seed=seed)
         assert found is not None
-        assert found.chosen == answer[position], "the noise of another position was used"
+        assert found.first.chosen == answer[position], "the noise of another position was used"
 
 
 def test_a_near_tie_excuses_only_answers_whose_later_tokens_the_target_chooses(session: Session) -> None:
@@ -185,7 +181,7 @@ def test_a_second_turn_follows_the_undrafted_answer_and_is_measured_once(session
     unit = dataclasses.replace(unit, prompt=dataclasses.replace(unit.prompt, further=("and why?",)))
     ledger, stage = JsonlLedger(tmp_path / "cells.jsonl", Entry, "d"), Stage(tmp_path)
     assert not is_measured(session, [unit], VARIANTS, ledger)
-    (first, answered), (second, entry) = measure_units(session, [unit], VARIANTS, ledger, Progress(stage))
+    (first, answered), (second, entry) = measure_units(session, [unit], VARIANTS, ledger, stage)
     assert (first, second.prompt.id) == (unit, f"{unit.prompt.id}/turn-2")
     answer = session.tokenizer.decode(answered.samples[BASELINE].token_ids)
     assert [message["content"] for message in second.prompt.messages[1:]] == [answer, "and why?"]
@@ -193,7 +189,7 @@ def test_a_second_turn_follows_the_undrafted_answer_and_is_measured_once(session
     assert {sample.token_ids for sample in entry.samples.values()} == {entry.samples[BASELINE].token_ids}
     again = JsonlLedger(tmp_path / "cells.jsonl", Entry, "d")
     assert is_measured(session, [unit], VARIANTS, again)
-    assert [found for _, found in measure_units(session, [unit], VARIANTS, again, Progress(stage))] == [answered, entry]
+    assert [found for _, found in measure_units(session, [unit], VARIANTS, again, stage)] == [answered, entry]
     assert len(again.entries) == 2
 
 
@@ -212,16 +208,16 @@ def test_where_servers_replace_each_other_a_variant_answers_many_prompts_and_the
         session: Session, tmp_path: Path) -> None:
     spec = stage_specs(tmp_path)[0]
     engine = OneServer(session.target, "float32")
-    engine.start(uses_of(spec, {one.title: setting_of(one) for one in VARIANTS[:2]}))
+    engine.start(uses_of(spec, {one.title: (Setting(tree=one.tree) if one.tree else OFF) for one in VARIANTS[:2]}))
     alone = dataclasses.replace(session, bench=dataclasses.replace(session.bench, engine=engine))
     units = [dataclasses.replace(unit, prompt=dataclasses.replace(unit.prompt, further=("and why?",)))
              for unit in units_of(alone)[:2]] + units_of(alone)[2:4]
     measured = measure_units(alone, units, VARIANTS[:2], JsonlLedger(tmp_path / "cells.jsonl", Entry, "d"),
-                             Progress(Stage(tmp_path)))
+                             Stage(tmp_path))
     switches = [variant for variant, _ in groupby(engine.__dict__["answered"], key=lambda one: one[0])]
     assert switches == [BASELINE, CHAIN.title, BASELINE]  # the part with the second turns begins where the first ended
     together = measure_units(session, units, VARIANTS[:2], JsonlLedger(tmp_path / "together.jsonl", Entry, "d"),
-                             Progress(Stage(tmp_path)))
+                             Stage(tmp_path))
     assert [entry.key for _, entry in measured] == [entry.key for _, entry in together]
     assert [{name: sample.token_ids for name, sample in entry.samples.items()} for _, entry in measured] == [
         {name: sample.token_ids for name, sample in entry.samples.items()} for _, entry in together]

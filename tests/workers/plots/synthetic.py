@@ -15,8 +15,7 @@ from eyrie_api.v1alpha1.reports import (
     VocabularyReport,
 )
 from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial, TuneSpec
-from eyrie_workers.measurement.tuner.grid import possible_settings, possible_shapes
-from eyrie_workers.measurement.tuner.operating import compile_map
+from eyrie_workers.measurement.tuner.operating import compile_map, possible_settings, possible_shapes
 
 DIGEST = digest_bytes(b"synthetic")
 WHEN = "2026-01-01T00:00:00+00:00"

@@ -9,16 +9,14 @@ from hypothesis import strategies as st
 from eyrie_api.errors import Transient
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.regeneration.dispatch import FIRST_BACKOFF_S, MAX_BACKOFF_S, Route, Routes
-from eyrie_workers.regeneration.endpoint import Endpoint
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationOutcome,
-    GenerationParams,
     GenerationRequest,
 )
-from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
+from eyrie_workers.regeneration.endpoint import Endpoint
+from eyrie_workers.regeneration.online import FIRST_BACKOFF_S, MAX_BACKOFF_S, OnlineClient, Route, Routes
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
 from tests.workers.regeneration.openai_double import Troubles, openai_double
@@ -73,7 +71,7 @@ def asked(tokenizer: ChatTokenizer, urls: tuple[str, ...], num: int, **changes: 
     for i in range(num):
         messages = [{"role": "user", "content": f"What is {i}?"}]
         prompts.append(GenerationRequest(f"{i:032x}", messages, [], tokenizer.render(messages), seed=i))
-    endpoint = Endpoint(base_urls=urls, model="tiny", params=GenerationParams(SamplingSpec(), 16), max_retries=3,
+    endpoint = Endpoint(base_urls=urls, model="tiny", sampling=SamplingSpec(), max_new_tokens=16, max_retries=3,
                         concurrency=4,
                         **changes)  # type: ignore[arg-type]
     engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda *_: None, first_delay_s=0.001)

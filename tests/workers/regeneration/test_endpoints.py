@@ -1,4 +1,4 @@
-"""GenerationParams outside endpoints, over real HTTP against a double of the OpenAI API (`openai_double`)."""
+"""Answers of endpoints, over real HTTP against a double of the OpenAI API (`openai_double`)."""
 
 import dataclasses
 import threading
@@ -13,17 +13,16 @@ from eyrie_api.errors import InvalidInput, Permanent, Transient
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.batch import BatchClient
-from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, parse_generated, request_body, retry_delay_s
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
-    GenerationParams,
     GenerationRequest,
 )
+from eyrie_workers.regeneration.batch import BatchClient
+from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, parse_generated, request_body, retry_delay_s
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer, _environment
 from tests.tiny import TEMPLATE, tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, token_ids
@@ -45,9 +44,8 @@ def prompts(tokenizer: ChatTokenizer, num: int) -> list[GenerationRequest]:
 
 
 def endpoint(service: Service, **changes: Any) -> Endpoint:
-    params = GenerationParams(SamplingSpec(temperature=0.7, top_k=5), 16)
-    settings: dict[str, Any] = {"params": params, "max_retries": 2,
-                                "concurrency": 4} | changes
+    settings: dict[str, Any] = {"sampling": SamplingSpec(temperature=0.7, top_k=5), "max_new_tokens": 16,
+                                "max_retries": 2, "concurrency": 4} | changes
     return Endpoint(base_urls=(service.url,), model="tiny", **settings)
 
 
@@ -311,7 +309,7 @@ def test_a_row_that_fails_in_every_batch_is_refused_in_the_end(tokenizer: ChatTo
 
 def test_sglangs_own_api_gets_token_ids_and_returns_them(tokenizer: ChatTokenizer) -> None:
     prompt = dataclasses.replace(prompts(tokenizer, 1)[0], max_new_tokens=40)
-    native = Endpoint(("http://a",), "tiny", GenerationParams(SamplingSpec(temperature=0.7), 16), native=True,
+    native = Endpoint(("http://a",), "tiny", SamplingSpec(temperature=0.7), 16, native=True,
                       context=len(prompt.prompt_ids) + 30)
     assert native.path == "/generate"
     assert request_body(native, prompt, ids_field="return_token_ids") == {
@@ -330,5 +328,5 @@ def test_sglangs_own_api_gets_token_ids_and_returns_them(tokenizer: ChatTokenize
 
 def test_template_variables_are_sent_to_a_chat_endpoint(tokenizer: ChatTokenizer) -> None:
     prompt = dataclasses.replace(prompts(tokenizer, 1)[0], chat_template_kwargs={"enable_thinking": False})
-    endpoint = Endpoint(("http://a/v1",), "tiny", GenerationParams(SamplingSpec(), 16))
+    endpoint = Endpoint(("http://a/v1",), "tiny", SamplingSpec(), 16)
     assert request_body(endpoint, prompt, ids_field=None)["chat_template_kwargs"] == {"enable_thinking": False}

@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.conversations.conversation import conversation
-from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling
+from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling, SelectedRow
 from eyrie_workers.regeneration.conversation_replay import (
+    CUT,
     Ended,
+    PendingTurn,
+    TurnQueue,
     answer_message,
     first_turn,
     next_turn,
     num_turns,
     turn_id,
 )
-from eyrie_workers.regeneration.selection import SelectedRow
-from eyrie_workers.regeneration.turn_queue import CUT, PendingTurn, TurnQueue
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from eyrie_api.errors import ArtifactCorrupt, NoChatTemplate
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.reports import QuarantinedRow
+from eyrie_workers.conversations.overlap import BenchmarkPrompts
 from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling, read_rows
-from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.regeneration import selection
-from eyrie_workers.regeneration.generation_client import row_seed
+from eyrie_workers.regeneration.answers import row_seed
 from eyrie_workers.regeneration.selection import losses
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target

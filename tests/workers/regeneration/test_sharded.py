@@ -21,7 +21,7 @@ from eyrie_api.errors import ArtifactCorrupt, InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
@@ -271,7 +271,7 @@ def test_the_second_of_two_workers_on_one_shard_writes_nothing(tmp_path: Path, t
         order = an_order(store, service.url, asked)
         engine = ShardedClient(order, store, queue=None, sharding=ShardingConfig(shard_rows=8),  # type: ignore[arg-type]
                                tokenizer_dir=target, warn=lambda *_: None)
-        engine._publish_tokenizer()
+        engine.publish_tokenizer()
         assert not answer_shard(order, store, tmp_path / "cache", lambda: None), "its input was taken in and cleared"
         store.write(order.key("in"), "".join(json.dumps(vars(prompt)) + "\n" for prompt in asked).encode())
         overtaken = iter([True])

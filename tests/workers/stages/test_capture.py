@@ -27,9 +27,8 @@ from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta, read_rows
-from eyrie_workers.features.shard_format import shard_name, supervised_positions
+from eyrie_workers.features.shard_format import consecutive, shard_name, supervised_positions
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
-from eyrie_workers.features.target_pass import plan_passes
 from eyrie_workers.features.topk_logits import rebuild_distribution
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.stage_program import Stage, run_program
@@ -149,12 +148,12 @@ def test_captured_states_equal_hugging_face_hidden_states(tmp_path: Path, family
     write_spec(tmp_path / "out", target, tmp_path / "rows", aux_layers=(0, 2, 5), batch_tokens=64)
     assert run(tmp_path / "out") == 0
     store = FeatureStore(tmp_path / "out")
-    store.verify()
+    assert not list(store.damage())
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     assert store.num_rows == 9
     for i, row in enumerate(rows):
-        got = store.row(i)
-        assert got.row_id == row.id
+        got = store.read([i])
+        assert store.row_ids[i] == row.id
         assert got.token_ids.tolist() == [*row.prompt_ids, *row.answer_ids]
         assert got.loss_mask.tolist() == [False] * len(row.prompt_ids) + [True] * len(row.answer_ids)
         with torch.no_grad():
@@ -193,13 +192,13 @@ def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
     report, store = manifest.report, FeatureStore(tmp_path / "out")
     assert isinstance(report, CaptureReport)
     assert (report.rows, report.tokens) == (30, store.num_tokens)
-    assert report.supervised_tokens == sum(int(store.row(i).loss_mask.sum()) for i in range(30)) \
+    assert report.supervised_tokens == sum(int(store.read([i]).loss_mask.sum()) for i in range(30)) \
         == sum(len(row.answer_ids) for row in rows)
     assert report.shards > 1
     assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.states"))
     assert report.layers.aux_layers == store.format.aux_layers
     assert report.layers.reason
-    assert store.row(0).aux.dtype == torch.bfloat16
+    assert store.read([0]).aux.dtype == torch.bfloat16
 
 
 def test_the_layers_of_a_head_that_training_continues_from_are_stored(tmp_path: Path) -> None:
@@ -221,7 +220,7 @@ def test_batch_size_and_shard_size_do_not_change_the_states(tmp_path: Path) -> N
     assert (run(tmp_path / "one"), run(tmp_path / "other")) == (0, 0)
     one, other = FeatureStore(tmp_path / "one"), FeatureStore(tmp_path / "other")
     for i in range(12):
-        torch.testing.assert_close(one.row(i).last, other.row(i).last, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one.read([i]).last, other.read([i]).last, atol=1e-5, rtol=1e-5)
 
 
 def test_long_rows_are_cut_and_rows_without_an_answer_left_are_counted(tmp_path: Path) -> None:
@@ -234,7 +233,7 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_are_counted(tmp_path:
     assert report.rows_dropped == sum(len(row.prompt_ids) >= 16 for row in rows) > 0
     assert report.rows + report.rows_dropped == 40
     assert max(store.lengths) == 16
-    assert all(bool(store.row(i).loss_mask.any()) for i in range(store.num_rows))
+    assert all(bool(store.read([i]).loss_mask.any()) for i in range(store.num_rows))
 
 
 def test_rows_of_another_target_are_refused(tmp_path: Path) -> None:
@@ -293,7 +292,7 @@ def test_capture_run_again_makes_exactly_the_damaged_shard_again(tmp_path: Path,
     assert (out / "manifest.json").read_bytes() == manifest, "the same bytes are the same artifact"
     again = {path.name: path.stat().st_mtime_ns for path in out.glob("*.states")}
     assert [name for name in again if again[name] != written[name]] == [shard_name(1)]
-    FeatureStore(out).verify()
+    assert not list(FeatureStore(out).damage())
 
 
 def test_states_are_compared_with_transformers_before_anything_is_stored(tmp_path: Path) -> None:
@@ -345,7 +344,8 @@ def test_an_opinion_holds_the_likeliest_tokens_and_exactly_the_mass_of_the_rest(
     assert packed.topk_logits is not None
     assert packed.last.shape[1] == 0
     rebuilt = rebuild_distribution(packed.topk_logits, 50)
-    logits = torch.cat([row.last[supervised_positions(row.loss_mask)] for row in map(plain.row, range(6))]) @ head.T
+    rows = [plain.read([i]) for i in range(6)]
+    logits = torch.cat([row.last[supervised_positions(row.loss_mask)] for row in rows]) @ head.T
     wanted = logits[:, ids].softmax(-1)
     torch.testing.assert_close(rebuilt.sum(-1), torch.ones(rebuilt.shape[0]), atol=1e-6, rtol=0)
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(8).indices, True)
@@ -520,7 +520,7 @@ def test_two_processes_write_the_store_of_one(tmp_path: Path) -> None:
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=50), batch=st.integers(1, 1000))
 def test_batches_cover_every_row_once_within_the_limit(lengths: list[int], batch: int) -> None:
-    plan = list(plan_passes(lengths, batch))
+    plan = list(consecutive(lengths, batch))
     assert [i for rows in plan for i in rows] == list(range(len(lengths)))
     assert all(len(rows) == 1 or sum(lengths[i] for i in rows) <= batch for rows in plan)
 

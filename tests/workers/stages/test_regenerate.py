@@ -22,7 +22,7 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, read_rows
-from eyrie_workers.regeneration.generation_client import row_seed
+from eyrie_workers.regeneration.answers import row_seed
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import run_program

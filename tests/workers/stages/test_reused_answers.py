@@ -24,8 +24,8 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.conversations.rows import AnsweredRow, RowSampling, read_rows
+from eyrie_workers.regeneration.answers import GenerationRequest
 from eyrie_workers.regeneration.earlier_answers import answer_key
-from eyrie_workers.regeneration.generation_client import GenerationRequest
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
 from tests.tiny import chats_file, tiny_target

@@ -29,12 +29,14 @@ from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.drafters.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
+from eyrie_workers.features.shard_format import StoreFormat
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.train import main as train_program
 from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, target_digest
+from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
 from tests.workers.events import stage_records
 from tests.workers.measurement.tiny_bench import random_drafter
@@ -59,7 +61,7 @@ def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bo
             aux = torch.full_like(aux, float("nan"))
         mask = (torch.arange(length) >= length // 2) & answers
         rows.append(FeatureRow(f"row-{number}", tokens, mask, aux.bfloat16(), last.bfloat16()))
-    writer.write_shard(rows)
+    write_shard(writer, rows)
     writer.finish()
     return directory
 

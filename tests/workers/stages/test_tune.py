@@ -15,7 +15,7 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
 from eyrie_api.v1alpha1.tuning import OFF
 from eyrie_workers.catalog import command
-from eyrie_workers.measurement.tuner.grid import possible_settings
+from eyrie_workers.measurement.tuner.operating import possible_settings
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.tune import tune
 from tests.workers.measurement.tiny_bench import one_shape, random_drafter, stage_specs

@@ -9,20 +9,22 @@ import torch
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
 from eyrie_api.v1alpha1.codecs import Codec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, TokenRow, supervised_positions
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow, supervised_positions
 from eyrie_workers.features.storage_backend import LocalBackend
 from eyrie_workers.features.streaming import (
     TOKENS,
     StreamedFeatures,
+    compute_pass,
     plan_is_whole,
     read_plan,
     write_plan,
 )
-from eyrie_workers.features.target_pass import compute_pass
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.training.batches import BatchLoader, Features, Schedule, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
+from eyrie_workers.training.packing import Schedule
+from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
 
 AUX_LAYERS = (1, 2, 3)
@@ -56,7 +58,7 @@ def both(directory: Path, target_dir: Path, codec: Codec, num: int = 14, *, opin
         row = TokenRow(name, ids, torch.arange(ids.numel()) >= prompt)
         alone = compute_pass(target, [row], layout)
         stored.append(FeatureRow(*row, alone.aux, alone.last, alone.topk_logits))
-    writer.write_shard(stored)
+    write_shard(writer, stored)
     writer.finish()
     (directory / "stream").mkdir()
     write_plan(directory / "stream", layout, ((name, ids.tolist(), prompt) for name, ids, prompt in rows),

@@ -41,16 +41,12 @@ class Malformed(ValueError):
 class Conversation:
     """One conversation and its source."""
 
-    id: str
-    """Stable hash of the prompt: the same prompt has the same id in every run, file and order."""
-
+    id: str  # stable hash of the prompt: the same prompt has the same id in every run, file and order
     source: str
     line: int
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    source_name: str = ""
-    """What `data.mix` calls the source."""
-
+    source_name: str = ""  # what `data.mix` calls the source
     category: str = ""
     prompt: tuple[Message, ...] = field(default=())
     """`messages` without the last assistant turn, if they end with one: the prompt that the target answers again."""
@@ -266,7 +262,7 @@ def _python_calls(text: str) -> list[dict[str, Any]] | None:
             if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
                 return None
             try:
-                arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords if one.arg}
+                arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords if word.arg}
             except (ValueError, TypeError, SyntaxError, RecursionError):
                 return None
             calls.append({"name": ast.unparse(node.func), "arguments": arguments})

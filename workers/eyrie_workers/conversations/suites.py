@@ -1,5 +1,17 @@
 """The prompts of benchmark suites, for two uses: to send them to an engine, and to keep them out of training.
 
+The path of a suite names its source:
+
+    quickstart:<name>          package data: suites/<name>.jsonl of eyrie_workers.quickstart
+    /some/file.jsonl           rows of one line each or a JSON array, by its content, also compressed as .gz or .zst;
+                               parquet (.parquet)
+    s3://..., https://...      such a file, read as `readers` reads data sources
+    org/name[:split]           a Hub data set, when the `datasets` package is installed
+
+The format of a row is recognized by its fields, so that a downloaded gsm8k, HumanEval or MT-Bench file needs no
+conversion: `messages` (OpenAI), `prompt` (HumanEval; a list is MT-Bench on the Hub), `question` (gsm8k; the turns of
+BFCL, with `function` for its tools), `turns` (MT-Bench), `instruction` and `input` (Alpaca).
+
 `load_suite` returns the prompts that an engine answers. A final assistant turn is dropped, because it is the answer to
 be measured. Of a row with several texts, as MT-Bench has, the first is the prompt and the others follow in `further`:
 each is sent after the answer to the one before.
@@ -14,33 +26,140 @@ benchmark stage will fail on it with the reason.
 """
 
 import hashlib
+import importlib.resources
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from eyrie_api.data_files import is_remote
+from eyrie_api.data_files import SUFFIXES, is_remote
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_workers.conversations.conversation import Message
-from eyrie_workers.conversations.suite_rows import (
-    QUICKSTART,
-    Located,
-    Row,
-    evaluation_hub_rows,
-    file_rows,
-    has_turns,
-    is_file,
-    is_hub_id,
-    read_suite_rows,
-    row_messages,
-    row_tools,
-)
+from eyrie_workers.conversations.readers import EMPTY_LINE, RemoteFile, Undecodable, file_rows, located_lines
 
-HELD_OUT = "held-out"
-"""The suite of prompts that regenerate split off: held_out.jsonl of its directory."""
+QUICKSTART = "quickstart:"
+# Configuration names that `load_dataset` demands for the data sets the contract mentions.
+_HUB_CONFIGURATIONS = {"openai/gsm8k": "main", "gsm8k": "main"}
+_TEXT_FIELDS = ("prompt", "question", "turns")
 
+Row = Mapping[str, Any]
+Located = tuple[str, Row]  # a row and its location (file and line) for error messages
+
+
+def read_suite_rows(path: str, owner: str) -> Iterator[Located]:
+    """Rows of a suite with their locations.
+
+    owner   names the setting in errors: "suite 'gsm8k'", "exclude_prompts"
+
+    Raises InvalidInput for a source that cannot be read, ArtifactMissing for a missing file.
+    """
+    if is_remote(path):
+        yield from _file_rows(RemoteFile(path), owner)
+    elif path.startswith(QUICKSTART):
+        folder = importlib.resources.files("eyrie_workers.quickstart") / "suites"
+        file = folder / f"{path.removeprefix(QUICKSTART)}.jsonl"
+        if not file.is_file():
+            known = sorted(p.name.removesuffix(".jsonl") for p in folder.iterdir()) if folder.is_dir() else []
+            raise InvalidInput(f"{owner}: there is no quickstart suite {path.removeprefix(QUICKSTART)!r}",
+                               f"use one of: {', '.join(known) or '(none installed)'}")
+        with file.open("rb") as lines:
+            yield from _checked(located_lines(lines), path)
+    elif path.endswith(SUFFIXES) or Path(path).exists():
+        yield from _file_rows(Path(path), owner)
+    else:
+        yield from _hub_rows(path, owner)
+
+
+def _file_rows(file: Path | RemoteFile, owner: str) -> Iterator[Located]:
+    if isinstance(file, Path) and not file.is_file():
+        raise ArtifactMissing(f"{owner}: there is no file {file}", "check the suite's path")
+    return _checked(file_rows(file, f"{owner}: "), str(file))
+
+
+def _checked(rows: Iterable[tuple[str, Any]], source: str) -> Iterator[Located]:
+    """Rows with their locations; empty lines are left out. Raises InvalidInput for a row that is not an object."""
+    for place, row in rows:
+        location = f"{source} {place}"
+        if isinstance(row, Undecodable):
+            if row.reason == EMPTY_LINE:
+                continue
+            raise InvalidInput(f"{location} is not JSON: {row.reason}",
+                               "give one JSON object per line, or one array of rows")
+        if not isinstance(row, dict):
+            raise InvalidInput(f"{location} is a JSON {type(row).__name__}, not an object",
+                               'write {"messages": [...]} or {"prompt": "..."}')
+        yield location, row
+
+
+def row_messages(row: Row, location: str) -> list[Message]:
+    """All messages of a row; the texts of `prompt`, `question` or `turns` become user messages.
+
+    Raises InvalidInput naming the location for a row without a prompt.
+    """
+    messages = row.get("messages")
+    if messages is None and has_turns(row.get("question")):
+        messages = [message for turn in row["question"] for message in turn]
+    if messages is None:
+        return [{"role": "user", "content": text} for text in _texts(row, location)]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise InvalidInput(f"{location}: `messages` is not a list of objects with a `role`", "use the OpenAI format")
+    return messages
+
+
+def row_tools(row: Row, location: str) -> list[Message]:
+    """Tool definitions of a row. Raises InvalidInput naming the location."""
+    tools = row.get("tools") or ()
+    if not tools and isinstance(row.get("function"), list) and has_turns(row.get("question")):
+        tools = [{"type": "function", "function": function} for function in row["function"]]
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidInput(f"{location}: `tools` is not a list of objects", "use the OpenAI tools format")
+    return list(tools)
+
+
+def has_turns(question: object) -> bool:
+    """Whether it is BFCL's: a list of turns, each a list of messages."""
+    return isinstance(question, list) and bool(question) and isinstance(question[0], list)
+
+
+def _texts(row: Row, location: str) -> list[str]:
+    if isinstance(row.get("instruction"), str) and row["instruction"].strip():
+        return [f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]]
+    for name in _TEXT_FIELDS:
+        value = row.get(name)
+        texts = value if isinstance(value, list | tuple) else [value]
+        if texts and isinstance(texts[0], str) and texts[0].strip():
+            return [text for text in texts if isinstance(text, str) and text.strip()]
+        if value is not None:
+            raise InvalidInput(f"{location}: `{name}` is empty or not text", "give a non-empty string")
+    raise InvalidInput(f"{location} has none of `messages`, `prompt`, `question`, `turns`, `instruction` (fields: "
+                       f"{', '.join(map(str, row)) or 'none'})", "rename the column that holds the prompt")
+
+
+def _hub_rows(path: str, owner: str) -> Iterator[Located]:
+    name, _, split = path.partition(":")
+    if find_spec("datasets") is None:
+        raise InvalidInput(
+            f"{owner}: {path!r} is not a file here, and reading it from the Hub needs the `datasets` package",
+            "pip install datasets, or download the file and give its path")
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, _HUB_CONFIGURATIONS.get(name))
+    except Exception as error:  # `datasets` raises its own, the network's and pyarrow's errors
+        raise InvalidInput(f"{owner}: the Hub data set {name!r} could not be read: {error}",
+                           "check the id and the network, or download the file and give its path") from error
+    split = split or next((s for s in ("test", "train") if s in loaded), next(iter(loaded)))
+    if split not in loaded:
+        raise InvalidInput(f"{owner}: {name} has no split {split!r}",
+                           f"use one of: {', '.join(loaded)}, as {name}:<split>")
+    for number, row in enumerate(loaded[split], start=1):
+        yield f"{name}:{split} row {number}", row
+
+
+HELD_OUT = "held-out"  # the suite of prompts that regenerate split off: held_out.jsonl of its directory
 _ID_FIELDS = ("id", "task_id", "question_id", "prompt_id")
 
 
@@ -52,8 +171,7 @@ class Prompt:
     suite: str
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
-    further: tuple[str, ...] = ()
-    """Texts of the user's later turns."""
+    further: tuple[str, ...] = ()  # texts of the user's later turns
 
     def messages_with(self, system_prompt: str | None) -> list[Message]:
         """The messages; with `system_prompt` in place of their own system message, if one is given."""
@@ -78,7 +196,14 @@ def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0
     digests = list(prompts)
     if not spec.path.startswith(QUICKSTART):
         digests.sort(key=lambda digest: hashlib.sha256(f"{seed}:{digest}".encode()).digest())
-    return _with_distinct_ids([prompts[digest] for digest in digests])
+    # Rows without an id, or with one already used, get the first digits of their content's digest.
+    seen: set[str] = set()
+    named = []
+    for digest in digests:
+        prompt = prompts[digest]
+        named.append(replace(prompt, id=prompt.id if prompt.id and prompt.id not in seen else digest[:12]))
+        seen.add(named[-1].id)
+    return named
 
 
 def select(prompts: list[Prompt], start: int, num: int) -> list[Prompt]:
@@ -94,24 +219,29 @@ def excluded_prompts(paths: Iterable[str], warn: Callable[[str], None]) -> Itera
 
     Raises InvalidInput for a suite file that is missing or malformed.
     """
-    for path in paths:
-        if path != HELD_OUT:  # regenerate splits those off by hash
-            yield from _excluded(path, warn)
-
-
-def _excluded(path: str, warn: Callable[[str], None]) -> Iterator[list[Message]]:
     owner = "exclude_prompts"
-    if path.startswith(QUICKSTART) or is_remote(path) or Path(path).is_file():
-        yield from map(_texts_of, read_suite_rows(path, owner))
-    elif is_file(path) or not is_hub_id(path):
-        raise InvalidInput(f"{owner}: {path!r} does not exist", "give a JSONL file or quickstart:<suite>")
-    elif find_spec("datasets") is None:
-        warn(f"prompts of {path} are not excluded from training: the `datasets` package is not installed")
-    else:
-        try:
-            yield from map(_texts_of, evaluation_hub_rows(path.partition(":")[0]))
-        except (OSError, ValueError, InvalidInput) as error:
-            warn(f"prompts of {path} are not all excluded from training: {error}")
+    for path in paths:
+        if path == HELD_OUT:  # regenerate splits those off by hash
+            continue
+        if path.startswith(QUICKSTART) or is_remote(path) or Path(path).is_file():
+            yield from map(_texts_of, read_suite_rows(path, owner))
+        elif path.endswith(SUFFIXES) or Path(path).exists() or path.count("/") != 1 or path.startswith(("/", ".", "~")):
+            raise InvalidInput(f"{owner}: {path!r} does not exist", "give a JSONL file or quickstart:<suite>")
+        elif find_spec("datasets") is None:
+            warn(f"prompts of {path} are not excluded from training: the `datasets` package is not installed")
+        else:
+            from datasets import get_dataset_config_names, load_dataset
+
+            try:
+                # Every configuration and split but `train`, which one may train on.
+                name = path.partition(":")[0]
+                for config in get_dataset_config_names(name):
+                    splits: dict[str, Any] = load_dataset(name, config, streaming=True)
+                    for split in (split for split in splits if split != "train"):
+                        for number, row in enumerate(splits[split], start=1):
+                            yield _texts_of((f"{name}:{split} row {number}", row))
+            except (OSError, ValueError, InvalidInput) as error:
+                warn(f"prompts of {path} are not all excluded from training: {error}")
 
 
 def _texts_of(located: Located) -> list[Message]:
@@ -127,7 +257,7 @@ def _rows(spec: SuiteSpec, held_out_file: Path | None) -> Iterator[Located]:
     if held_out_file is None:
         raise ArtifactMissing(f"{owner} needs the held-out prompts, but the stage got no held_out_file",
                               "run regenerate first, or name a file in the suite's path")
-    return file_rows(held_out_file, owner)
+    return _file_rows(held_out_file, owner)
 
 
 def _prompt(row: Row, suite: str, location: str) -> Prompt:
@@ -151,14 +281,3 @@ def _prompt(row: Row, suite: str, location: str) -> Prompt:
 def _fingerprint(prompt: Prompt) -> str:
     content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _with_distinct_ids(prompts: list[Prompt]) -> list[Prompt]:
-    """Rows without an id, or with one already used, get the first digits of their content's digest."""
-    seen: set[str] = set()
-    result = []
-    for prompt in prompts:
-        name = prompt.id if prompt.id and prompt.id not in seen else _fingerprint(prompt)[:12]
-        seen.add(name)
-        result.append(replace(prompt, id=name))
-    return result

@@ -8,8 +8,8 @@ A store is a directory (or a prefix of an artifact store) of shards and, when it
 *tokens* holds the ids (int32) and loss masks (uint8) of the shard's rows, end to end. Nothing is padded: padding a
 batch to its longest row costs 2 to 4 times the disk, the reading and the training arithmetic on chat-like lengths.
 
-A *block* holds up to `block_tokens` tokens of one row, so that a row is one contiguous range and a part of a long row
-needs only the blocks that it overlaps. Its sections, each aligned to 8 bytes:
+A *block* holds up to `block_tokens` tokens of one row, so that a row is one contiguous range, verified in parts. Its
+sections, each aligned to 8 bytes:
 
     aux codes [N, A, H], aux scales          of every token, as the codec defines (`features.codecs`)
     final codes [M, H], final scales         of its M supervised positions alone, or
@@ -31,6 +31,7 @@ Legend: R rows, N tokens of a block, M supervised positions of a block, A aux la
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,7 +71,6 @@ class TopKLogits:
     choice: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TopKLogits":
-        """Apply a function to every tensor."""
         return TopKLogits(function(self.ids), function(self.logits), function(self.tail), function(self.mass),
                           function(self.choice))
 
@@ -79,33 +79,8 @@ class TokenRow(NamedTuple):
     """One answered conversation without states."""
 
     row_id: str
-    token_ids: Tensor
-    """[T] int64."""
-
-    loss_mask: Tensor
-    """[T] bool, True at answer tokens."""
-
-
-@dataclass(frozen=True)
-class FeatureRow:
-    """One answered conversation with the target's hidden states."""
-
-    row_id: str
-    token_ids: Tensor
-    """[T] int64."""
-
-    loss_mask: Tensor
-    """[T] bool, True at answer tokens."""
-
-    aux: Tensor
-    """[T, A, H]."""
-
-    last: Tensor
-    """[T, H], after the final norm: target logits are `last @ lm_head.T`. Read from a store, it is 0 at unsupervised
-    positions; [T, 0] in a store of top-k logits."""
-
-    topk_logits: TopKLogits | None = None
-    """At the supervised positions, in a store of top-k logits."""
+    token_ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool, True at answer tokens
 
 
 class StoreFormat(Frozen):
@@ -160,7 +135,6 @@ class StoreFormat(Frozen):
         return self.stored_as.bytes_of(num_tokens, taught, len(self.aux_layers), self.hidden_size)
 
     def block_ranges(self, num_tokens: int) -> Iterator[range]:
-        """The blocks of a row, as token ranges."""
         for start in range(0, num_tokens, self.block_tokens):
             yield range(start, min(start + self.block_tokens, num_tokens))
 
@@ -171,6 +145,15 @@ class Section(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: Shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Without alignment."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def aligned_bytes(self) -> int:
+        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def vector_sections(codec: Codec, of: str, leading: Shape, hidden_size: int) -> list[Section]:
@@ -188,7 +171,6 @@ def vector_sections(codec: Codec, of: str, leading: Shape, hidden_size: int) -> 
 
 
 def block_sections(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> list[Section]:
-    """The sections of a block, in their order."""
     sections = vector_sections(fmt.codec, "aux", (num_tokens, len(fmt.aux_layers)), fmt.hidden_size)
     if fmt.final_state == "keep":
         return sections + vector_sections(final_codec(fmt.codec), "final", (num_supervised,), fmt.hidden_size)
@@ -199,17 +181,8 @@ def block_sections(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> li
             Section("choice", ids, (num_supervised,))]
 
 
-def section_bytes(section: Section) -> int:
-    """Bytes of a section with its alignment."""
-    size = section.dtype.itemsize
-    for length in section.shape:
-        size *= length
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def block_bytes(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> int:
-    """Bytes of a block."""
-    return sum(section_bytes(section) for section in block_sections(fmt, num_tokens, num_supervised))
+    return sum(section.aligned_bytes for section in block_sections(fmt, num_tokens, num_supervised))
 
 
 def section_views(sections: Sequence[Section], tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
@@ -219,18 +192,15 @@ def section_views(sections: Sequence[Section], tensors: Mapping[str, Tensor]) ->
         assert (tensor.dtype, tuple(tensor.shape)) == (section.dtype, section.shape), section
         if tensor.numel():
             yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        yield bytes(section_bytes(section) - tensor.numel() * tensor.element_size())
+        yield bytes(section.aligned_bytes - section.num_bytes)
 
 
 def from_bytes(sections: Sequence[Section], data_B: Tensor) -> dict[str, Tensor]:
     """The sections as views of a block's bytes, [B] uint8 beginning at a multiple of 8 in its storage."""
     tensors, at = {}, 0
     for section in sections:
-        size = section.dtype.itemsize
-        for length in section.shape:
-            size *= length
-        tensors[section.name] = data_B[at:at + size].view(section.dtype).view(section.shape)
-        at += section_bytes(section)
+        tensors[section.name] = data_B[at:at + section.num_bytes].view(section.dtype).view(section.shape)
+        at += section.aligned_bytes
     return tensors
 
 
@@ -268,12 +238,10 @@ class ShardRecord(Frozen):
 
     @property
     def rows(self) -> int:
-        """Rows of the shard."""
         return len(self.row_ids)
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of the shard."""
         return sum(self.lengths)
 
 
@@ -295,14 +263,10 @@ class ShardEnd(Frozen):
 class Block(NamedTuple):
     """Location of a block in its shard."""
 
-    number: int
-    """Index in the shard."""
-
+    number: int  # index in the shard
     offset: int
     size: int
-    tokens: range
-    """Token range in its row."""
-
+    tokens: range  # token range in its row
     num_supervised: int
 
 
@@ -312,9 +276,7 @@ class ShardMap:
     def __init__(self, record: ShardRecord, fmt: StoreFormat) -> None:
         self.record = record
         self.tokens_size = tokens_bytes(record.tokens)
-        self.row_tokens = [0, *accumulate(record.lengths)]
-        """First token of each row in the shard's tokens."""
-
+        self.row_tokens = [0, *accumulate(record.lengths)]  # first token of each row in the shard's tokens
         self.rows: list[list[Block]] = []
         at, number = self.tokens_size, 0
         for length in record.lengths:
@@ -324,35 +286,19 @@ class ShardMap:
                 blocks.append(Block(number, at, size, tokens, record.taught[number]))
                 at, number = at + size, number + 1
             self.rows.append(blocks)
-        self.states_end = at
-        """Offset of the record."""
+        self.states_end = at  # offset of the record
 
 
 def end_of_shard(end: ShardEnd) -> bytes:
-    """Record and trailer."""
     record = end.model_dump_json().encode()
     return record + hashlib.sha256(record).digest() + len(record).to_bytes(8, "little") + MAGIC
 
 
-def record_size(trailer: bytes) -> int | None:
-    """Bytes of the record before a trailer; None for bytes that are not a trailer."""
-    if len(trailer) != TRAILER_BYTES or not trailer.endswith(MAGIC):
-        return None
-    return int.from_bytes(trailer[32:40], "little")
-
-
-def read_end(record: bytes, trailer: bytes) -> ShardEnd | None:
-    """The record, None when its digest differs from the trailer's."""
-    return ShardEnd.model_validate_json(record) if hashlib.sha256(record).digest() == trailer[:32] else None
-
-
 def shard_name(number: int) -> str:
-    """File name of shard `number`, counted from 0."""
     return f"shard-{number:05d}.states"
 
 
 def shard_number(name: str) -> int:
-    """The inverse of `shard_name`."""
     return int(name.removeprefix("shard-").removesuffix(".states"))
 
 
@@ -362,30 +308,18 @@ def plan_shards(lengths: Sequence[int], fmt: StoreFormat, shard_size_bytes: int,
 
     A function of the lengths (and supervised positions of each row) alone, so that a resumed run plans the same shards.
     """
-    start, size = 0, 0
-    for row, num_tokens in enumerate(lengths):
-        added = fmt.row_bytes(num_tokens, None if supervised is None else supervised[row])
-        if row > start and size + added > shard_size_bytes:
-            yield range(start, row)
-            start, size = row, 0
-        size += added
-    if start < len(lengths):
-        yield range(start, len(lengths))
+    sizes = [fmt.row_bytes(num_tokens, None if supervised is None else supervised[row])
+             for row, num_tokens in enumerate(lengths)]
+    return consecutive(sizes, shard_size_bytes)
 
 
-def check_row(row: FeatureRow, fmt: StoreFormat) -> None:
-    """Raises ValueError for a row that does not fit the format: a programming error, not a user's."""
-    length = row.token_ids.shape[0]
-    wanted: dict[str, Shape] = {
-        "token_ids": (length,), "loss_mask": (length,),
-        "aux": (length, len(fmt.aux_layers), fmt.hidden_size)}
-    if fmt.final_state == "keep":
-        wanted["last"] = (length, fmt.hidden_size)
-    elif row.topk_logits is None:
-        raise ValueError(f"row {row.row_id} has no top-k logits, the format requires one")
-    for name, shape in wanted.items():
-        got = tuple(getattr(row, name).shape)
-        if got != shape:
-            raise ValueError(f"row {row.row_id}: {name} has shape {got}, the format requires {shape}")
-    if length == 0:
-        raise ValueError(f"row {row.row_id} has no tokens")
+def consecutive(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Consecutive ranges of some sizes, each with a sum within `limit` or a single larger one."""
+    start, total = 0, 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > limit:
+            yield range(start, place)
+            start, total = place, 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))

@@ -8,6 +8,7 @@ store uploads it, reads its end back, and deletes the file. So capture needs spa
 the store.
 """
 
+import hashlib
 import mmap
 import os
 import threading
@@ -24,14 +25,12 @@ from eyrie_api.artifacts.retry import while_unavailable
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactMissing, Permanent
 from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN
-from eyrie_workers.features.shard_format import TRAILER_BYTES, ShardEnd, ShardMap, read_end, record_size
-from eyrie_workers.left_in_store import hand_over, open_place, place_of
+from eyrie_workers.features.shard_format import MAGIC, TRAILER_BYTES, ShardEnd, ShardMap
+from eyrie_workers.stored_files import hand_over, open_place, place_of
 
-_MAX_OPEN = 4096
-"""Open mappings, at most; Linux allows a process 65530."""
-
-_END_BYTES = 256 * 1024
-"""The record of a shard of 256 MiB is smaller, so that one request reads it."""
+_SHARD_SUFFIX = Path(SHARD_PATTERN).suffix
+_MAX_OPEN = 4096  # open mappings, at most; Linux allows a process 65530
+_END_BYTES = 256 * 1024  # the record of a shard of 256 MiB is smaller, so that one request reads it
 
 
 class StorageBackend(Protocol):
@@ -73,12 +72,7 @@ class StorageBackend(Protocol):
 
 
 def note_name(shard: str) -> str:
-    """File name of a shard's damage note."""
     return Path(shard).stem + DAMAGED_SUFFIX
-
-
-def _noted_shard(name: str) -> str:
-    return Path(name).stem + Path(SHARD_PATTERN).suffix
 
 
 def read_shard_end(backend: StorageBackend, shard: str) -> ShardEnd | None:
@@ -86,18 +80,19 @@ def read_shard_end(backend: StorageBackend, shard: str) -> ShardEnd | None:
     size = backend.size(shard) or 0
     tail = backend.read(shard, max(0, size - _END_BYTES), _END_BYTES).numpy().tobytes() if size else b""
     trailer = tail[-TRAILER_BYTES:]
-    length = record_size(trailer)
-    if length is None or length > size - TRAILER_BYTES:
+    length = int.from_bytes(trailer[32:40], "little")
+    if len(trailer) != TRAILER_BYTES or not trailer.endswith(MAGIC) or length > size - TRAILER_BYTES:
         return None
     if length > len(tail) - TRAILER_BYTES:
         tail = backend.read(shard, size - TRAILER_BYTES - length, length + TRAILER_BYTES).numpy().tobytes()
+    record = tail[-TRAILER_BYTES - length:-TRAILER_BYTES]
     try:
-        end = read_end(tail[-TRAILER_BYTES - length:-TRAILER_BYTES], trailer)
+        end = ShardEnd.model_validate_json(record) if hashlib.sha256(record).digest() == trailer[:32] else None
     except ValidationError:
         return None
-    if end is None or end.record.name != shard:
-        return None
-    return end if ShardMap(end.record, end.layout).states_end + length + TRAILER_BYTES == size else None
+    whole = end is not None and end.record.name == shard \
+        and ShardMap(end.record, end.layout).states_end + length + TRAILER_BYTES == size
+    return end if whole else None
 
 
 def open_backend(where: str | Path) -> StorageBackend:
@@ -118,64 +113,45 @@ class LocalBackend:
 
     @property
     def name(self) -> str:
-        """See `StorageBackend`."""
         return str(self._directory)
 
     def file(self, name: str) -> bytes | None:
-        """See `StorageBackend`."""
         path = self._directory / name
         return path.read_bytes() if path.is_file() else None
 
     def shards(self) -> list[str]:
-        """See `StorageBackend`."""
         return sorted(path.name for path in self._directory.glob(SHARD_PATTERN))
 
     def size(self, shard: str) -> int | None:
-        """See `StorageBackend`."""
         path = self._directory / shard
         return path.stat().st_size if path.is_file() else None
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
         """See `StorageBackend`. A view of a private mapping: writing to it does not change the file."""
-        return self._mapped(shard)[start:start + length]
-
-    def note_damage(self, shard: str, why: str) -> None:
-        """See `StorageBackend`."""
-        with suppress(OSError):  # read-only mount: the error that the reader raises still names the shard
-            (self._directory / note_name(shard)).write_text(why + "\n")
-
-    def notes(self) -> dict[str, str]:
-        """See `StorageBackend`."""
-        return {_noted_shard(path.name): path.read_text().strip()
-                for path in self._directory.glob(f"shard-*{DAMAGED_SUFFIX}")}
-
-    def add(self, shard: str, part: Path) -> None:
-        """See `StorageBackend`."""
-        os.replace(part, self._directory / shard)
-        with self._lock:
-            self._open.pop(shard, None)  # of the file that was replaced
-        (self._directory / note_name(shard)).unlink(missing_ok=True)
-
-    def path(self, shard: str) -> Path | None:
-        """See `StorageBackend`."""
-        return self._directory / shard
-
-    def __getstate__(self) -> dict[str, object]:
-        """Mappings are not pickled; another process opens them again."""
-        return {"_directory": self._directory}
-
-    def __setstate__(self, state: dict[str, Path]) -> None:
-        """See `__getstate__`."""
-        self.__init__(state["_directory"])  # type: ignore[misc]
-
-    def _mapped(self, shard: str) -> Tensor:
         with self._lock:
             if shard not in self._open:
                 self._open[shard] = self._map(shard)
             self._open.move_to_end(shard)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-            return self._open[shard]
+            return self._open[shard][start:start + length]
+
+    def note_damage(self, shard: str, why: str) -> None:
+        with suppress(OSError):  # read-only mount: the error that the reader raises still names the shard
+            (self._directory / note_name(shard)).write_text(why + "\n")
+
+    def notes(self) -> dict[str, str]:
+        return {path.with_suffix(_SHARD_SUFFIX).name: path.read_text().strip()
+                for path in self._directory.glob(f"shard-*{DAMAGED_SUFFIX}")}
+
+    def add(self, shard: str, part: Path) -> None:
+        os.replace(part, self._directory / shard)
+        with self._lock:
+            self._open.pop(shard, None)  # of the file that was replaced
+        (self._directory / note_name(shard)).unlink(missing_ok=True)
+
+    def path(self, shard: str) -> Path | None:
+        return self._directory / shard
 
     def _map(self, shard: str) -> Tensor:
         try:
@@ -200,23 +176,19 @@ class ObjectStoreBackend:
 
     @property
     def name(self) -> str:
-        """See `StorageBackend`."""
         return f"{self._store.url}/{self._prefix}"
 
     @property
     def parallel(self) -> int:
-        """See `StorageBackend`."""
         return self._store.parallel
 
     def file(self, name: str) -> bytes | None:
-        """See `StorageBackend`."""
         try:
             return self._store.read(f"{self._prefix}/{name}")
         except ArtifactMissing:
             return None
 
     def shards(self) -> list[str]:
-        """See `StorageBackend`."""
         return sorted(name for name in self._listed() if Path(name).match(SHARD_PATTERN))
 
     def size(self, shard: str) -> int | None:
@@ -224,22 +196,18 @@ class ObjectStoreBackend:
         return self._listed().get(shard)
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
-        """See `StorageBackend`."""
         data = self._store.read(f"{self._prefix}/{shard}", start=start, length=length)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
     def note_damage(self, shard: str, why: str) -> None:
-        """See `StorageBackend`."""
         with suppress(Permanent):  # read permission only: the error that the reader raises still names the shard
             self._store.write(f"{self._prefix}/{note_name(shard)}", (why + "\n").encode())
 
     def notes(self) -> dict[str, str]:
-        """See `StorageBackend`."""
-        return {_noted_shard(name): (self.file(name) or b"").decode().strip()
+        return {Path(name).stem + _SHARD_SUFFIX: (self.file(name) or b"").decode().strip()
                 for name in self._listed() if Path(name).match(f"shard-*{DAMAGED_SUFFIX}")}
 
     def add(self, shard: str, part: Path) -> None:
-        """See `StorageBackend`."""
         size_bytes = part.stat().st_size
 
         def has_an_end() -> bool:
@@ -250,12 +218,11 @@ class ObjectStoreBackend:
         while_unavailable(lambda: self._store.delete(f"{self._prefix}/{note_name(shard)}"))
 
     def path(self, shard: str) -> Path | None:
-        """See `StorageBackend`."""
         return None
 
     def _listed(self) -> dict[str, int]:
         with self._lock:  # threads add shards
             if self._sizes is None:
-                self._sizes = {found.key.removeprefix(f"{self._prefix}/"): found.size_bytes
-                               for found in self._store.list(self._prefix)}
+                self._sizes = {stored.key.removeprefix(f"{self._prefix}/"): stored.size_bytes
+                               for stored in self._store.list(self._prefix)}
             return self._sizes

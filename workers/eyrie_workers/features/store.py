@@ -1,20 +1,27 @@
 """Reads a hidden-state store in any order, without loading it: from a directory, or from an artifact store by ranges.
 
-`row(i)` and `read(rows)` read the blocks of those rows alone and decode them directly into the tensors they return, so
-a store of terabytes opens in the time it takes to read its index. Adjacent blocks are read together; from an artifact
+`read(rows)` reads the blocks of those rows alone and decodes them directly into the tensors it returns, so a store of
+terabytes opens in the time it takes to read its index. Adjacent blocks are read together; from an artifact
 store several reads are in flight, and `batches` prefetches while the caller computes.
 
 Every block is compared with its digest before it is decoded: from a directory the first time it is read, from the
 network always. A mismatch raises StoreDamaged with the shard and its rows, and writes a note that capture finds.
 Damaged states never reach training, and one damaged shard costs one shard.
+
+    python -m eyrie_workers.features.store STORE
+
+reads a whole store (a directory or `s3://bucket/prefix`) and prints damaged shards with their rows; the next run of
+capture writes them again. Exit code 0 for an intact store, 74 otherwise.
 """
 
+import argparse
+import sys
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,18 +30,20 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.artifacts.store import StoreUnavailable
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.rules import first_problem
-from eyrie_workers.features.blocks import concat_topk_logits, decode_block
+from eyrie_workers.features.codecs import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import (
     INDEX,
     Block,
-    FeatureRow,
     ShardEnd,
     ShardMap,
     StoreFormat,
     StoreIndex,
+    TokenRow,
     block_sections,
     end_of_shard,
     from_bytes,
@@ -66,9 +75,7 @@ class Damage:
     """The damage of one shard."""
 
     shard: str
-    rows: range
-    """Affected rows, by index in the store."""
-
+    rows: range  # affected rows, by index in the store
     what: str
 
     def __str__(self) -> str:
@@ -80,11 +87,8 @@ class Damage:
 class Buffers:
     """Memory to decode into, reused from batch to batch: pinned for a GPU, and already faulted in."""
 
-    aux: Tensor
-    """[most tokens, A, H], float32 or bfloat16."""
-
-    last: Tensor
-    """[most tokens, H] of the same dtype."""
+    aux: Tensor  # [most tokens, A, H], float32 or bfloat16
+    last: Tensor  # [most tokens, H] of the same dtype
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,7 @@ class _Piece:
     """A block to read."""
 
     shard: int
-    row: int
-    """Index in the shard."""
-
+    row: int  # index in the shard
     block: Block
 
 
@@ -128,58 +130,46 @@ class FeatureStore:
 
     @property
     def backend(self) -> StorageBackend:
-        """The storage backend."""
         return self._backend
 
     @property
     def num_rows(self) -> int:
-        """Rows in the store."""
         return self._row_starts[-1]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all rows."""
         return sum(shard.tokens for shard in self._shards)
 
     @property
     def row_ids(self) -> list[str]:
-        """Ids in order."""
         return [row_id for shard in self._shards for row_id in shard.row_ids]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
         return [length for shard in self._shards for length in shard.lengths]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shards."""
         return sum(_shard_size(self._map(number), self.format) for number in range(len(self._shards)))
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids [T] int64 and loss mask [T] bool of a row, without reading its states."""
         number, within = self._find(index)
-        ids, mask = self._shard_tokens(number)
         first, last = self._map(number).row_tokens[within: within + 2]
-        return ids[first:last], mask[first:last]
-
-    def row(self, index: int, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None) -> FeatureRow:
-        """Row `index`, or its tokens [start, stop), reading only the blocks that contain them. Raises IndexError.
-
-        Top-k logits are returned for whole rows only.
-        """
-        number, within = self._find(index)
-        ids, mask = self.tokens(index)
-        chosen = range(ids.shape[0])[start:stop]
-        pieces = [_Piece(number, within, block) for block in self._map(number).rows[within]
-                  if block.tokens.start < chosen.stop and block.tokens.stop > chosen.start]
-        packed = self._decode([(pieces, ids, mask)], dtype)
-        at = pieces[0].block.tokens.start if pieces else 0
-        here = slice(chosen.start - at, chosen.stop - at)
-        return FeatureRow(
-            row_id=self._shards[number].row_ids[within], token_ids=ids[chosen.start:chosen.stop],
-            loss_mask=mask[chosen.start:chosen.stop], aux=packed.aux[here], last=packed.last[here],
-            topk_logits=packed.topk_logits if len(chosen) == ids.shape[0] else None)
+        with self._lock:
+            cached = self._tokens.get(number)
+            if cached is not None:
+                self._tokens.move_to_end(number)
+        if cached is None:
+            count = self._shards[number].tokens
+            data = self._backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
+            self._check(number, 0, data, self._rows_of(number))
+            cached = data[: 4 * count].view(torch.int32).to(torch.int64), data[4 * count: 5 * count].to(torch.bool)
+            with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
+                self._tokens[number] = cached
+                while len(self._tokens) > 1 and sum(ids.numel() for ids, _ in self._tokens.values()) > _MAX_TOKENS_KEPT:
+                    self._tokens.popitem(last=False)
+        return cached[0][first:last], cached[1][first:last]
 
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
              into: Buffers | None = None) -> PackedBatch:
@@ -187,17 +177,35 @@ class FeatureStore:
 
         into   memory for the states; its dtype overrides `dtype`, and the returned states are views of its beginning.
         """
-        wanted = []
-        for index in rows:
-            number, within = self._find(index)
-            pieces = [_Piece(number, within, block) for block in self._map(number).rows[within]]
-            wanted.append((pieces, *self.tokens(index)))
-        return self._decode(wanted, dtype, into)
+        wanted = [(self._pieces(index), *self.tokens(index)) for index in rows]
+        fmt, dtype = self.format, dtype or self.format.dtype
+        pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
+        num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
+        keeps = fmt.final_state == "keep"
+        if into is None:
+            aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype)
+            last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype)
+        else:
+            aux, last = into.aux[:num_tokens], into.last[:num_tokens, :fmt.hidden_size if keeps else 0].zero_()
+        topk_parts = []
+        at = 0
+        for (piece, mask), data in zip(pieces, self._fetch([piece for piece, _ in pieces]), strict=True):
+            block = piece.block
+            tensors = from_bytes(block_sections(fmt, len(block.tokens), block.num_supervised), data)
+            tokens = slice(at, at + len(block.tokens))
+            decode_block(fmt, tensors, supervised_positions(mask)[block.tokens.start:block.tokens.stop], aux[tokens],
+                         last[tokens])
+            if not keeps:
+                topk_parts.append(tensors)
+            at = tokens.stop
+        return PackedBatch(
+            token_ids=torch.cat([ids for _, ids, _ in wanted]), loss_mask=torch.cat([mask for _, _, mask in wanted]),
+            aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(topk_parts),
+            lengths=tuple(ids.shape[0] for _, ids, _ in wanted))
 
     def encoded(self, index: int) -> dict[str, Tensor]:
-        """The states of a whole row as they are stored: `blocks.encode_states` of it. Raises StoreDamaged."""
-        number, within = self._find(index)
-        pieces = [_Piece(number, within, block) for block in self._map(number).rows[within]]
+        """The states of a whole row as they are stored: `codecs.encode_states` of it. Raises StoreDamaged."""
+        pieces = self._pieces(index)
         parts = [from_bytes(block_sections(self.format, len(piece.block.tokens), piece.block.num_supervised), data)
                  for piece, data in zip(pieces, self._fetch(pieces), strict=True)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -244,25 +252,20 @@ class FeatureStore:
     def damage(self) -> Iterator[Damage]:
         """Read everything; yields each damaged shard and writes its damage note."""
         for number in range(len(self._shards)):
-            found = self._check_size(number) or self._verify_shard(number)
-            if found is not None:
-                self._backend.note_damage(found.shard, str(found))
-                yield found
-
-    def verify(self) -> None:
-        """Raise StoreDamaged for the first damaged shard."""
-        for found in self.damage():
-            raise self._damaged(found)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Caches and the lock are not pickled."""
-        dropped: dict[str, object] = {"_maps": {}, "_tokens": OrderedDict(), "_checked": set(), "_lock": None}
-        return {**self.__dict__, **dropped}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """See `__getstate__`."""
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
+            shard, layout, damage = self._shards[number], self._map(number), self._check_size(number)
+            if damage is None:
+                first = self._row_starts[number]
+                ranges = [(0, layout.tokens_size, self._rows_of(number)), *(
+                    (block.offset, block.size, range(index, index + 1))
+                    for index, blocks in enumerate(layout.rows, first) for block in blocks)]
+                wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
+                         if short_digest(self._backend.read(shard.name, start, size).numpy().data) != digest]
+                if not wrong:
+                    continue
+                damage = Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
+                                "its bytes differ from their digest")
+            self._backend.note_damage(damage.shard, str(damage))
+            yield damage
 
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.num_rows:
@@ -270,54 +273,14 @@ class FeatureStore:
         number = bisect_right(self._row_starts, index) - 1
         return number, index - self._row_starts[number]
 
+    def _pieces(self, index: int) -> list[_Piece]:
+        number, within = self._find(index)
+        return [_Piece(number, within, block) for block in self._map(number).rows[within]]
+
     def _map(self, number: int) -> ShardMap:
-        found = self._maps.get(number)
-        if found is None:
-            found = self._maps[number] = ShardMap(self._shards[number], self.format)
-        return found
-
-    def _shard_tokens(self, number: int) -> tuple[Tensor, Tensor]:
-        with self._lock:
-            if number in self._tokens:
-                self._tokens.move_to_end(number)
-                return self._tokens[number]
-        count = self._shards[number].tokens
-        data = self._backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
-        self._check(number, 0, data, self._rows_of(number))
-        ids = data[: 4 * count].view(torch.int32).to(torch.int64)
-        kept = (ids, data[4 * count: 5 * count].to(torch.bool))
-        with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
-            self._tokens[number] = kept
-            while len(self._tokens) > 1 and sum(ids.numel() for ids, _ in self._tokens.values()) > _MAX_TOKENS_KEPT:
-                self._tokens.popitem(last=False)
-        return kept
-
-    def _decode(self, wanted: Sequence[tuple[Sequence[_Piece], Tensor, Tensor]],
-                dtype: torch.dtype | None, into: Buffers | None = None) -> PackedBatch:
-        fmt, dtype = self.format, dtype or self.format.dtype
-        pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
-        num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
-        keeps = fmt.final_state == "keep"
-        if into is None:
-            aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype)
-            last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype)
-        else:
-            aux, last = into.aux[:num_tokens], into.last[:num_tokens, :fmt.hidden_size if keeps else 0].zero_()
-        topk_parts = []
-        at = 0
-        for (piece, mask), data in zip(pieces, self._fetch([piece for piece, _ in pieces]), strict=True):
-            block = piece.block
-            tensors = from_bytes(block_sections(fmt, len(block.tokens), block.num_supervised), data)
-            here = slice(at, at + len(block.tokens))
-            decode_block(fmt, tensors, supervised_positions(mask)[block.tokens.start:block.tokens.stop], aux[here],
-                         last[here])
-            if not keeps:
-                topk_parts.append(tensors)
-            at = here.stop
-        return PackedBatch(
-            token_ids=torch.cat([ids for _, ids, _ in wanted]), loss_mask=torch.cat([mask for _, _, mask in wanted]),
-            aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(topk_parts),
-            lengths=tuple(ids.shape[0] for _, ids, _ in wanted))
+        if number not in self._maps:
+            self._maps[number] = ShardMap(self._shards[number], self.format)
+        return self._maps[number]
 
     def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """The bytes of each block, verified; adjacent blocks are read together."""
@@ -332,7 +295,7 @@ class FeatureStore:
                 groups[-1].append(i)
             else:
                 groups.append([i])
-        found: list[Tensor] = [torch.empty(0)] * len(pieces)
+        verified: list[Tensor] = [torch.empty(0)] * len(pieces)
 
         def read(group: list[int]) -> None:
             first, final = pieces[group[0]], pieces[group[-1]]
@@ -344,10 +307,15 @@ class FeatureStore:
                 part = data[piece.block.offset - start: piece.block.offset - start + piece.block.size]
                 row = self._row_starts[piece.shard] + piece.row
                 self._check(piece.shard, piece.block.number + 1, part, range(row, row + 1))
-                found[i] = part
+                verified[i] = part
 
-        _all(read, groups, self._backend.parallel)
-        return found
+        if self._backend.parallel == 1 or len(groups) == 1:
+            for group in groups:
+                read(group)
+        else:
+            with ThreadPoolExecutor(min(self._backend.parallel, len(groups)), "eyrie-ranges") as pool:
+                list(pool.map(read, groups))
+        return verified
 
     def _check(self, number: int, digest: int, data: Tensor, rows: range) -> None:
         """Compare bytes with digest number `digest` of the shard: 0 for its tokens, 1 + b for block b."""
@@ -359,19 +327,6 @@ class FeatureStore:
         # Local bytes are verified once; ranges from the network may be damaged at any transfer.
         if isinstance(self._backend, LocalBackend):
             self._checked.add((number, digest))
-
-    def _verify_shard(self, number: int) -> Damage | None:
-        shard, of = self._shards[number], self._map(number)
-        ranges = [(0, of.tokens_size, self._rows_of(number))]
-        for row, blocks in enumerate(of.rows):
-            index = self._row_starts[number] + row
-            ranges += [(block.offset, block.size, range(index, index + 1)) for block in blocks]
-        wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
-                 if short_digest(self._backend.read(shard.name, start, size).numpy().data) != digest]
-        if not wrong:
-            return None
-        return Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
-                      "its bytes differ from their digest")
 
     def _rows_of(self, number: int) -> range:
         return range(self._row_starts[number], self._row_starts[number + 1])
@@ -397,33 +352,19 @@ def _next_batch(waiting: deque[tuple[Future[PackedBatch], Buffers | None]],
         spare.append(into)
 
 
-def _all(do: Callable[[list[int]], None], groups: Sequence[list[int]], parallel: int) -> None:
-    if parallel == 1 or len(groups) == 1:
-        for group in groups:
-            do(group)
-        return
-    with ThreadPoolExecutor(min(parallel, len(groups)), thread_name_prefix="eyrie-ranges") as pool:
-        for _ in pool.map(do, groups):
-            pass
-
-
 def _shard_size(of: ShardMap, fmt: StoreFormat) -> int:
     return of.states_end + len(end_of_shard(ShardEnd(layout=fmt, record=of.record)))
 
 
 def _read_index(backend: StorageBackend) -> StoreIndex:
+    """The index; that of an unfinished store, or where it is lost, is composed from the ends of the shards."""
     data = backend.file(INDEX)
-    if data is None:
-        return _compose_index(backend)
-    try:
-        return StoreIndex.model_validate_json(data)
-    except ValidationError as error:
-        raise ArtifactCorrupt(f"{INDEX} in {backend.name} is not a readable store index: {first_problem(error)}",
-                              "run capture again: it is composed from the shards") from error
-
-
-def _compose_index(backend: StorageBackend) -> StoreIndex:
-    """The index of an unfinished store, or of one whose index is lost, composed from the ends of its shards."""
+    if data is not None:
+        try:
+            return StoreIndex.model_validate_json(data)
+        except ValidationError as error:
+            raise ArtifactCorrupt(f"{INDEX} in {backend.name} is not a readable store index: {first_problem(error)}",
+                                  "run capture again: it is composed from the shards") from error
     names = backend.shards()
     if not names:
         raise ArtifactMissing(f"no {INDEX} and no shard in {backend.name}: it is not a hidden-state store",
@@ -438,3 +379,64 @@ def _compose_index(backend: StorageBackend) -> StoreIndex:
             raise ArtifactCorrupt(f"{name} in {backend.name} is damaged: its end cannot be read", "run capture again")
         ends.append(end)
     return StoreIndex(layout=ends[0].layout, shards=tuple(end.record for end in ends))
+
+
+@dataclass
+class EarlierStates:
+    """States that earlier jobs have captured of the same rows (`reuse: auto`), by row.
+
+    A state is a function of the target, the layers, the codec and the tokens up to its position. The first three are
+    the format of a store, so a store with another format is left out. The tokens and the loss mask of each row are
+    compared: an answer may have been generated again, or cut at another length.
+
+    What is copied is the encoded row, each block compared with its digest as it is read. An earlier job's states may
+    be removed while they are read (`eyrie storage --clean`): a row that cannot be read is computed.
+    """
+
+    _places: dict[str, list[tuple[FeatureStore, int]]] = field(default_factory=dict)
+    num_unreadable: int = 0  # rows that a store has and that could not be read
+
+    def add(self, store: FeatureStore, fmt: StoreFormat, wanted: set[str]) -> None:
+        """Use a store for those of the wanted rows that it has. Raises ArtifactCorrupt when it has another format."""
+        if store.format != fmt:
+            names = [name for name in StoreFormat.model_fields if getattr(store.format, name) != getattr(fmt, name)]
+            raise ArtifactCorrupt(f"the states in {store.backend.name} have another format ({', '.join(names)})")
+        for index, row_id in enumerate(store.row_ids):
+            if row_id in wanted:
+                self._places.setdefault(row_id, []).append((store, index))
+
+    def has_all(self, row_ids: Sequence[str]) -> bool:
+        """Whether some store has each row, as far as ids tell."""
+        return all(row_id in self._places for row_id in row_ids)
+
+    def find(self, row: TokenRow) -> dict[str, Tensor] | None:
+        """The encoded states of a row; None where no store has them of these tokens."""
+        for store, index in self._places.get(row.row_id, ()):
+            try:
+                token_ids, loss_mask = store.tokens(index)
+                if torch.equal(token_ids, row.token_ids) and torch.equal(loss_mask, row.loss_mask):
+                    return store.encoded(index)
+            except (ArtifactCorrupt, ArtifactMissing, StoreUnavailable, OSError):
+                self.num_unreadable += 1
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Verify a whole store; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Compare every block of a hidden-state store with its digest.")
+    parser.add_argument("store", help="directory, or s3://bucket/prefix")
+    count = 0
+    try:
+        store = open_features(parser.parse_args(argv).store)
+        for damage in store.damage():
+            print(f"{damage.shard}: {damage}")
+            count += 1
+    except EyrieError as error:
+        return report_error(error)
+    print(f"{store.num_rows} rows, {store.num_tokens} tokens, {store.size_bytes} bytes: "
+          + (f"{count} damaged shards" if count else "intact"))
+    return ArtifactCorrupt.exit_code if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

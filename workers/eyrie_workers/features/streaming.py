@@ -1,6 +1,10 @@
-"""Hidden states without a store: the target computes them during training, ahead of the training loop.
+"""Hidden states as the target computes them: one pass over whole rows, for capture, and a stream of them for training.
 
-Capture then writes only a plan, about five bytes per token:
+`compute_pass` serves both. Nothing of a pass leaves the target's device: which positions are supervised is decided on
+the host, where the loss masks are, so no pass waits for the device.
+
+With `capture.feed: stream` there is no store: the target computes the states during training, ahead of the training
+loop, and capture writes only a plan, about five bytes per token:
 
     stream.json    the store's format, and the id, the number of tokens and of prompt tokens of every row
     tokens.bin     the rows' token ids, int32, end to end
@@ -10,21 +14,20 @@ the format's codec and back, unsupervised positions have no final state, and top
 stores them. On the CPU the reference's products do not depend on the other rows of a pass (`targets.operators`), so its
 numbers equal those of a store for any batching; another source rounds differently in another batch.
 
-States never leave the target's device: a batch has its tokens and loss mask on the CPU, where training plans, and its
-states where they were computed, which is the trainer's own GPU or another (EYRIE_TARGET_DEVICE, `targets.device`).
+States stay where they were computed, which is the trainer's own GPU or another (EYRIE_TARGET_DEVICE, `targets.device`);
+tokens and loss mask of a batch are on the CPU, where training plans.
 
 `batches` runs the target in a thread ahead of its caller, on a GPU also in a stream of its own, and never holds more
 than `buffer_bytes` of states, including the batch in use; a larger batch is computed when it is requested. Every epoch
 repeats the target's passes.
 """
 
-# T tokens, A aux layers, H hidden
-
 import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -37,12 +40,45 @@ from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, wr
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.rules import first_problem
-from eyrie_workers.features.blocks import concat_topk_logits, decode_block
+from eyrie_workers.features.codecs import concat_topk_logits, decode_block, encode_states
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow, TopKLogits, consecutive, supervised_positions
 from eyrie_workers.features.storage_backend import StorageBackend
-from eyrie_workers.features.target_pass import compute_pass, plan_passes
+from eyrie_workers.features.topk_logits import compute_topk_logits_of_rows
 from eyrie_workers.targets.state_source import StateSource
+
+# T tokens, M tokens of the pass, S supervised positions of it, A aux layers, H hidden
+
+
+
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """States of some rows, end to end, as the target computes them and on its device."""
+
+    aux: Tensor  # [M, A, H]
+    last: Tensor  # [M, H], after the final norm
+    is_supervised: Tensor  # [M] bool, on the CPU
+    supervised: Tensor  # [S] int64: the supervised positions, on the target's device
+    topk_logits: TopKLogits | None  # of these positions, where the format stores them
+
+    def encode(self, fmt: StoreFormat) -> dict[str, Tensor]:
+        """The sections of `codecs.encode_states`."""
+        return encode_states(fmt, self.aux, self.last, self.supervised, self.topk_logits)
+
+
+def compute_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat) -> TargetPass:
+    aux_MAH, last_MH = target.packed_states([row.token_ids for row in rows], fmt.aux_layers)
+    by_row = [supervised_positions(row.loss_mask) for row in rows]
+    is_supervised = torch.cat(by_row)
+    supervised = is_supervised.nonzero().squeeze(1).to(target.device, non_blocking=True)
+    topk_logits = None
+    if fmt.final_state == "topk":
+        parts = last_MH.index_select(0, supervised).split([int(positions.sum()) for positions in by_row])
+        topk_logits = compute_topk_logits_of_rows(parts, target.output_head, fmt)
+    return TargetPass(aux_MAH, last_MH, is_supervised, supervised, topk_logits)
+
 
 STREAM = "stream.json"
 TOKENS = "tokens.bin"
@@ -104,7 +140,6 @@ def read_plan(backend: StorageBackend) -> tuple[StreamPlan, bytes] | None:
 
 
 def plan_is_whole(backend: StorageBackend) -> bool:
-    """Whether a readable plan and its tokens exist."""
     try:
         return read_plan(backend) is not None
     except ArtifactCorrupt:
@@ -121,12 +156,8 @@ class StreamedFeatures:
         """Digest of the rows and their format; batching does not enter it."""
 
         self.lengths = list(plan.lengths)
-        self.computed_tokens = 0
-        """Tokens that the target has computed so far."""
-
-        self.most_held_bytes = 0
-        """Largest number of bytes of states held by `batches` so far."""
-
+        self.computed_tokens = 0  # tokens that the target has computed so far
+        self.most_held_bytes = 0  # largest number of bytes of states held by `batches` so far
         self._ids = torch.frombuffer(bytearray(tokens), dtype=torch.int32).to(torch.int64)
         self._starts = [0, *accumulate(plan.lengths)]
         self._load: Callable[[], StateSource] | None = target
@@ -136,12 +167,10 @@ class StreamedFeatures:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all rows."""
         return self._starts[-1]
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
@@ -158,12 +187,12 @@ class StreamedFeatures:
         aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype, device=target.device)
         last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype, device=target.device)
         topk_parts, at = [], 0
-        for batch in plan_passes(lengths, self.plan.batch_tokens):
+        for batch in consecutive(lengths, self.plan.batch_tokens):
             computed = compute_pass(target, documents[batch.start:batch.stop], fmt)
-            here = slice(at, at + computed.aux.shape[0])
+            tokens = slice(at, at + computed.aux.shape[0])
             tensors = computed.encode(fmt)
-            decode_block(fmt, tensors, computed.is_supervised, aux[here], last[here])
-            at = here.stop
+            decode_block(fmt, tensors, computed.is_supervised, aux[tokens], last[tokens])
+            at = tokens.stop
             if not keeps:
                 topk_parts.append(tensors)
             self.computed_tokens += computed.aux.shape[0]
@@ -179,13 +208,15 @@ class StreamedFeatures:
 
         reuse   ignored, for the interface of stores: decoding costs little compared with the target's passes.
         """
+        num_states = len(self.format.aux_layers) + (self.format.final_state == "keep")
+        token_bytes = num_states * self.format.hidden_size * (dtype or self.format.dtype).itemsize
         waiting: deque[tuple[Future[PackedBatch], int]] = deque()
         held, coming, source = 0, None, iter(groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="eyrie-stream")
         try:
             while True:
                 while len(waiting) <= ahead and (coming := coming or next(source, None)) is not None:
-                    size = self._state_bytes(coming, dtype)
+                    size = token_bytes * sum(self.lengths[row] for row in coming)
                     # Without held states a batch is submitted at any size, or a large one would never be computed.
                     if held and held + size > self.plan.buffer_bytes:
                         break
@@ -195,8 +226,14 @@ class StreamedFeatures:
                 if not waiting:
                     return
                 future, size = waiting.popleft()
-                yield self._handed_over(future.result())
-                del future  # the future references the batch: drop it before the next one is computed
+                batch = future.result()
+                if batch.aux.device.type == "cuda":
+                    # The memory belongs to the prefetch stream: without this it would be given to a later pass while
+                    # kernels of the caller's stream still read it.
+                    for tensor in batch.states():
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                yield batch
+                del batch, future  # both reference the states: dropped before the next batch is computed
                 held -= size
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -211,20 +248,6 @@ class StreamedFeatures:
             batch = self.read(rows, dtype)
         self._stream.synchronize()  # this thread alone waits
         return batch
-
-    def _handed_over(self, batch: PackedBatch) -> PackedBatch:
-        """The batch, for use in the caller's stream."""
-        if batch.aux.device.type == "cuda":
-            # The memory belongs to the prefetch stream: without this it would be given to a later pass while kernels of
-            # the caller's stream still read it.
-            for tensor in batch.states():
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return batch
-
-    def _state_bytes(self, rows: Sequence[int], dtype: torch.dtype | None) -> int:
-        states = len(self.format.aux_layers) + (self.format.final_state == "keep")
-        return sum(self.lengths[row] for row in rows) * states * self.format.hidden_size \
-            * (dtype or self.format.dtype).itemsize
 
     def _loaded_target(self) -> StateSource:
         with self._lock:  # an evaluation may read while the prefetch thread does

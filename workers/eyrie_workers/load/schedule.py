@@ -6,7 +6,7 @@ complete; models independent users. All variants receive the same requests in th
 same times.
 
 A level is measured in blocks, variant after variant, in an order that changes from block to block and from level to
-level (`eyrie_workers.interleaving`), so a machine that slows down or warms up does so for all variants.
+level (`eyrie_workers.intervals`), so a machine that slows down or warms up does so for all variants.
 
 Prompts are drawn from the categories in turn (chat, math, chat, math, ...), each category in order and cyclically, and
 each repeat continues where the previous one ended. Warm-up draws prompts from the end, so that the prefix cache of a
@@ -22,6 +22,7 @@ from typing import Literal
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.interleaving import interleaved
+from eyrie_workers.intervals import interleaved
 from eyrie_workers.load.client import LoadRequest
 
 

@@ -9,12 +9,11 @@ program killed between creating the batch and saving its id finds it in the endp
 `batch.json` is deleted when the last answer of the batch has been consumed. Requests that expired, or that failed with
 a retryable status, are sent in the next batch.
 
-The Batch API returns no token ids: answers are tokenised again, and `ids_exact` of the rows is false.
+The Batch API returns no token ids: answers are tokenized again, and `ids_exact` of the rows is false.
 """
 
 import json
 import random
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,14 @@ from pydantic import ValidationError
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationRequest,
+    sleep_in_slices,
+)
 from eyrie_workers.regeneration.endpoint import (
-    AnswerTokenizer,
     Endpoint,
     declined,
     fatal,
@@ -37,19 +42,9 @@ from eyrie_workers.regeneration.endpoint import (
     request_body,
     retry_delay_s,
 )
-from eyrie_workers.regeneration.generation_client import (
-    GenerationFailure,
-    GenerationOutcome,
-    GenerationRequest,
-)
 
-MAX_REQUESTS = 50_000
-"""OpenAI's limit of requests in one batch."""
-
-MAX_FILE_BYTES = 190 * 2**20
-"""Below OpenAI's 200 MB for the input file."""
-
-_SLICE_S = 0.2
+MAX_REQUESTS = 50_000  # OpenAI's limit of requests in one batch
+MAX_FILE_BYTES = 190 * 2**20  # below OpenAI's 200 MB for the input file
 _CHAT_PATH = "/v1/chat/completions"
 _PARTIAL_STATUSES = ("expired", "cancelled")
 
@@ -67,10 +62,8 @@ class BatchClient:
     """`GenerationClient` over the Batch API."""
 
     endpoint: Endpoint
-    tokenizer: AnswerTokenizer
-    state_file: Path
-    """`batch.json`."""
-
+    tokenizer: AnswerRetokenizer
+    state_file: Path  # `batch.json`
     warn: Callable[[str, str], None]
     first_delay_s: float = 0.5
     poll_s: float = 10.0
@@ -79,16 +72,22 @@ class BatchClient:
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Transient or Permanent as `online` does."""
-        self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenised again from their "
+        self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenized again from their "
                   "text, which may differ from the ids the target produced (rows say ids_exact: false)")
         with httpx.Client(headers=self.endpoint.headers, timeout=self.endpoint.timeout_s) as client:
             waiting = _Waiting(prompts)
             empty_batches = 0
             while chunk := self._chunk(waiting):
-                outcomes = self._one_batch(client, chunk, pause)
+                pending = self._pending() or self._upload(client, chunk, pause)
+                if pending.batch_id is None:
+                    pending = self._create(client, pending, pause)
+                assert pending.batch_id is not None
+                batch = self._await(client, pending.batch_id, pause)
+                outcomes = self._collect(client, batch, {prompt.row_id: prompt for prompt in chunk}, pause)
                 yield from outcomes.values()
                 self.state_file.unlink(missing_ok=True)
-                waiting.put_back([prompt for prompt in chunk if prompt.row_id not in outcomes])
+                waiting.front.extendleft(
+                    prompt for prompt in reversed(chunk) if prompt.row_id not in outcomes)
                 empty_batches = 0 if outcomes else empty_batches + 1
                 if empty_batches > self.endpoint.max_retries:
                     raise Transient(f"{self.endpoint.base_url}: {empty_batches} batches in a row returned no answer",
@@ -111,15 +110,6 @@ class BatchClient:
             return min(left) >= 0
 
         return waiting.take_while(fits)
-
-    def _one_batch(self, client: httpx.Client, chunk: Sequence[GenerationRequest],
-                   pause: Callable[[], None]) -> dict[str, GenerationOutcome]:
-        pending = self._pending() or self._upload(client, chunk, pause)
-        if pending.batch_id is None:
-            pending = self._create(client, pending, pause)
-        assert pending.batch_id is not None
-        batch = self._await(client, pending.batch_id, pause)
-        return self._collect(client, batch, {prompt.row_id: prompt for prompt in chunk}, pause)
 
     def _pending(self) -> PendingBatch | None:
         try:
@@ -163,7 +153,7 @@ class BatchClient:
                 reasons = [e.get("message", "") for e in (batch.get("errors") or {}).get("data", [])]
                 raise Permanent(f"batch {batch_id} failed: {'; '.join(reasons) or 'no reason given'}",
                                 "fix what the endpoint reports, then retry; answered rows are kept")
-            _sleep(self.poll_s, pause)
+            sleep_in_slices(self.poll_s, pause)
 
     def _collect(self, client: httpx.Client, batch: dict[str, Any], prompts: dict[str, GenerationRequest],
                  pause: Callable[[], None]) -> dict[str, GenerationOutcome]:
@@ -212,7 +202,7 @@ class BatchClient:
             if attempt >= self.endpoint.max_retries:
                 raise Transient(f"{url} failed {attempt + 1} times: {error_text}",
                                 "check that the endpoint is up, then retry: the batch is saved", 60.0)
-            _sleep(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()), pause)
+            sleep_in_slices(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()), pause)
             attempt += 1
 
 
@@ -220,26 +210,14 @@ class _Waiting:
     """Prompts not yet sent: those put back, then the rest of the iterator."""
 
     def __init__(self, prompts: Iterator[GenerationRequest]) -> None:
-        self._front: deque[GenerationRequest] = deque()
+        self.front: deque[GenerationRequest] = deque()
         self._rest = prompts
-
-    def put_back(self, prompts: Sequence[GenerationRequest]) -> None:
-        self._front.extendleft(reversed(prompts))
 
     def take_while(self, wanted: Callable[[GenerationRequest], bool]) -> list[GenerationRequest]:
         taken: list[GenerationRequest] = []
-        while (prompt := self._front.popleft() if self._front else next(self._rest, None)) is not None:
+        while (prompt := self.front.popleft() if self.front else next(self._rest, None)) is not None:
             if not wanted(prompt):
-                self._front.appendleft(prompt)
+                self.front.appendleft(prompt)
                 break
             taken.append(prompt)
         return taken
-
-
-def _sleep(seconds: float, pause: Callable[[], None]) -> None:
-    """Sleep in slices, so that a stop request takes effect within one slice."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        pause()
-        time.sleep(min(left, _SLICE_S))
-    pause()

@@ -3,7 +3,7 @@
 The key of an answer is a digest of what it is a function of, and is stored with its row:
 
     target (config, weights, tokenizer, template), dtype, engine, and the model's name at an endpoint
-    the request: messages after normalisation, tools, template variables, and the token ids that they render to here
+    the request: messages after normalization, tools, template variables, and the token ids that they render to here
     sampling parameters, token limit, seed
 
 Source, line, file order and the other rows do not act on an answer, and neither does the address of an endpoint.
@@ -25,7 +25,7 @@ changed since is generated again.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,23 +34,21 @@ from typing import BinaryIO
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_api.v1alpha1.model import Digest
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, read_meta
-from eyrie_workers.jsonl_ledger import Extent, decode_line, reason_of
-from eyrie_workers.left_in_store import open_binary
-from eyrie_workers.regeneration.generation_client import GenerationRequest
+from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, located_rows, read_meta
+from eyrie_workers.jsonl_ledger import Extent, decode_line
+from eyrie_workers.regeneration.answers import GenerationRequest
+from eyrie_workers.stored_files import open_binary
 
 _HINT = "generate the answers again"
 
 
-def generator_of(target: Digest, dtype: str, engine: str, served_model: str | None) -> str:
-    """What generates all answers of a job, as one text; `served_model` is None where no endpoint is asked by name."""
-    return json.dumps([target, dtype, engine, served_model])
+def answer_key(generator: Sequence[str | None], request: GenerationRequest, sampling: RowSampling) -> str:
+    """128 bits of a hash over what one answer is a function of (see the module's docstring).
 
-
-def answer_key(generator: str, request: GenerationRequest, sampling: RowSampling) -> str:
-    """128 bits of a hash over what one answer is a function of (see the module's docstring)."""
+    generator   digest of the target, dtype, engine, and the model's name where an endpoint is asked by name
+    """
     drawn = None if sampling.temperature == 0.0 else [sampling.top_p, sampling.top_k, request.seed]
-    inputs = [generator, request.messages, request.tools, request.chat_template_kwargs, request.prompt_ids,
+    inputs = [json.dumps(generator), request.messages, request.tools, request.chat_template_kwargs, request.prompt_ids,
               sampling.max_new_tokens, sampling.temperature, drawn]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -89,37 +87,18 @@ def earlier_answers(directory: Path, target: Digest, pause: Callable[[], None]) 
         try:
             manifest = read_manifest(directory / MANIFEST)
             digests = {entry.path: entry.sha256 for entry in manifest.files}
-            _check_target(directory, digests, target)
+            if digest_file(directory / META) != digests.get(META):
+                raise ArtifactCorrupt(f"{directory / META} differs from the digest in its manifest", _HINT)
+            meta = read_meta(directory)
+            if meta is None or meta.target_digest != target:
+                raise Conflict(f"the answers in {directory} are of another target", _HINT)
             file = opened.enter_context(open_binary(directory / ROWS))
-            places = _places(file, digests.get(ROWS), directory / ROWS, pause)
+            places = dict[str, Extent]()
+            for extent, row in located_rows(file, directory / ROWS, digests.get(ROWS, ""), _HINT):
+                pause()
+                if row.key:
+                    places[row.key] = extent
         except OSError as error:
             raise ArtifactMissing(f"{error.filename or directory / ROWS} cannot be read: {error.strerror}",
                                   _HINT) from error
         yield EarlierAnswers(manifest.job_id, file, places)
-
-
-def _check_target(directory: Path, digests: Mapping[str, Digest], target: Digest) -> None:
-    """Raises ArtifactCorrupt or Conflict."""
-    if digest_file(directory / META) != digests.get(META):
-        raise ArtifactCorrupt(f"{directory / META} differs from the digest in its manifest", _HINT)
-    meta = read_meta(directory)
-    if meta is None or meta.target_digest != target:
-        raise Conflict(f"the answers in {directory} are of another target", _HINT)
-
-
-def _places(file: BinaryIO, digest: Digest | None, path: Path, pause: Callable[[], None]) -> dict[str, Extent]:
-    """Positions of all rows by key, from one pass over the file. Raises ArtifactCorrupt."""
-    sha, offset, places = hashlib.sha256(), 0, dict[str, Extent]()
-    for number, line in enumerate(file, start=1):
-        pause()
-        sha.update(line)
-        try:
-            row = decode_line(line, AnsweredRow)
-        except ValueError as error:
-            raise ArtifactCorrupt(f"{path}, line {number} is not an answered row: {reason_of(error)}", _HINT) from error
-        if row.key:
-            places[row.key] = Extent(offset, len(line))
-        offset += len(line)
-    if f"sha256:{sha.hexdigest()}" != digest:
-        raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", _HINT)
-    return places

@@ -1,7 +1,7 @@
 """The OpenAI API as regeneration uses it: request bodies, responses, and the meaning of each failure. No network here.
 
 Token ids are requested (`return_token_ids`, supported by vLLM and by Eyrie's own server, then SGLang's
-`return_output_ids_in_sglext`) and used as returned. Servers that cannot return them answer in text, which is tokenised
+`return_output_ids_in_sglext`) and used as returned. Servers that cannot return them answer in text, which is tokenized
 again by the target's own tokenizer; the row records this, and records when the ids certainly differ from the target's:
 when they decode to another text, or their number differs from the server's count. A server that rejects an unknown
 field gets the request again without it.
@@ -14,16 +14,17 @@ would fail every request and ends the stage.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from eyrie_api.errors import InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
-    GenerationParams,
     GenerationRequest,
 )
 
@@ -31,32 +32,14 @@ _DECLINED = (400, 413, 422)
 _RETRYABLE = (408, 409, 425, 429)
 
 
-class AnswerTokenizer(Protocol):
-    """Tokenises an answer again, where the endpoint returned text only."""
-
-    def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
-        """Ids of an assistant message after this prompt, with the end-of-turn id when it `ended`.
-
-        Raises ValueError when the message cannot be tokenised.
-        """
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Text of some ids, without special tokens."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, the one the template ends a turn with first."""
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """Addresses and request settings of the endpoints of a job."""
 
-    base_urls: tuple[str, ...]
-    """Each serves the same model."""
-
+    base_urls: tuple[str, ...]  # each serves the same model
     model: str
-    params: GenerationParams
+    sampling: SamplingSpec
+    max_new_tokens: int
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
     max_retries: int = 5
@@ -81,7 +64,6 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every request."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
@@ -95,7 +77,7 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
                                f"export {spec.api_key_env}=<key> where the stage runs, or remove the field")
     assert spec.base_urls  # required by the contract for these engines
     return Endpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
-                    params=GenerationParams(spec.sampling, spec.max_new_tokens), timeout_s=spec.timeout_s,
+                    sampling=spec.sampling, max_new_tokens=spec.max_new_tokens, timeout_s=spec.timeout_s,
                     max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
                     context=context)
 
@@ -105,8 +87,8 @@ def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: st
 
     ids_field   field that requests token ids in a chat completion; None for none
     """
-    sampling = endpoint.params.sampling
-    max_tokens = prompt.max_new_tokens or endpoint.params.max_new_tokens
+    sampling = endpoint.sampling
+    max_tokens = prompt.max_new_tokens or endpoint.max_new_tokens
     if endpoint.context is not None:
         max_tokens = max(1, min(max_tokens, endpoint.context - len(prompt.prompt_ids)))
     if endpoint.native:
@@ -128,7 +110,7 @@ def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: st
     return body
 
 
-def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: AnswerTokenizer) -> GenerationOutcome:
+def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: AnswerRetokenizer) -> GenerationOutcome:
     """The answer in a chat completion; a GenerationFailure for a response that cannot be used."""
     try:
         assert isinstance(payload, Mapping)
@@ -141,7 +123,8 @@ def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: Answ
         return GenerationFailure(prompt.row_id, f"the endpoint ended the answer for the reason {finish!r}",
                        "filtered" if finish == "content_filter" else "failed")
     ended = finish != "length"
-    ids = _int_list(choice.get("token_ids")) or _sglang_ids(payload)
+    lists = (payload.get("sglext") or {}).get("output_ids")
+    ids = _int_list(choice.get("token_ids")) or _int_list(lists[0] if isinstance(lists, list) and lists else None)
     exact, differ = ids is not None, False
     if ids is None:
         try:
@@ -161,7 +144,7 @@ def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: Answ
                   tool_calls=tuple(message.get("tool_calls") or ()))
 
 
-def parse_generated(prompt: GenerationRequest, payload: object, tokenizer: AnswerTokenizer) -> GenerationOutcome:
+def parse_generated(prompt: GenerationRequest, payload: object, tokenizer: AnswerRetokenizer) -> GenerationOutcome:
     """The answer in a response of SGLang's `/generate`; a GenerationFailure for one that cannot be used."""
     try:
         assert isinstance(payload, Mapping)
@@ -176,11 +159,6 @@ def parse_generated(prompt: GenerationRequest, payload: object, tokenizer: Answe
         ids.append(tokenizer.eos_ids[0])
     return GeneratedAnswer(row_id=prompt.row_id, prompt_ids=prompt.prompt_ids, answer_ids=ids, ids_exact=True,
                            finish_reason=finish, text=tokenizer.text(ids[:-1] if ended else ids))
-
-
-def refuses_ids_field(status: int, text: str, ids_field: str | None) -> bool:
-    """Whether an error response is about the field that requests token ids, not about the prompt."""
-    return ids_field is not None and status in (400, 422) and ids_field in text
 
 
 def is_retryable(status: int) -> bool:
@@ -214,14 +192,9 @@ def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, d
     return min(first_delay_s * 2**attempt, 60.0) * (0.5 + draw / 2)
 
 
-def _sglang_ids(payload: Mapping[str, Any]) -> list[int] | None:
-    lists = (payload.get("sglext") or {}).get("output_ids")
-    return _int_list(lists[0]) if isinstance(lists, list) and lists else None
-
-
 def _differs(ids: Sequence[int], message: Mapping[str, Any], payload: Mapping[str, Any],
-             tokenizer: AnswerTokenizer) -> bool:
-    """Whether re-tokenised ids certainly differ from those that the target generated."""
+             tokenizer: AnswerRetokenizer) -> bool:
+    """Whether re-tokenized ids certainly differ from those that the target generated."""
     counted = (payload.get("usage") or {}).get("completion_tokens")
     if isinstance(counted, int) and counted not in (len(ids), len(ids) - 1):  # some servers count the end-of-turn token
         return True

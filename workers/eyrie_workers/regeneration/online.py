@@ -4,6 +4,11 @@ An event loop runs inside the generator: up to `concurrency` requests are in fli
 the next, and the consumer of the answers sets the pace. Closing the generator, or a stop request, cancels the requests
 in flight; those rows are requested again by the next run, with the same seed.
 
+A request goes to the endpoint with the fewest requests in flight (`Routes`). An endpoint that fails is unavailable for
+a backoff that doubles with each consecutive failure, as long as another one is available; after the backoff one request
+probes it, and the first answer makes it available again. When all are unavailable, the one whose backoff ends first is
+used: the retries of a request then set the pace, as with a single endpoint.
+
 Requests are sent with `load.http_client`: when a server that batches finishes many answers at once, the processor time
 of a general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is used
 (`load.http_client`).
@@ -13,34 +18,108 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from eyrie_api.errors import Transient
-from eyrie_workers.load.http_client import ConnectionPool, HttpResponse, RequestFailed, parse_url, proxy_for
-from eyrie_workers.regeneration.dispatch import Route, Routes
-from eyrie_workers.regeneration.endpoint import (
-    AnswerTokenizer,
-    Endpoint,
-    declined,
-    is_retryable,
-    parse_completion,
-    parse_generated,
-    refuses_ids_field,
-    request_body,
-    retry_delay_s,
-)
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
+from eyrie_workers.load.http_client import ConnectionPool
+from eyrie_workers.load.proxy import proxy_for
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
 )
+from eyrie_workers.regeneration.endpoint import (
+    Endpoint,
+    declined,
+    is_retryable,
+    parse_completion,
+    parse_generated,
+    request_body,
+    retry_delay_s,
+)
+
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 60.0
+
+IDS_FIELDS: tuple[str | None, ...] = ("return_token_ids", "return_output_ids_in_sglext", None)
+"""Request fields that ask for token ids: vLLM and Eyrie; SGLang; None where a server has no such field."""
+
+
+@dataclass
+class Route:
+    """The state of one endpoint."""
+
+    url: str
+    in_flight: int = 0
+    answered: int = 0
+    failures: int = 0  # consecutive failures
+    unavailable_until: float = 0.0
+    ids_field_index: int = 0  # index into IDS_FIELDS of the field sent to this endpoint
+
+    @property
+    def ids_field(self) -> str | None:
+        """The field that asks this endpoint for token ids, if it accepts one."""
+        return IDS_FIELDS[self.ids_field_index]
+
+    def reject_ids_field(self, ids_field: str | None) -> None:
+        """Use the next field from now on; concurrent requests may report the same field."""
+        if ids_field is not None:
+            self.ids_field_index = max(self.ids_field_index, IDS_FIELDS.index(ids_field) + 1)
+
+
+class Routes:
+    """All endpoints of a job."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.all = [Route(url) for url in urls]
+
+    def take(self, now: float) -> Route:
+        """The endpoint for the next request, which counts as in flight until `answered` or `failed`."""
+        available = [route for route in self.all if self._is_available(route, now)]
+        if available:
+            route = min(available, key=lambda route: (route.in_flight, route.answered))
+        else:
+            route = min(self.all, key=lambda route: (route.unavailable_until, route.in_flight))
+        route.in_flight += 1
+        return route
+
+    def answered(self, route: Route) -> None:
+        """The endpoint answered; an error about one prompt counts as an answer."""
+        route.in_flight -= 1
+        route.answered += 1
+        route.failures, route.unavailable_until = 0, 0.0
+
+    def failed(self, route: Route, now: float, retry_after_s: float = 0.0) -> None:
+        """The endpoint failed and becomes unavailable; requests that failed during one backoff count once.
+
+        retry_after_s   the pause that the endpoint asked for
+        """
+        route.in_flight -= 1
+        if now >= route.unavailable_until:
+            backoff_s = min(FIRST_BACKOFF_S * 2.0**min(route.failures, 30), MAX_BACKOFF_S)
+            route.unavailable_until = now + max(retry_after_s, backoff_s)
+            route.failures += 1
+
+    def dropped(self, route: Route) -> None:
+        """A request was cancelled; its endpoint's state does not change."""
+        route.in_flight -= 1
+
+    def has_available(self, now: float) -> bool:
+        """Whether a failed request can be retried at once on another endpoint."""
+        return any(self._is_available(route, now) for route in self.all)
+
+    @staticmethod
+    def _is_available(route: Route, now: float) -> bool:
+        # After a backoff a single request probes the endpoint: none may be in flight.
+        return route.failures == 0 or (now >= route.unavailable_until and route.in_flight == 0)
+
 
 _TOO_MANY = "status 429"
-_POLL_S = 0.2
-"""Longest time until a stop request takes effect."""
+_POLL_S = 0.2  # longest time until a stop request takes effect
 
 
 @dataclass
@@ -48,12 +127,13 @@ class OnlineClient:
     """`GenerationClient` over chat completion requests."""
 
     endpoint: Endpoint
-    tokenizer: AnswerTokenizer
-    warn: Callable[[str, str], None]
-    """Called with a reason and a sentence."""
-
+    tokenizer: AnswerRetokenizer
+    warn: Callable[[str, str], None]  # called with a reason and a sentence
     first_delay_s: float = 0.5
     _routes: Routes = field(init=False)
+    _pools: dict[str, ConnectionPool] = field(default_factory=dict)
+    """Connections to every endpoint, kept alive between requests."""
+
     _warned: bool = False
     _answered: int = 0
 
@@ -63,12 +143,14 @@ class OnlineClient:
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Transient after the last retry, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
-            connections = _Connections(self.endpoint)
+            headers = {"Accept": "application/json", **self.endpoint.headers}
+            for url, origin in ((url, parse_url(url)) for url in self.endpoint.base_urls):
+                self._pools[url] = ConnectionPool(origin, headers, proxy_for(origin))
             in_flight: set[asyncio.Task[GenerationOutcome]] = set()
             try:
                 while True:
                     while len(in_flight) < self.endpoint.concurrency and (prompt := next(prompts, None)) is not None:
-                        in_flight.add(runner.get_loop().create_task(self._ask(connections, prompt)))
+                        in_flight.add(runner.get_loop().create_task(self._ask(prompt)))
                     if not in_flight:
                         return
                     pause()
@@ -82,13 +164,20 @@ class OnlineClient:
                     if failures:
                         raise failures[0]
             finally:
-                runner.run(_cancel_all(in_flight, connections))
+                runner.run(self._cancel_all(in_flight))
 
-    async def _ask(self, connections: "_Connections", prompt: GenerationRequest) -> GenerationOutcome:
+    async def _cancel_all(self, tasks: set[asyncio.Task[GenerationOutcome]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for pool in self._pools.values():
+            await pool.close()
+
+    async def _ask(self, prompt: GenerationRequest) -> GenerationOutcome:
         answered_before = self._answered
         try:
             async with asyncio.timeout(self.endpoint.deadline_s):
-                return await self._ask_until_answered(connections, prompt, answered_before)
+                return await self._ask_until_answered(prompt, answered_before)
         except TimeoutError:
             error_text = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
             # Other prompts were answered meanwhile: the endpoint works, so only this prompt fails.
@@ -97,15 +186,17 @@ class OnlineClient:
             raise Transient(f"{', '.join(self.endpoint.base_urls)}: {error_text}",
                             "check that the endpoint is up, then retry: answered rows are kept", 60.0) from None
 
-    async def _ask_until_answered(self, connections: "_Connections", prompt: GenerationRequest,
-                                  answered_before: int) -> GenerationOutcome:
+    async def _ask_until_answered(self, prompt: GenerationRequest, answered_before: int) -> GenerationOutcome:
         routes, attempt = self._routes, 0
         while True:
             route = routes.take(time.monotonic())
             url, ids_field = f"{route.url}{self.endpoint.path}", route.ids_field
             retry_after: str | None = None
             try:
-                reply = await connections.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
+                body = request_body(self.endpoint, prompt, ids_field=ids_field)
+                sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+                reply = await self._pools[route.url].send("POST", self.endpoint.path, sent,
+                                                          timeout_s=self.endpoint.timeout_s)
             except RequestFailed as error:
                 error_text = f"{error.reason}: {error}"
             except BaseException:  # cancelled by a stop or by the deadline: says nothing about the endpoint
@@ -115,10 +206,11 @@ class OnlineClient:
                 if not is_retryable(reply.status):
                     routes.answered(route)
                     if reply.status == 200:
-                        return self._read(route, ids_field, prompt, _json(reply))
+                        return self._read(route, ids_field, prompt, reply.body)
                     text = reply.body.decode(errors="replace")
-                    if refuses_ids_field(reply.status, text, ids_field):
-                        route.reject_ids_field(ids_field)  # applies to every later request
+                    if ids_field is not None and reply.status in (400, 422) and ids_field in text:
+                        # The error is about the field, not about the prompt: applies to every later request.
+                        route.reject_ids_field(ids_field)
                         continue
                     return declined(prompt, reply.status, url)
                 error_text, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
@@ -136,9 +228,12 @@ class OnlineClient:
                 await asyncio.sleep(delay_s)
             attempt += 1
 
-    def _read(self, route: Route, ids_field: str | None, prompt: GenerationRequest,
-              payload: object) -> GenerationOutcome:
+    def _read(self, route: Route, ids_field: str | None, prompt: GenerationRequest, body: bytes) -> GenerationOutcome:
         self._answered += 1
+        try:
+            payload = json.loads(body)
+        except ValueError:
+            payload = None
         if self.endpoint.native:
             return parse_generated(prompt, payload, self.tokenizer)
         outcome = parse_completion(prompt, payload, self.tokenizer)
@@ -149,45 +244,11 @@ class OnlineClient:
     def _warn_once(self, outcome: GenerationOutcome) -> GenerationOutcome:
         if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact and not self._warned:
             self._warned = True
-            self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenised again from "
+            self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenized again from "
                       "their text, which may differ from the ids the target produced (rows say ids_exact: false)")
         return outcome
-
-
-class _Connections:
-    """Connections to every endpoint, kept alive between requests."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._timeout_s, self._path = endpoint.timeout_s, endpoint.path
-        origins = {url: parse_url(url) for url in endpoint.base_urls}
-        headers = {"Accept": "application/json", **endpoint.headers}
-        self._pools = {url: ConnectionPool(origin, headers, proxy_for(origin)) for url, origin in origins.items()}
-
-    async def ask(self, url: str, body: dict[str, Any]) -> HttpResponse:
-        """One request. Raises RequestFailed."""
-        sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        return await self._pools[url].send("POST", self._path, sent, timeout_s=self._timeout_s)
-
-    async def close(self) -> None:
-        """Close every connection."""
-        for pool in self._pools.values():
-            await pool.close()
 
 
 async def _wait_for_first(tasks: set[asyncio.Task[GenerationOutcome]]) -> tuple[
         set[asyncio.Task[GenerationOutcome]], set[asyncio.Task[GenerationOutcome]]]:
     return await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _cancel_all(tasks: set[asyncio.Task[GenerationOutcome]], connections: _Connections) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await connections.close()
-
-
-def _json(reply: HttpResponse) -> object:
-    try:
-        return json.loads(reply.body)
-    except ValueError:
-        return None

@@ -1,12 +1,12 @@
 """Sorts every input row, before any is answered: selected, held out, quarantined or a duplicate.
 
-    read -> malformed? quarantine -> duplicate id? count -> cannot be rendered, or too long? quarantine
-         -> held out by hash? held_out.jsonl -> overlaps a benchmark? quarantine -> near duplicate? count
-         -> selection.jsonl
+    read, mix -> malformed? quarantine -> duplicate id? count -> cannot be rendered, or too long? quarantine
+              -> held out by hash? held_out.jsonl -> overlaps a benchmark? quarantine -> near duplicate? count
+              -> selection.jsonl
 
 The selection is complete when `selection.json` exists, which is written last. A restarted stage reads it instead of the
 sources, so it answers the same rows even if a source has changed, and the total is known from the first answer, for the
-ETA. In a pod whose job leaves large files in an artifact store, selection.jsonl is there (`left_in_store`). Rows are
+ETA. In a pod whose job leaves large files in an artifact store, selection.jsonl is there (`stored_files`). Rows are
 streamed; only the ids seen (and the signatures of near-duplicate detection) are kept in memory.
 """
 
@@ -14,10 +14,11 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from random import Random
+from typing import Any, TextIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -28,23 +29,80 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import QuarantinedRow, QuarantineKind, QuarantineReason, SampledRow
 from eyrie_workers.catalog import SELECTION_FILE
 from eyrie_workers.conversations.conversation import Conversation
-from eyrie_workers.conversations.language import guess
-from eyrie_workers.conversations.mixing import mix
-from eyrie_workers.conversations.near_duplicates import NearDuplicates
-from eyrie_workers.conversations.overlap import RUN_WORDS, Runs
+from eyrie_workers.conversations.overlap import RUN_WORDS, BenchmarkPrompts, NearDuplicates, Runs, is_held_out
 from eyrie_workers.conversations.readers import check_source, read_conversations
-from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out
-from eyrie_workers.left_in_store import open_binary, put_in_place
+from eyrie_workers.conversations.rows import SelectedRow
 from eyrie_workers.regeneration.conversation_replay import first_turn, num_turns
+from eyrie_workers.stored_files import open_binary, put_in_place
 from eyrie_workers.targets.templates import ChatTokenizer
+
+T = TypeVar("T")
+
+
+def mix(streams: Sequence[Iterator[T | QuarantinedRow]], weights: Sequence[float], seed: int) \
+        -> Iterator[T | QuarantinedRow]:
+    """Rows of all streams in one, lazily; rows of one stream keep their order.
+
+    Each position is drawn among the streams that still have rows, with their weights, so any prefix has the same
+    expected shares. Unreadable rows do not count as a position: a source with many of them keeps its share.
+    """
+    rng = Random(f"mix:{seed}")
+    live = list(range(len(streams)))
+    while live:
+        source = rng.choices(live, [weights[number] for number in live])[0]
+        for row in streams[source]:
+            yield row
+            if not isinstance(row, QuarantinedRow):
+                break
+        else:
+            live.remove(source)
+
+
+# First and last code point of a script, and the name reported for it.
+_SCRIPTS = (
+    (0x0370, 0x03FF, "greek"), (0x0400, 0x052F, "cyrillic"), (0x0590, 0x05FF, "hebrew"), (0x0600, 0x06FF, "arabic"),
+    (0x0900, 0x097F, "devanagari"), (0x0E00, 0x0E7F, "thai"), (0x3040, 0x30FF, "japanese"), (0x3400, 0x9FFF, "chinese"),
+    (0xAC00, 0xD7AF, "korean"),
+)
+_COMMON_WORDS = {
+    "english": "the and of to is in that what how you for with are this it can please write an",
+    "german": "der die das und ist nicht ein eine ich mit auf wie was bitte zu den von sie es",
+    "french": "le la les et est une des que pour dans qui je vous pas sur un du comment quelle",
+    "spanish": "el los las y es una que para en por como con un del qu\u00e9 c\u00f3mo se mi lo",
+    "italian": "il gli e che di una per non sono con come del della un cosa mi pi\u00f9 \u00e8",
+    "portuguese": "os as e \u00e9 uma que para n\u00e3o com como do da um em por se voc\u00ea mais",
+    "dutch": "de het een en van is niet dat ik met voor op hoe wat te zijn je aan",
+}
+_WORDS = {language: frozenset(words.split()) for language, words in _COMMON_WORDS.items()}
+_MAX_CHARACTERS = 4000
+
+
+def guess(text: str) -> str:
+    """A guess at the language of a text, for the counts of the report: a language, a script, or `other`.
+
+    By script where a script belongs to one language or is named as a script, by the most common words where many
+    languages share the Latin alphabet. Short and mixed texts are `other`. Nothing is filtered by this.
+    """
+    text = text[:_MAX_CHARACTERS].lower()
+    letters = [c for c in text if c.isalpha()]
+    scripts = Counter(next((name for low, high, name in _SCRIPTS if low <= ord(c) <= high), "latin") for c in letters)
+    if scripts["japanese"] and scripts["japanese"] * 10 >= scripts["chinese"]:
+        scripts["japanese"] += scripts.pop("chinese", 0)  # Japanese text uses both scripts
+    script, count = scripts.most_common(1)[0] if scripts else ("latin", 0)
+    if script != "latin" and count * 2 > len(letters):
+        return script
+    words = Counter("".join(c if c.isalpha() else " " for c in text).split())
+    marks = {language: sum(words[word] for word in known) for language, known in _WORDS.items()}
+    best = max(marks, key=lambda language: marks[language])
+    alone = sum(mark == marks[best] for mark in marks.values()) == 1
+    return best if marks[best] and alone else "other"
+
 
 HELD_OUT = "held_out.jsonl"
 SELECTED = SELECTION_FILE
 REJECTED = "selection.quarantine.jsonl"
 SUMMARY = "selection.json"
-REPORTED_LOSS = 0.05
-"""Share of a source's rows beyond which their loss is reported before anything is answered."""
-
+REPORTED_LOSS = 0.05  # share of a source's rows beyond which their loss is reported before anything is answered
 _SAMPLES = 3
 _NUMBER = re.compile(r"\d+")
 
@@ -65,37 +123,15 @@ class SelectionSummary(Frozen):
     languages: dict[str, int] = {}
 
 
-class SelectedRow(Frozen):
-    """One row to answer: a line of selection.jsonl."""
-
-    id: str
-    source: str
-    source_name: str = ""
-    line: int
-    category: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    prompt_ids: list[int]
-    chat_template_kwargs: dict[str, Any] = {}
-    max_new_tokens: int | None = None
-    """Of the source; None: the spec's."""
-
-    answer: dict[str, Any] | None = None
-    """With `data.answered`: the last assistant turn, which `messages` are without."""
-
-
 @dataclass(frozen=True)
 class Rules:
     """The criteria of the selection."""
 
     data: DataSpec
     benchmark: BenchmarkPrompts
-    max_prompt_tokens: int
-    """The spec's limit, or the target's context minus one token if that is less."""
-
+    max_prompt_tokens: int  # the spec's limit, or the target's context minus one token if that is less
     turns: str = "last"
-    suite_runs: Runs = field(default_factory=Runs)
-    """Word n-grams of the benchmark suites' prompts."""
+    suite_runs: Runs = field(default_factory=Runs)  # word n-grams of the benchmark suites' prompts
 
 
 def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Callable[[], None],
@@ -116,20 +152,26 @@ def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Calla
             divider.take(row)
             progress(divider.rows_read)
     summary = divider.summary()
-    summary = summary.model_copy(update={"overlaps": summary.overlaps | _with_held_out(directory, pause)})
+    # A second pass over the selection: rows that share a word n-gram with a held-out prompt.
+    with (directory / HELD_OUT).open("rb") as file:
+        runs = Runs(json.loads(line)["messages"] for line in file)
+    shared = 0
+    for selected_row in selected(directory):
+        pause()
+        shared += runs.overlap(selected_row.messages)
+    if shared:
+        summary = summary.model_copy(update={"overlaps": summary.overlaps | {"held-out": shared}})
     write_model(directory / SUMMARY, summary)
     return summary
 
 
 def selected(directory: Path) -> Iterator[SelectedRow]:
-    """The rows to answer, in order."""
     with open_binary(directory / SELECTED) as file:
         for line in file:
             yield SelectedRow.model_validate_json(line)
 
 
 def rejected(directory: Path) -> Iterator[QuarantinedRow]:
-    """The quarantined rows, in the order they were read."""
     with (directory / REJECTED).open("rb") as file:
         for line in file:
             yield QuarantinedRow.model_validate_json(line)
@@ -144,11 +186,9 @@ class ByReason:
 
     @property
     def rows(self) -> int:
-        """All of them."""
         return self._rows.total()
 
     def add(self, row: QuarantinedRow) -> None:
-        """Count one row."""
         key = (row.kind, _NUMBER.sub("N", row.reason))
         self._rows[key] += 1
         if len(self._samples[key]) < _SAMPLES:
@@ -170,33 +210,23 @@ def losses(rejected_rows: Iterable[QuarantinedRow], usable: Mapping[str, int]) -
     for row in rejected_rows:
         if row.kind in ("malformed", "too-long"):
             by_source[row.source].add(row)
-    found = []
+    sentences = []
     for source, reasons in by_source.items():
         lost = reasons.rows
         total = lost + usable.get(source, 0)
         if lost > REPORTED_LOSS * total:
-            words = "; ".join(f"{one.reason} ({one.rows} rows, lines {', '.join(str(at.line) for at in one.samples)})"
-                              for one in reasons.commonest(5))
-            found.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: "
+            words = "; ".join(
+                f"{reason.reason} ({reason.rows} rows, lines {', '.join(str(row.line) for row in reason.samples)})"
+                for reason in reasons.commonest(5))
+            sentences.append(f"{source}: {lost} rows ({lost / total:.0%}) cannot be used, {total - lost} are answered: "
                          f"{words}")
-    return found
+    return sentences
 
 
 def forget(directory: Path) -> None:
     """Remove the working files. The summary goes first: after a kill in between, the next run selects again."""
     for name in (SUMMARY, SELECTED, REJECTED):
         (directory / name).unlink(missing_ok=True)
-
-
-def _with_held_out(directory: Path, pause: Callable[[], None]) -> dict[str, int]:
-    """Number of selected rows that share a word n-gram with a held-out prompt; a second pass over the selection."""
-    with (directory / HELD_OUT).open("rb") as file:
-        runs = Runs(json.loads(line)["messages"] for line in file)
-    shared = 0
-    for row in selected(directory):
-        pause()
-        shared += runs.overlap(row.messages)
-    return {"held-out": shared} if shared else {}
 
 
 def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:

@@ -4,7 +4,7 @@ A request to an endpoint is mostly waiting: one CPU worker keeps hundreds of the
 pool of GPU endpoints busy. The stage splits its prompts into shards by their position in the selection, writes each to
 the artifact store, sends a message with its name, and reads the answers as shards finish:
 
-    <prefix>/tokenizer/...          to tokenise answers of endpoints that return text only
+    <prefix>/tokenizer/...          to tokenize answers of endpoints that return text only
     <prefix>/in/<shard>.jsonl       prompts
     <prefix>/done/<shard>.jsonl     a report, then one line per outcome: one conditional write
     <prefix>/failed/<shard>.json    a permanent error
@@ -18,36 +18,33 @@ shard's lock.
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from eyrie_api.artifacts import digest_bytes, digest_model
+from eyrie_api.artifacts.options import from_variables
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, Permanent, Transient
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent, Transient
 from eyrie_api.v1alpha1.model import FromVariables, Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.endpoint import endpoint_of
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
     GeneratedAnswer,
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
+    sleep_in_slices,
 )
+from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer
-
-_LISTEN_S = 0.2
-"""Longest time until a stop request takes effect."""
 
 _LARGEST_TOKENIZER_FILE = 64 * 2**20
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -69,16 +66,7 @@ class ShardingConfig(FromVariables):
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "ShardingConfig":
         """Read EYRIE_SHARD_ROWS and so on. Raises InvalidInput naming the invalid variable."""
-        environ = os.environ if environ is None else environ
-        names = {name: f"EYRIE_{name.upper()}" for name in cls.model_fields}
-        found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
-        try:
-            return cls.model_validate(found)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            raise InvalidInput(f"{names[name]} = {found[name]!r}: {rule_of(first)}",
-                               "correct or unset the variable") from error
+        return from_variables(cls, "EYRIE_", environ)
 
 
 class ShardMessage(Frozen):
@@ -130,9 +118,7 @@ class ShardQueue(Protocol):
 class ShardedClient:
     """`GenerationClient` over shard workers, used by the stage."""
 
-    order: ShardMessage
-    """The message of every shard, with an empty `shard`."""
-
+    order: ShardMessage  # the message of every shard, with an empty `shard`
     store: ArtifactStore
     queue: ShardQueue
     sharding: ShardingConfig
@@ -145,7 +131,7 @@ class ShardedClient:
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Permanent when a worker has reported that a shard cannot be answered."""
-        self._publish_tokenizer()
+        self.publish_tokenizer()
         try:
             yield from self._answers(prompts, pause)
             self.store.delete_all(self.order.prefix)
@@ -166,24 +152,42 @@ class ShardedClient:
                 self._submit(group[0].place // shard_rows, group)
             if not self._open:
                 return
-            finished = self._finished()
+            names = (Path(stored.key).stem for stored in self.store.list(f"{self.order.prefix}/done"))
+            finished = [name for name in names if name in self._open]
             for shard in finished:
-                report, outcomes = self._take_in(shard)
+                key = self._order(shard).key("done")
+                report, outcomes = read_outcomes(self.store.read(key), key)
+                if report.shard != shard or {outcome.row_id for outcome in outcomes} != self._open[shard]:
+                    self.store.delete(key)
+                    raise ArtifactCorrupt(f"{key} answers other prompts than were sent",
+                                          "retry the job: it is sent anew")
                 for reason, text in report.warnings:
                     if reason not in warned:
                         warned.add(reason)
                         self.warn(reason, text)
                 yield from outcomes
                 # The consumer has stored every outcome when it requests the next one: the objects can be deleted.
-                self._forget(shard)
+                for kind in ("in", "done"):
+                    self.store.delete(self._order(shard).key(kind))
+                del self._open[shard]
             if finished:
                 news = time.monotonic()
                 continue
-            self._raise_failures()
+            for stored in self.store.list(f"{self.order.prefix}/failed"):
+                if (name := Path(stored.key).stem) in self._open:
+                    failure = ShardFailure.model_validate_json(self.store.read(stored.key))
+                    raise Permanent(f"shard {name}: {failure.reason}: {failure.message}", failure.hint)
             if time.monotonic() - news > self.resend_after_s:
-                self._send_again()
+                # A message that waits in the queue, or whose shard a worker holds, is not lost.
+                lost = [] if self.queue.length() > 0 else [
+                    order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
+                if lost:
+                    self.warn("ShardsSentAgain", f"nothing has come for {self.resend_after_s:g} s: {len(lost)} shards "
+                              "that no worker holds are sent again")
+                for order in lost:
+                    self.queue.send(order)
                 news = time.monotonic()
-            self._wait(pause)
+            sleep_in_slices(self.poll_s, pause)
 
     def _submit(self, number: int, prompts: list[GenerationRequest]) -> None:
         order = self._order(shard_name(self.order, number, prompts))
@@ -195,53 +199,14 @@ class ShardedClient:
             self.store.write(order.key("in"), lines.encode())
             self.queue.send(order)
 
-    def _finished(self) -> list[str]:
-        names = (Path(found.key).stem for found in self.store.list(f"{self.order.prefix}/done"))
-        return [name for name in names if name in self._open]
-
-    def _take_in(self, shard: str) -> tuple[ShardReport, list[GenerationOutcome]]:
-        key = self._order(shard).key("done")
-        report, outcomes = read_outcomes(self.store.read(key), key)
-        if report.shard != shard or {outcome.row_id for outcome in outcomes} != self._open[shard]:
-            self.store.delete(key)
-            raise ArtifactCorrupt(f"{key} answers other prompts than were asked", "retry the job: it is asked anew")
-        return report, outcomes
-
-    def _forget(self, shard: str) -> None:
-        for kind in ("in", "done"):
-            self.store.delete(self._order(shard).key(kind))
-        del self._open[shard]
-
-    def _raise_failures(self) -> None:
-        for found in self.store.list(f"{self.order.prefix}/failed"):
-            if Path(found.key).stem in self._open:
-                failure = ShardFailure.model_validate_json(self.store.read(found.key))
-                raise Permanent(f"shard {Path(found.key).stem}: {failure.reason}: {failure.message}", failure.hint)
-
-    def _send_again(self) -> None:
-        # A message that waits in the queue, or whose shard a worker holds, is not lost.
-        if self.queue.length() > 0:
-            return
-        lost = [order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
-        if lost:
-            self.warn("ShardsSentAgain", f"nothing has come for {self.resend_after_s:g} s: {len(lost)} shards nobody "
-                      "is at are sent again")
-        for order in lost:
-            self.queue.send(order)
-
-    def _publish_tokenizer(self) -> None:
+    def publish_tokenizer(self) -> None:
+        """Upload the files of the tokenizer for the workers."""
         for path in sorted(path for pattern in _TOKENIZER_FILES for path in self.tokenizer_dir.glob(pattern)):
             if path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
                 self.store.upload(f"{self.order.prefix}/tokenizer/{path.name}", path)
 
     def _order(self, shard: str) -> ShardMessage:
         return self.order.model_copy(update={"shard": shard})
-
-    def _wait(self, pause: Callable[[], None]) -> None:
-        until = time.monotonic() + self.poll_s
-        while (left := until - time.monotonic()) > 0:
-            pause()
-            time.sleep(min(left, _LISTEN_S))
 
 
 class _Groups:
@@ -305,8 +270,8 @@ def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: 
 
 def write_outcomes(report: ShardReport, outcomes: list[GenerationOutcome]) -> bytes:
     """The content of a `done` object."""
-    lines = [report.model_dump_json()]
-    lines += [json.dumps({"answered": isinstance(outcome, GeneratedAnswer), **asdict(outcome)}) for outcome in outcomes]
+    lines = [report.model_dump_json(), *(
+        json.dumps({"answered": isinstance(outcome, GeneratedAnswer), **asdict(outcome)}) for outcome in outcomes)]
     return "".join(line + "\n" for line in lines).encode()
 
 
@@ -315,25 +280,22 @@ def read_outcomes(data: bytes, key: str) -> tuple[ShardReport, list[GenerationOu
     try:
         first, *rest = data.splitlines()
         report = ShardReport.model_validate_json(first)
-        outcomes = [_outcome(json.loads(line)) for line in rest]
+        outcomes: list[GenerationOutcome] = []
+        for fields in map(json.loads, rest):
+            outcomes.append(GeneratedAnswer(**fields | {"tool_calls": tuple(fields["tool_calls"])})
+                            if fields.pop("answered") else GenerationFailure(**fields))
         if len(outcomes) != report.num_outcomes:
             raise ValueError(f"{len(outcomes)} outcomes instead of {report.num_outcomes}")
     except (ValueError, TypeError, KeyError) as error:
-        raise ArtifactCorrupt(f"{key} is no finished shard: {error}", "delete it and retry the job") from error
+        raise ArtifactCorrupt(f"{key} is not a finished shard: {error}", "delete it and retry the job") from error
     return report, outcomes
-
-
-def _outcome(fields: dict[str, Any]) -> GenerationOutcome:
-    if not fields.pop("answered"):
-        return GenerationFailure(**fields)
-    return GeneratedAnswer(**fields | {"tool_calls": tuple(fields["tool_calls"])})
 
 
 def _tokenizer(order: ShardMessage, store: ArtifactStore, cache: Path) -> Path:
     """The tokenizer's directory, downloaded once per worker and job. `.whole` marks a complete download."""
     directory = cache / digest_bytes(f"{order.store_url} {order.prefix}".encode()).removeprefix("sha256:")[:16]
     if not (directory / ".whole").exists():
-        for found in store.list(f"{order.prefix}/tokenizer"):
-            store.download(found.key, directory / Path(found.key).name)
+        for stored in store.list(f"{order.prefix}/tokenizer"):
+            store.download(stored.key, directory / Path(stored.key).name)
         (directory / ".whole").touch()
     return directory

@@ -6,22 +6,31 @@ and concurrency.
 Speed and acceptance are measured in the engine of the spec, on prompts that no drafter was trained on: training metrics
 overestimate both. Both variants answer every prompt in turn (`measurement.benchmark.variants`), answers are compared
 token by token, and every finished prompt is a line of `cells.jsonl`, from which an interrupted benchmark resumes. At
-`benchmark.concurrencies` above 1 the prompts are answered in blocks (`measurement.benchmark.concurrency`), each a line
+`benchmark.concurrencies` above 1 the prompts are answered in blocks (`measurement.benchmark.blocks`), each a line
 of `blocks.jsonl`. One process of a machine measures at a time (`machine.machine_lock`).
 
 N-gram look-up as a rival is measured in the same way, in a chain as deep as the tree of the drafters.
+
+A speed-up over a slow baseline means nothing, so the undrafted engine is also compared with `transformers` generate
+(`compare`), with its KV cache and at the same dtype and thread count: both answer the same prompts greedily, in turn,
+timed over the whole request, prefill included. The two rates are comparable with each other only: the benchmark's other
+figures come from other prompts and temperatures.
 """
 
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.decisions.capture_support import Unlaunchable
+from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import BenchmarkReport
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.conversations.suites import select
@@ -33,27 +42,31 @@ from eyrie_workers.measurement.benchmark import transformers_baseline
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
 from eyrie_workers.measurement.benchmark.concurrency import ConcurrentBenchmark, all_lossless
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED
+from eyrie_workers.intervals import interleaved
+from eyrie_workers.machine.environment import environment
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks, ConcurrentBenchmark
+from eyrie_workers.measurement.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measurement.benchmark.session import (
     LEDGER,
     REPORT,
-    Progress,
     Session,
-    benchmark_report,
     is_measured,
     measure_units,
     measuring,
     open_ledger,
-    open_ledger_for,
     open_session,
     read_suites,
-    report_cells,
     round_robin,
     start_all,
     uses_of,
 )
-from eyrie_workers.measurement.variant import drafted
+from eyrie_workers.measurement.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Unit, drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve
+from eyrie_workers.targets.loading import resolve, weight_files
+from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.sglang_limits import Unlaunchable
+from eyrie_workers.targets.transformers_model import load_causal_model
 
 BLOCKS = "blocks.jsonl"
 
@@ -64,7 +77,16 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     if spec.rival is None:
         return _measure(spec, stage)
     try:
-        family = _adopt(spec, spec.rival)
+        # A rival's drafter, if it has one, is copied into the output of this stage.
+        family: str = spec.rival.method
+        if spec.rival.method == "nextn":
+            copy_mtp_layers(resolve(spec.target), Path(spec.drafter_dir))
+        if spec.rival.path is not None:
+            try:
+                family = adopt(fetch("rivals: path", spec.rival.path, spec.rival.revision), Path(spec.drafter_dir),
+                               resolve(spec.target)).name
+            except InvalidInput as error:
+                raise CheckpointInvalid(error.message, error.hint) from error
         result = _measure(spec, stage)
     except (CheckpointInvalid, UnsupportedTarget, ArtifactMissing, ArtifactCorrupt, EngineFailed,
             Unlaunchable) as error:
@@ -79,19 +101,6 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
                          [*result.files, *adopted])
 
 
-def _adopt(spec: BenchmarkStage, rival: RivalSpec) -> str:
-    """Copy the rival's drafter, if it has one, into the output of this stage; returns its family."""
-    if rival.method == "nextn":
-        copy_mtp_layers(resolve(spec.target), Path(spec.drafter_dir))
-    if rival.path is None:
-        return rival.method
-    target = resolve(spec.target)
-    try:
-        return adopt(fetch("rivals: path", rival.path, rival.revision), Path(spec.drafter_dir), target).name
-    except InvalidInput as error:
-        raise CheckpointInvalid(error.message, error.hint) from error
-
-
 def _write_report(report: BenchmarkReport, stage: Stage, files: list[Path]) -> Result:
     write_model(stage.out_dir / REPORT, report)
     return Result(report, list(dict.fromkeys([*files, stage.out_dir / REPORT])))
@@ -100,7 +109,7 @@ def _write_report(report: BenchmarkReport, stage: Stage, files: list[Path]) -> R
 def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     started = time.monotonic()
     suites = read_suites(spec, stage)
-    ledger, block_ledger = open_ledger(stage, spec), open_ledger_for(BlockRun, stage, spec, BLOCKS)
+    ledger, block_ledger = open_ledger(Entry, stage, spec, LEDGER), open_ledger(BlockRun, stage, spec, BLOCKS)
     prompts = round_robin({
         suite.name: select(suites[suite.name], 0, suite.max_prompts) for suite in spec.benchmark.suites})
     setting = measured_setting(spec)
@@ -108,7 +117,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     variant = drafted(setting.tree)
     variants = [UNDRAFTED, variant]
     uses = uses_of(spec, {BASELINE: OFF, variant.title: setting})
-    in_blocks = uses_of(spec, {one.label(): one for one in (OFF, setting)})
+    in_blocks = uses_of(spec, {variant.label(): variant for variant in (OFF, setting)})
     with measuring(stage), open_session(spec, suites, uses | in_blocks, stage,
                                         spec.benchmark.concurrencies[-1]) as session:
         units = session.units(prompts, spec.benchmark.temperatures, spec.benchmark.repeats)
@@ -116,7 +125,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
                 session, units, variants, ledger):
             start_all(session, uses)
             session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
-        measured = measure_units(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
+        measured = measure_units(session, units, variants, ledger, stage)
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
         concurrent = ConcurrentBenchmark(spec.benchmark, setting, Blocks(
             BlockRunner(session, [prompt for _, prompt in prompts]), block_ledger,
@@ -130,11 +139,18 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
         for name, value in (("tau", cell.tau), ("speedup", cell.speedup), ("tokens_per_s", cell.tokens_per_s)):
             stage.metric(f"{cell.suite}/t{cell.temperature:g}/{name}", step, value)
     entries = [entry for _, entry in measured]
-    report = benchmark_report(session, spec, entries, cells, compared, time.monotonic() - started)
+    report = benchmark_report(session, spec, entries, cells, time.monotonic() - started)
     report = report.model_copy(update={
-        "concurrent": at_once, "lossless": report.lossless and all_lossless(at_once)})
-    loads = "".join(f", {one.speedup:.2f}x with {one.concurrency} at once at temperature {one.temperature:g}"
-                    for one in at_once)
+        "concurrent": at_once,
+        # Every compared request is identical, or differs by near-ties alone.
+        "lossless": report.lossless and all(
+            is_lossless(load.requests, load.identical, load.near_ties) for load in at_once if load.compared)})
+    if compared is not None:
+        report = report.model_copy(update={
+            "transformers_generate_tokens_per_s": compared.transformers_tokens_per_s,
+            "transformers_baseline_tokens_per_s": compared.tokens_per_s, "transformers_prompts": compared.prompts})
+    loads = "".join(f", {load.speedup:.2f}x with {load.concurrency} at once at temperature {load.temperature:g}"
+                    for load in at_once)
     stage.event("Benchmarked", f"{spec.checkpoint}: {report.speedup:.2f}x over no drafter, mean of {len(cells)} cells"
                                f"{loads}, {'lossless' if report.lossless else 'NOT lossless'}")
     return _write_report(report, stage, [stage.out_dir / LEDGER, stage.out_dir / BLOCKS])
@@ -151,25 +167,74 @@ def measured_setting(spec: BenchmarkStage) -> Setting:
 
 
 def _compare_with_transformers(session: Session, spec: BenchmarkStage,
-                               stage: Stage) -> transformers_baseline.TransformersBaseline | None:
-    """The undrafted engine against `transformers` generate, greedily, on the first prompt of every suite.
-
-    None where the GPU has no room for both.
-    """
+                               stage: Stage) -> "TransformersBaseline | None":
+    """The comparison on the first prompt of every suite; None where the GPU has no room for both models."""
     if spec.engine.kind != "embedded":
         return None  # its server would compete with transformers for the device
-    if not transformers_baseline.fits(session.target):
+    if not fits(session.target):
         stage.event("BaselineNotCompared", f"{session.target.device} has no room for a second copy of the target: the "
                     "undrafted engine is not compared with transformers generate", warning=True)
         return None
     first = round_robin({name: select(prompts, 0, 1) for name, prompts in session.suites.items()})
-    found = transformers_baseline.compare(session.bench, session.target, session.target_path, session.dtype,
-                                          session.units(first, (0.0,), 1), stage.pause_point)
-    stage.event("BaselineCompared", f"undrafted engine {found.tokens_per_s:.1f} tokens/s, transformers generate "
-                                    f"{found.transformers_tokens_per_s:.1f} tokens/s on the same {found.prompts} "
+    compared = compare(session.bench, session.target, session.target_path, session.dtype,
+                       session.units(first, (0.0,), 1), stage.pause_point)
+    stage.event("BaselineCompared", f"undrafted engine {compared.tokens_per_s:.1f} tokens/s, transformers generate "
+                                    f"{compared.transformers_tokens_per_s:.1f} tokens/s on the same {compared.prompts} "
                                     f"prompts ({spec.target.dtype}, greedy, prefill included)",
-                warning=found.tokens_per_s < found.transformers_tokens_per_s)
-    return found
+                warning=compared.tokens_per_s < compared.transformers_tokens_per_s)
+    return compared
+
+
+@dataclass(frozen=True)
+class TransformersBaseline:
+    """Tokens per second of both engines on the same prompts."""
+
+    tokens_per_s: float  # our engine without a drafter
+    transformers_tokens_per_s: float
+    tokens: int
+    transformers_tokens: int
+    prompts: int
+
+
+def fits(target: TargetModel) -> bool:
+    """Whether the GPU of our target has room for a second copy of its weights; always on the CPU."""
+    if target.device.type != "cuda" or target.path is None:
+        return True
+    free, _ = torch.cuda.mem_get_info(target.device)
+    return free > sum(file.stat().st_size for file in weight_files(target.path))
+
+
+def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, units: Sequence[Unit],
+            between: Callable[[], None]) -> TransformersBaseline:
+    """Time both engines on greedy `units`, interleaved. `between` is called before each answer and may raise."""
+    model = load_causal_model(target_path, dtype, target.device)
+    bench.warm_up(units[:1], [UNDRAFTED], between)
+    _generate(model, units[0], bench.stop_ids, 8)
+    tokens = transformers_tokens = 0
+    seconds = transformers_s = 0.0
+    for turn, unit in enumerate(units):
+        for engine in interleaved(("ours", "transformers"), turn):
+            between()
+            if engine == "ours":
+                sample = bench.measure(unit, [UNDRAFTED], between).samples[BASELINE]
+                tokens, seconds = tokens + len(sample.token_ids), seconds + sample.seconds
+            else:
+                started = time.perf_counter()
+                transformers_tokens += _generate(model, unit, bench.stop_ids, bench.max_new_tokens)
+                transformers_s += time.perf_counter() - started
+    return TransformersBaseline(
+        tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s, tokens=tokens,
+        transformers_tokens=transformers_tokens, prompts=len(units))
+
+
+def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max_new_tokens: int) -> int:
+    """Answer greedily with `transformers`; returns the number of new tokens, the stop token counted as in ours."""
+    prompt = torch.tensor([unit.prompt_ids], device=next(model.parameters()).device)
+    with torch.inference_mode():
+        answer = model.generate(  # type: ignore[operator]
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False,
+            use_cache=True, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0] if stop_ids else 0)
+    return int(answer.shape[1] - prompt.shape[1])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The output is determined before the first forward pass, by the rows' lengths alo
 of a shard share a forward pass, and how states are stored (`v1alpha1.codecs`: the spec's codec, or the best that fits
 `max_bytes`). A shard is the unit of work: a killed program loses the open shard and repeats exactly its passes, so the
 bytes do not depend on interruptions. A run over a finished store with damage notes writes the damaged shards again and
-no others. `sources.json` names the source of every row, for trainings on mixes of them (`features.row_sources`).
+no others. `sources.json` names the source of every row, for training runs on mixes of them (`features.row_sources`).
 
 `capture.source` names what computes the states (`targets.state_source`). Before anything is stored, those of a few rows
 are compared with what `transformers` returns (`targets.state_source`).
@@ -39,6 +39,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -78,14 +80,19 @@ from eyrie_workers.engines.sglang.profiles import weights_on_disk
 from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
-from eyrie_workers.features.earlier_states import EarlierStates
 from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
 from eyrie_workers.features.storage_backend import open_backend
-from eyrie_workers.features.store import open_features
-from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, write_plan
-from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.features.store import EarlierStates, open_features
+from eyrie_workers.features.streaming import (
+    STREAM,
+    TOKENS,
+    TargetPass,
+    compute_pass,
+    plan_is_whole,
+    write_plan,
+)
+from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.speculation.engine import EngineStats, PhaseClock
@@ -143,12 +150,10 @@ class CapturePlan:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each recorded row."""
         return [row.num_tokens for row in self.rows]
 
     @property
     def supervised(self) -> list[int]:
-        """Supervised positions of each recorded row."""
         return [row.num_supervised for row in self.rows]
 
 
@@ -196,20 +201,145 @@ def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
 
 
 @dataclass
-class _Work:
-    """Results of the work, for the report."""
+class _Capture:
+    """What the steps of one capture share, and the results of the work for the report."""
 
-    tokens: int = 0
-    rows_reused: int = 0
-    bytes_reused: int = 0
-    seconds: float = 0.0
-    prefill_s: float = 0.0
-    errors: dict[str, float] = field(default_factory=dict)
-    repaired: list[str] = field(default_factory=list)
+    spec: CaptureStage
+    stage: Stage
+    path: Path  # of the target
+    plan: CapturePlan
+    fmt: StoreFormat
+    source: StateSourceName
+    opened: contextlib.ExitStack  # stops the server of the states, where there is one
     checked: tuple[LayerAgreement, ...] = ()
     files: list[Path] = field(default_factory=list)
     size_bytes: int = 0
     shards: int = 0
+    repaired: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @cached_property
+    def history(self) -> ServerHistory:
+        return ServerHistory(self.stage.out_dir, digest_model(self.spec))
+
+    def write_store(self, dist: DistContext) -> "_Work":
+        """Write this process's shards; rank 0 checks the layers before, and composes the index after."""
+        spec, stage, fresh = self.spec, self.stage, False
+        if dist.is_main:
+            # Opening the store deletes the hidden files of a killed run: before another process writes its own.
+            writer = FeatureWriter(stage.out_dir, self.fmt)
+            for name, why in writer.damaged.items():
+                stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
+            fresh = not writer.shards
+            stage.pause_point()
+        earlier, wanted = EarlierStates(), {row.row_id for row in self.plan.rows}
+        for directory in map(Path, spec.reuse):
+            try:
+                earlier.add(open_features(directory), self.fmt, wanted)
+            except (ArtifactMissing, ArtifactCorrupt, StoreUnavailable, OSError) as error:
+                reason = error.message if isinstance(error, EyrieError) else str(error)
+                stage.event("StatesNotReused", f"{reason}; the states are computed", warning=True)
+        target = cache(lambda: self.load_checked(fresh=fresh) if dist.is_main else self.open_target())
+        # Where earlier jobs have every row, the target is loaded for a row that turns out to differ, or not at all.
+        if dist.size > 1 or not earlier.has_all([row.row_id for row in self.plan.rows]):
+            target()
+        dist.broadcast(None)
+        if not dist.is_main:
+            writer = FeatureWriter(stage.out_dir, self.fmt, alone=False)
+        damaged, began = tuple(sorted(writer.damaged)), time.monotonic()
+        work = write_shards(spec, stage, self.plan, target, writer, (dist.rank, dist.size), earlier)
+        if earlier.num_unreadable:
+            stage.event("StatesNotReused", f"{earlier.num_unreadable:,} rows of earlier jobs cannot be read; their "
+                        "states are computed", warning=True)
+        # Every process waits here until all shards are on disk.
+        counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s, work.rows_reused, work.bytes_reused],
+                                           dtype=torch.float64, device="cpu"))
+        work.tokens, work.prefill_s = int(counts[0]), float(counts[1]) / dist.size
+        work.rows_reused, work.bytes_reused = int(counts[2]), int(counts[3])
+        self.seconds = time.monotonic() - began
+        if dist.is_main:
+            writer = FeatureWriter(stage.out_dir, self.fmt)  # with the shards of the other processes
+            self.files, self.repaired = writer.finish(), damaged
+            self.size_bytes, self.shards = writer.size_bytes, len(writer.shards)
+            if work.rows_reused:
+                stage.event("StatesReused", f"the states of {work.rows_reused:,} of {len(self.plan.rows):,} rows, "
+                            f"{size(work.bytes_reused)} of {size(self.size_bytes)}, are copied from earlier jobs")
+        return work
+
+    def write_stream_plan(self) -> None:
+        """With `feed: stream`: the plan from which training computes the states."""
+        assert self.source != "sglang"  # refused by the contract
+        if self.spec.capture.check_rows:
+            self.load_checked(fresh=True)
+        rows = _kept(read_rows(Path(self.spec.rows_dir) / ROWS), self.plan)
+        write_plan(self.stage.out_dir, self.fmt,
+                   ((of.row_id, (row.prompt_ids + row.answer_ids)[:of.num_tokens], of.num_prompt_tokens)
+                    for of, row in rows), source=self.source, batch_tokens=self.spec.capture.batch_tokens,
+                   buffer_bytes=self.spec.capture.stream_buffer_bytes)
+        self.files = [self.stage.out_dir / STREAM, self.stage.out_dir / TOKENS]
+        self.size_bytes = sum(path.stat().st_size for path in self.files)
+        self.stage.event("StreamPlanned", f"no states are stored: training computes those of {len(self.plan.rows)} "
+                         "rows as it goes")
+
+    def load_checked(self, *, fresh: bool) -> StateSource:
+        """The target, once its states were compared with `transformers`, which is done once per store."""
+        spec, stage = self.spec, self.stage
+        if not (fresh and spec.capture.check_rows):
+            return self.open_target()
+        if self.source == "sglang" and (
+                not _fits_device(self.path) or read_json(self.path / "config.json").get("quantization_config")):
+            stage.event("LayersNotChecked", "the states are not compared with those of transformers, which cannot load "
+                        "this target here: it is quantized, or larger than one GPU", warning=True)
+            return self.open_target()
+        kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), self.plan)
+        samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
+                   for of, row in islice(kept, spec.capture.check_rows)]
+        if self.source == "transformers":
+            own = load_transformers_target(self.path, spec.target.dtype)
+            for tokens in samples:
+                own.verify(tokens)
+            stage.event("LayersAgree", f"states and logits of {len(samples)} rows, as captured through transformers, "
+                                       "are those that its model returns")
+            return own
+        # Their model is freed before ours is loaded: the device need not hold both.
+        theirs = reference_states(self.path, spec.target.dtype, samples, self.fmt.aux_layers, default_device())
+        stage.pause_point()
+        target = self.open_target()
+        ours = target.packed_states(samples, self.fmt.aux_layers)[0].cpu().split([len(tokens) for tokens in samples])
+        self.checked = compare(ours, theirs, self.fmt.aux_layers, spec.target.dtype)
+        worst = max(layer.error for layer in self.checked)
+        nearest = min(layer.neighbour for layer in self.checked)
+        stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
+                                   f"the distance to an adjacent layer is {nearest:.2g}")
+        return target
+
+    def open_target(self) -> StateSource:
+        """The target, not compared."""
+        if self.source != "sglang":
+            return open_source(self.source, self.spec.target)
+        tp_size = self.spec.engine.tp_size
+        rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
+        servers = ServerPlan("sglang", self.spec.target, rows, tp_size=tp_size,
+                             gpu_groups=gpu_groups(visible_gpus(), tp_size, tp_size)[:1])
+
+        def note_end(message: str) -> None:
+            self.history.note_end("capture", message)
+            self.stage.event("ServerRestarted", f"the server that computes the states: {message}", warning=True)
+
+        return self.opened.enter_context(SglangStates(
+            servers, self.fmt.aux_layers, max(self.plan.lengths), self.stage.out_dir / "servers",
+            self.stage.pause_point, note_end))
+
+
+@dataclass
+class _Work:
+    """What was computed, and what was copied."""
+
+    tokens: int = 0
+    rows_reused: int = 0
+    bytes_reused: int = 0
+    prefill_s: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
@@ -221,13 +351,21 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     started = time.monotonic()
     if dist.size > 1:
         torch.set_num_threads(threads_of_process(cpu_count(), os.environ))
+    # 1. The rows, which must be answers of this target.
     rows_dir = Path(spec.rows_dir)
     path = resolve(spec.target)
     # Rank 0 alone reads the whole target for its digest: eight processes would read it eight times from one disk.
     digest, config = dist.on_main(lambda: target_digest(path)), read_config(path)
-    _check_rows_are_of(digest, rows_dir, spec.target.model)
+    meta = read_meta(rows_dir)
+    if meta is None:
+        raise ArtifactMissing(f"no {META} in {rows_dir}: the target of the rows is unknown", "run regenerate first")
+    if meta.target_digest != digest:
+        raise Conflict(f"the rows in {rows_dir} were answered by another target ({meta.target_digest}) than "
+                       f"{spec.target.model!r} ({digest})",
+                       "regenerate with this target, or name the one that answered")
+    streams = spec.capture.feed == "stream"
     source = choose_source(read_json(path / "config.json"), spec.capture.source, engine=spec.engine.kind,
-                           streams=spec.capture.feed == "stream", fits_device=_fits_device(path))
+                           streams=streams, fits_device=_fits_device(path))
     max_length, limit = spec.capture.max_length, "capture.max_length"
     longest_prompt = config.max_position_embeddings - TOKENS_BEHIND_PROMPT
     if source == "sglang" and max_length > longest_prompt:
@@ -242,143 +380,48 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     if source == "sglang" and dist.size > 1:
         raise InvalidInput(f"capture.source sglang on {dist.size} processes: one process starts the server",
                            "set the GPUs of the capture stage to engine.tp_size, and its processes to 1")
+    # 2. The layers that the drafters read.
     choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
-    if spec.capture.probe_layers and dist.is_main:
-        _probe(spec, stage, choice.aux_layers)
-    always = [*config.eos_token_ids, *special_token_ids(path)]
+    if spec.capture.probe_layers and dist.is_main and not (
+            open_backend(stage.out_dir).shards() or is_whole(stage.out_dir)):
+        probe = probe_layers(load_target(path, spec.target.dtype), rows_to_probe(rows_dir), choice.aux_layers)
+        stage.event("LayersProbed", probe.summary())
+        stage.pause_point()
     named = choose_aux_layers(config.num_layers, override=spec.aux_layers).aux_layers if spec.aux_layers else ()
     of_families = layers_of(spec.families, choice.aux_layers, config.num_layers)
     of_heads = {layer for head in spec.init_from for layer in layers_of_head(head, path)}
     layers = tuple(sorted({*of_families, *named, *of_heads})) or choice.aux_layers
-    streams = spec.capture.feed == "stream"
+    # 3. The format, and the states or the plan of them.
     how = spec.capture.model_copy(update={"max_bytes": None}) if streams else spec.capture
-    fmt = plan_format(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
-                         fused_layers=choice.aux_layers)
-    _report_codec(spec.capture, fmt, stage)
-    if streams:
-        work = _write_stream_plan(spec, stage, plan, fmt, source) if dist.is_main else _Work()
-    else:
-        work = _write_store(spec, stage, plan, fmt, source, dist)
+    fmt = plan_format(how, plan, config, layers, digest, read_rows(rows_dir / ROWS),
+                      [*config.eos_token_ids, *special_token_ids(path)], fused_layers=choice.aux_layers)
+    if (fmt.stored_as.codec, fmt.stored_as.final_state) != (spec.capture.codec, spec.capture.final_state):
+        stage.event("CodecChosen", f"states are stored as {fmt.stored_as.name}: capture.codec {spec.capture.codec} "
+                    f"with final_state {spec.capture.final_state} does not fit capture.max_bytes "
+                    f"{spec.capture.max_bytes}", warning=True)
+    work = _Work()
+    with contextlib.ExitStack() as opened:
+        states = _Capture(spec, stage, path, plan, fmt, source, opened)
+        if not streams:
+            work = states.write_store(dist)
+        elif dist.is_main:
+            states.write_stream_plan()
     tokens = sum(plan.lengths)
     sources = write_row_sources(stage.out_dir, [row.source_name for row in plan.rows]) if dist.is_main else None
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
-        bytes=work.size_bytes, bytes_per_token=work.size_bytes / tokens, shards=work.shards,
+        bytes=states.size_bytes, bytes_per_token=states.size_bytes / tokens, shards=states.shards,
         rows_reused=work.rows_reused, bytes_reused=work.bytes_reused,
         layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=fmt.hidden_size,
         source=source, codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
-        checked={str(one.layer): one.error for one in work.checked}, repaired_shards=tuple(work.repaired),
-        restarts=_history(spec, stage).restarts if source == "sglang" else 0,
+        checked={str(layer.layer): layer.error for layer in states.checked}, repaired_shards=states.repaired,
+        restarts=states.history.restarts if source == "sglang" else 0,
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
-        tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
+        tokens_per_s=work.tokens / states.seconds if states.seconds else 0.0,
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0),
-        work.files if sources is None else [*work.files, sources])
-
-
-def _fits_device(path: Path) -> bool:
-    """Whether one GPU can hold the target's weights; on a CPU nothing else could hold more."""
-    machine = detect_hardware()
-    return machine.platform == "cpu" or weights_on_disk(path) <= usable_bytes(int(machine.memory_gib * 2**30))
-
-
-def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
-                 dist: DistContext) -> _Work:
-    with contextlib.ExitStack() as opened:
-        return _write_shards_of(spec, stage, plan, fmt, source, dist, opened)
-
-
-def _write_shards_of(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
-                     dist: DistContext, opened: contextlib.ExitStack) -> _Work:
-    fresh = False
-    if dist.is_main:
-        # Opening the store deletes the hidden files of a killed run: before another process writes its own.
-        writer = FeatureWriter(stage.out_dir, fmt)
-        for name, why in writer.damaged.items():
-            stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
-        fresh = not writer.shards
-        stage.pause_point()
-    earlier = _earlier_states(spec, stage, plan, fmt)
-    checked: list[LayerAgreement] = []
-
-    def load() -> StateSource:
-        if not dist.is_main:
-            return _open(spec, stage, plan, fmt, source, opened)
-        target, found = _load_checked(spec, stage, plan, fmt, source, opened, fresh=fresh)
-        checked.extend(found)
-        return target
-
-    # Where earlier jobs have every row, the target is loaded for a row that turns out to differ, or not at all.
-    lazily = dist.size == 1 and earlier.has_all([row.row_id for row in plan.rows])
-    target = LazyTarget(load)
-    if not lazily:
-        target.get()
-    dist.broadcast(None)
-    if not dist.is_main:
-        writer = FeatureWriter(stage.out_dir, fmt, alone=False)
-    damaged, began = sorted(writer.damaged), time.monotonic()
-    work = write_shards(spec, stage, plan, target.get, writer, (dist.rank, dist.size), earlier)
-    if earlier.num_unreadable:
-        stage.event("StatesNotReused", f"{earlier.num_unreadable:,} rows of earlier jobs cannot be read; their states "
-                    "are computed", warning=True)
-    # Every process waits here until all shards are on disk.
-    counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s, work.rows_reused, work.bytes_reused],
-                                       dtype=torch.float64, device="cpu"))
-    work.tokens, work.prefill_s, work.seconds = int(counts[0]), float(counts[1]) / dist.size, time.monotonic() - began
-    work.rows_reused, work.bytes_reused = int(counts[2]), int(counts[3])
-    if dist.is_main:
-        writer = FeatureWriter(stage.out_dir, fmt)  # with the shards of the other processes
-        work.files, work.checked, work.repaired = writer.finish(), tuple(checked), damaged
-        work.size_bytes, work.shards = writer.size_bytes, len(writer.shards)
-        if work.rows_reused:
-            stage.event("StatesReused", f"the states of {work.rows_reused:,} of {len(plan.rows):,} rows, "
-                        f"{size(work.bytes_reused)} of {size(work.size_bytes)}, are copied from earlier jobs")
-    return work
-
-
-def _earlier_states(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> EarlierStates:
-    """What earlier jobs have captured of these rows."""
-    earlier, wanted = EarlierStates(), {row.row_id for row in plan.rows}
-    for directory in map(Path, spec.reuse):
-        try:
-            earlier.add(open_features(directory), fmt, wanted)
-        except (ArtifactMissing, ArtifactCorrupt, StoreUnavailable, OSError) as error:
-            said = error.message if isinstance(error, EyrieError) else str(error)
-            stage.event("StatesNotReused", f"{said}; the states are computed", warning=True)
-    return earlier
-
-
-@dataclass
-class LazyTarget:
-    """The target, loaded when it is first needed."""
-
-    load: Callable[[], StateSource]
-    _loaded: StateSource | None = None
-
-    def get(self) -> StateSource:
-        """The target."""
-        if self._loaded is None:
-            self._loaded = self.load()
-        return self._loaded
-
-
-def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat,
-                       source: StateSourceName) -> _Work:
-    """With `feed: stream`: the plan from which training computes the states."""
-    assert source != "sglang"  # refused by the contract
-    work = _Work()
-    if spec.capture.check_rows:
-        with contextlib.ExitStack() as opened:
-            work.checked = _load_checked(spec, stage, plan, fmt, source, opened, fresh=True)[1]
-    rows = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
-    write_plan(stage.out_dir, fmt, ((of.row_id, (row.prompt_ids + row.answer_ids)[:of.num_tokens],
-                                        of.num_prompt_tokens) for of, row in rows),
-               source=source, batch_tokens=spec.capture.batch_tokens, buffer_bytes=spec.capture.stream_buffer_bytes)
-    work.files = [stage.out_dir / STREAM, stage.out_dir / TOKENS]
-    work.size_bytes = sum(path.stat().st_size for path in work.files)
-    stage.event("StreamPlanned", f"no states are stored: training computes those of {len(plan.rows)} rows as it goes")
-    return work
+        states.files if sources is None else [*states.files, sources])
 
 
 def is_whole(directory: Path) -> bool:
@@ -387,68 +430,10 @@ def is_whole(directory: Path) -> bool:
     return (store_is_whole(directory) or plan_is_whole(backend)) and row_sources_are_whole(backend)
 
 
-def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
-    """Report which layers predict best, with the selected ones; skipped when states exist already."""
-    if open_backend(stage.out_dir).shards() or is_whole(stage.out_dir):
-        return
-    target = load_target(resolve(spec.target), spec.target.dtype)
-    found = probe_layers(target, rows_to_probe(Path(spec.rows_dir)), chosen)
-    stage.event("LayersProbed", found.summary())
-    stage.pause_point()
-
-
-def _report_codec(spec: CaptureSpec, fmt: StoreFormat, stage: Stage) -> None:
-    chosen = fmt.stored_as
-    if (chosen.codec, chosen.final_state) != (spec.codec, spec.final_state):
-        stage.event("CodecChosen", f"states are stored as {chosen.name}: capture.codec {spec.codec} with final_state "
-                                   f"{spec.final_state} does not fit capture.max_bytes {spec.max_bytes}", warning=True)
-
-
-def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
-                  opened: contextlib.ExitStack, *, fresh: bool) -> tuple[StateSource, tuple[LayerAgreement, ...]]:
-    """The target, and the comparison of its states with `transformers`, which is made once per store."""
-    path = resolve(spec.target)
-    if not (fresh and spec.capture.check_rows):
-        return _open(spec, stage, plan, fmt, source, opened), ()
-    if source == "sglang" and (not _fits_device(path) or read_json(path / "config.json").get("quantization_config")):
-        stage.event("LayersNotChecked", "the states are not compared with those of transformers, which cannot load "
-                    "this target here: it is quantised, or larger than one GPU", warning=True)
-        return _open(spec, stage, plan, fmt, source, opened), ()
-    kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
-    samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
-               for (of, row), _ in zip(kept, range(spec.capture.check_rows), strict=False)]
-    if source == "transformers":
-        own = load_transformers_target(path, spec.target.dtype)
-        for tokens in samples:
-            own.verify(tokens)
-        stage.event("LayersAgree", f"states and logits of {len(samples)} rows, as captured through transformers, are "
-                                   "those that its model returns")
-        return own, ()
-    # Their model is freed before ours is loaded: the device need not hold both.
-    theirs = reference_states(path, spec.target.dtype, samples, fmt.aux_layers, default_device())
-    stage.pause_point()
-    target = _open(spec, stage, plan, fmt, source, opened)
-    ours = target.packed_states(samples, fmt.aux_layers)[0].cpu().split([len(tokens) for tokens in samples])
-    found = compare(ours, theirs, fmt.aux_layers, spec.target.dtype)
-    worst, nearest = max(one.error for one in found), min(one.neighbour for one in found)
-    stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
-                               f"the distance to an adjacent layer is {nearest:.2g}")
-    return target, found
-
-
-def _open(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, source: StateSourceName,
-          opened: contextlib.ExitStack) -> StateSource:
-    if source != "sglang":
-        return open_source(source, spec.target)
-    rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
-    servers = ServerPlan("sglang", spec.target, rows, tp_size=spec.engine.tp_size,
-                         gpu_groups=gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.tp_size)[:1])
-    return opened.enter_context(SglangStates(servers, fmt.aux_layers, max(plan.lengths), stage.out_dir / "servers",
-                                             stage, _history(spec, stage)))
-
-
-def _history(spec: CaptureStage, stage: Stage) -> ServerHistory:
-    return ServerHistory(stage.out_dir, digest_model(spec))
+def _fits_device(path: Path) -> bool:
+    """Whether one GPU can hold the target's weights; on a CPU nothing else could hold more."""
+    machine = detect_hardware()
+    return machine.platform == "cpu" or weights_on_disk(path) <= usable_bytes(int(machine.memory_gib * 2**30))
 
 
 def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Callable[[], StateSource],
@@ -456,21 +441,19 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
                  earlier: EarlierStates | None = None) -> _Work:
     """Capture the shards of a share that are missing or damaged.
 
-    target  loads it when it is first called
+    target   loads it when it is first called
     earlier  states that need not be computed
-
-    share   the number of this process and of all. Process r takes every shard n with n % size == r: whichever shards an
-            interruption on another number of processes left, the missing ones are divided nearly equally.
+    share    the number of this process and of all. Process r takes every shard n with n % size == r: whichever shards
+             an interruption on another number of processes left, the missing ones are divided nearly equally.
     """
     rank, processes = share
     shards = list(plan_shards(plan.lengths, writer.format, spec.capture.shard_size_bytes, plan.supervised))
-    beyond = [number for number in writer.shards if number >= len(shards)]
-    if beyond:
+    if any(number >= len(shards) for number in writer.shards):
         raise Conflict(f"{stage.out_dir} holds hidden states of other rows than {spec.rows_dir}",
                        "capture into an empty directory, or delete this one")
     if done := writer.num_rows:
         stage.event("Resumed", f"{done} of {len(plan.rows)} rows were captured before")
-    earlier, work, stats = earlier or EarlierStates(), _Work(), EngineStats()
+    earlier, work, stats, fmt = earlier or EarlierStates(), _Work(), EngineStats(), writer.format
     clock: PhaseClock | None = None
     answered = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     total, passed = sum(plan.lengths), 0
@@ -478,7 +461,9 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
     with BackgroundWriter(writer) as background:
         for number, shard in enumerate(shards):
             # Rows are consumed for skipped shards too, so that `answered` stays in step with the plan.
-            rows = [_tokens_of(*next(answered)) for _ in shard]
+            rows = [TokenRow(of.row_id, torch.tensor((row.prompt_ids + row.answer_ids)[:of.num_tokens]),
+                             torch.arange(of.num_tokens) >= of.num_prompt_tokens)
+                    for of, row in islice(answered, len(shard))]
             lengths = [row.token_ids.numel() for row in rows]
             if writer.holds(number, [row.row_id for row in rows]) or number % processes != rank:
                 passed += sum(lengths)
@@ -487,18 +472,24 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
             at = 0
             while at < len(rows):
                 stage.pause_point()
-                found = earlier.find(rows[at])
-                if found is not None:
-                    background.put(found, 1)
+                copied = earlier.find(rows[at])
+                if copied is not None:
+                    background.put(copied, 1)
                     work.rows_reused += 1
-                    work.bytes_reused += (sum(part.nbytes for part in found.values())
+                    work.bytes_reused += (sum(part.nbytes for part in copied.values())
                                           + lengths[at] * ID_AND_MASK_BYTES)
                     passed += lengths[at]
                     at += 1
                 else:
                     batch = _next_pass(rows, at, earlier, spec.capture.batch_tokens)
                     clock = clock or PhaseClock(stats, target().device)
-                    _capture_pass(target(), batch, writer.format, background, clock, work, stage)
+                    begin = clock.mark()
+                    computed = compute_pass(target(), batch, fmt)
+                    clock.count("prefill_s", begin, clock.mark())
+                    clock.settle()
+                    if not work.errors:  # the codec's error is measured on the first pass
+                        work.errors = _codec_errors(computed, fmt, stage)
+                    background.put(computed.encode(fmt), len(batch))
                     work.tokens += sum(row.token_ids.numel() for row in batch)
                     at += len(batch)
                 stage.progress(passed + work.tokens, total, "tokens")
@@ -512,48 +503,27 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
 
 def _next_pass(rows: Sequence[TokenRow], start: int, earlier: EarlierStates, batch_tokens: int) -> Sequence[TokenRow]:
     """The rows of the next forward pass, from `start` to the first that an earlier job may have: without earlier jobs,
-    the passes of `plan_passes`."""
+    all passes are full."""
     stop = start + 1
     while stop < len(rows) and not earlier.has_all([rows[stop].row_id]):
         stop += 1
-    first = next(plan_passes([row.token_ids.numel() for row in rows[start:stop]], batch_tokens))
+    first = next(consecutive([row.token_ids.numel() for row in rows[start:stop]], batch_tokens))
     return rows[start:start + first.stop]
 
 
-def _capture_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat, background: BackgroundWriter,
-                  clock: PhaseClock, work: _Work, stage: Stage) -> None:
-    """One forward pass, whose states are passed to the writer threads."""
-    begin = clock.mark()
-    computed = compute_pass(target, rows, fmt)
-    clock.count("prefill_s", begin, clock.mark())
-    clock.settle()
-    if not work.errors:  # the codec's error is measured on the first pass
-        work.errors = _errors(computed, fmt)
-        _warn_about_outliers(computed, fmt, stage)
-    background.put(computed.encode(fmt), len(rows))
-
-
-def _errors(computed: TargetPass, fmt: StoreFormat) -> dict[str, float]:
-    """Relative error of the codec per layer, over the tokens of one pass."""
-    found = {str(layer): _mean(relative_error(computed.aux[:, place], fmt.codec))
-             for place, layer in enumerate(fmt.aux_layers)}
+def _codec_errors(computed: TargetPass, fmt: StoreFormat, stage: Stage) -> dict[str, float]:
+    """Relative error of the codec per layer, over the tokens of one pass; an event names the layers where outliers
+    round most other values to 0."""
+    vectors = {str(layer): (computed.aux[:, place], fmt.codec) for place, layer in enumerate(fmt.aux_layers)}
+    shares = ", ".join(f"{share:.0%} of layer {layer}" for layer, (states, codec) in vectors.items()
+                       if (share := zero_share(states, codec)) > _MAX_ZERO_SHARE[codec])
+    if shares:
+        stage.event("StatesDrowned", f"{shares} is stored as 0 because of outliers: capture.codec fp8 keeps both",
+                    warning=True)
     if fmt.final_state == "keep":
-        found["final"] = _mean(relative_error(computed.last[computed.supervised], final_codec(fmt.codec)))
-    return found
-
-
-def _warn_about_outliers(computed: TargetPass, fmt: StoreFormat, stage: Stage) -> None:
-    """Warn about layers where outliers round most other values to 0."""
-    zeroed = {layer: share for place, layer in enumerate(fmt.aux_layers)
-              if (share := zero_share(computed.aux[:, place], fmt.codec)) > _MAX_ZERO_SHARE[fmt.codec]}
-    if zeroed:
-        shares = ", ".join(f"{share:.0%} of layer {layer}" for layer, share in zeroed.items())
-        stage.event("StatesDrowned", f"{shares} is stored as 0 because of outliers: capture.codec fp8 "
-                                     "keeps both", warning=True)
-
-
-def _mean(errors: torch.Tensor) -> float:
-    return float(errors.square().mean().sqrt()) if errors.numel() else 0.0
+        vectors["final"] = computed.last[computed.supervised], final_codec(fmt.codec)
+    errors = {name: relative_error(*coded) for name, coded in vectors.items()}
+    return {name: float(error.square().mean().sqrt()) if error.numel() else 0.0 for name, error in errors.items()}
 
 
 def _kept(rows: Iterator[AnsweredRow], plan: CapturePlan) -> Iterator[tuple[RowPlan, AnsweredRow]]:
@@ -564,20 +534,6 @@ def _kept(rows: Iterator[AnsweredRow], plan: CapturePlan) -> Iterator[tuple[RowP
         if wanted is not None and row.id == wanted.row_id:
             yield wanted, row
             wanted = next(planned, None)
-
-
-def _tokens_of(plan: RowPlan, row: AnsweredRow) -> TokenRow:
-    ids = torch.tensor((row.prompt_ids + row.answer_ids)[:plan.num_tokens])
-    return TokenRow(plan.row_id, ids, torch.arange(plan.num_tokens) >= plan.num_prompt_tokens)
-
-
-def _check_rows_are_of(digest: str, rows_dir: Path, model: str) -> None:
-    meta = read_meta(rows_dir)
-    if meta is None:
-        raise ArtifactMissing(f"no {META} in {rows_dir}: the target of the rows is unknown", "run regenerate first")
-    if meta.target_digest != digest:
-        raise Conflict(f"the rows in {rows_dir} were answered by another target ({meta.target_digest}) than "
-                       f"{model!r} ({digest})", "regenerate with this target, or name the one that answered")
 
 
 if __name__ == "__main__":

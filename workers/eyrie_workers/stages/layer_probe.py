@@ -25,7 +25,7 @@ The ranking is informative only: `targets.config` or `capture.aux_layers` select
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -41,9 +41,7 @@ from eyrie_workers.targets.config import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 
-PROBE_TOKENS = 12_288
-"""Tokens of answered rows that are probed, at most."""
-
+PROBE_TOKENS = 12_288  # tokens of answered rows that are probed, at most
 _HELD_OUT = 4  # every fourth row is used for scoring and not for fitting
 _RIDGES = (0.03, 0.1, 0.3)  # of the number of positions, once every column has mean square 1
 _WIDTH = 256
@@ -56,30 +54,20 @@ class LayerScore:
     """Share of the target's tokens that one probe predicts."""
 
     layers: tuple[int, ...]
-    agreement: float
-    """Share of held-out positions."""
+    agreement: float  # share of held-out positions
 
 
 @dataclass(frozen=True)
 class Probe:
     """Scores of the layers of a target."""
 
-    embedding: float
-    """Agreement of a probe of the embedding of token i + 1 alone."""
-
-    alone: tuple[LayerScore, ...]
-    """Each layer, the best first."""
-
-    together: tuple[LayerScore, ...]
-    """The best of forward selection: one, two, three layers."""
-
-    chosen: LayerScore
-    """The layers selected by position or by the spec."""
-
+    embedding: float  # agreement of a probe of the embedding of token i + 1 alone
+    alone: tuple[LayerScore, ...]  # each layer, the best first
+    together: tuple[LayerScore, ...]  # the best of forward selection: one, two, three layers
+    chosen: LayerScore  # the layers selected by position or by the spec
     positions: int
 
     def summary(self) -> str:
-        """The scores in one sentence."""
         best = self.together[-1]
         ranks = ", ".join(f"{score.layers[0]} ({score.agreement:.1%})" for score in self.alone[:5])
         noise = (best.agreement * (1 - best.agreement) / self.positions) ** 0.5
@@ -99,8 +87,7 @@ class _Readings:
     choice: Tensor
     lm_head: Tensor
     width: int
-    positions: int
-    """Number of positions fitted to."""
+    positions: int  # number of positions fitted to
 
     def columns(self, layers: Sequence[int]) -> Tensor:
         """Columns of some layers, by index, followed by those of the embedding and of 1."""
@@ -139,13 +126,13 @@ def probe_layers(target: TargetModel, rows: Sequence[tuple[Tensor, int]], chosen
     def score(some: Sequence[int]) -> LayerScore:
         return LayerScore(tuple(sorted(some)), readings.agreement([place[layer] for layer in some]))
 
-    alone = sorted((score([layer]) for layer in ranked), key=lambda one: -one.agreement)
+    alone = sorted((score([layer]) for layer in ranked), key=lambda layer: -layer.agreement)
     best: list[int] = list(alone[0].layers)
     together = [alone[0]]
     while len(together) < min(3, len(ranked)):
-        found = max((score([*best, layer]) for layer in ranked if layer not in best), key=lambda one: one.agreement)
-        best = list(found.layers)
-        together.append(found)
+        together.append(max((score([*best, layer]) for layer in ranked if layer not in best),
+                            key=lambda layers: layers.agreement))
+        best = list(together[-1].layers)
     return Probe(readings.agreement([]), tuple(alone), tuple(together), score(chosen), readings.choice.numel())
 
 
@@ -185,21 +172,18 @@ def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Seque
 
 def rows_to_probe(rows_dir: Path, num_tokens: int = PROBE_TOKENS, longest: int = 512) -> list[tuple[Tensor, int]]:
     """The first answered rows of a directory, each cut at `longest` tokens, until they hold `num_tokens` tokens."""
-    return list(_up_to(num_tokens, ((torch.tensor((row.prompt_ids + row.answer_ids)[:longest]), len(row.prompt_ids))
-                                    for row in read_rows(rows_dir / ROWS) if len(row.prompt_ids) < longest)))
-
-
-def _up_to(num_tokens: int, rows: Iterator[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+    rows: list[tuple[Tensor, int]] = []
     taken = 0
-    for ids, num_prompt in rows:
-        yield ids, num_prompt
-        taken += ids.numel()
+    for row in read_rows(rows_dir / ROWS):
+        if len(row.prompt_ids) < longest:
+            rows.append((torch.tensor((row.prompt_ids + row.answer_ids)[:longest]), len(row.prompt_ids)))
+            taken += rows[-1][0].numel()
         if taken >= num_tokens:
-            return
+            break
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the ranking; returns the exit code."""
     parser = argparse.ArgumentParser(description="Rank a target's layers by the accuracy of a linear probe of each.")
     parser.add_argument("--target", default="quickstart")
     parser.add_argument("--rows", type=Path, required=True, help="output directory of regenerate")
@@ -209,16 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = load_target(resolve(TargetSpec(model=arguments.target)))
         config = target.config
         chosen = choose_aux_layers(config.num_layers, config.layer_types).aux_layers
-        found = probe_layers(target, rows_to_probe(arguments.rows, arguments.tokens), chosen)
+        probe = probe_layers(target, rows_to_probe(arguments.rows, arguments.tokens), chosen)
     except EyrieError as error:
         return report_error(error)
-    for score in found.alone:
+    for score in probe.alone:
         print(f"layer {score.layers[0]:3}  {score.agreement:.4f}")
-    for score in found.together:
+    for score in probe.together:
         print(f"together {list(score.layers)}  {score.agreement:.4f}")
-    print(json.dumps({"embedding": found.embedding, "chosen": list(found.chosen.layers),
-                      "chosen_agreement": found.chosen.agreement, "best": list(found.together[-1].layers),
-                      "best_agreement": found.together[-1].agreement, "positions": found.positions}))
+    print(json.dumps({"embedding": probe.embedding, "chosen": list(probe.chosen.layers),
+                      "chosen_agreement": probe.chosen.agreement, "best": list(probe.together[-1].layers),
+                      "best_agreement": probe.together[-1].agreement, "positions": probe.positions}))
     return 0
 
 

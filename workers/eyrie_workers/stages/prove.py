@@ -2,10 +2,10 @@
 
     python -m eyrie_workers.stages.prove --spec spec.json --out manifest.json
 
-Benchmark and tune measure in the reference engine. A promoted drafter is served by a server, possibly another engine,
-to several users at once. This stage starts servers that differ in drafting alone (`off`, `candidate`, when a drafter
-serves already, `incumbent`, and a tuned `rival` that the candidate has to beat), all at once where their memory allows,
-else one after the other, and makes three checks:
+Benchmark and tune measure in the engine that the job names, embedded or SGLang, one process with the machine to itself.
+A promoted drafter is served by a server, to several users at once. This stage starts servers that differ in drafting
+alone (`off`, `candidate`, when a drafter serves already, `incumbent`, and a tuned `rival` that the candidate has to
+beat), all at once where their memory allows, else one after the other, and makes three checks:
 
 1. Load: speed and time to first token at every load that the job declares.
 2. Changed system prompt: the same with another system prompt, which operators change in production.
@@ -38,7 +38,7 @@ from eyrie_api.decisions.mtp_layers import holds_mtp_layers
 from eyrie_api.decisions.target_config import computed_by_reference
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
-from eyrie_api.v1alpha1.load import LoadComparison, LoadReport, LoadSpec
+from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
@@ -61,18 +61,22 @@ from eyrie_workers.load.report_statistics import crossover
 from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
     Suites,
     measuring,
-    open_ledger_for,
+    open_ledger,
     read_suites,
     round_robin,
 )
-from eyrie_workers.measurement.parity.parity import compare_answers, replay_parity, report_without_answers
-from eyrie_workers.measurement.parity.reference import Reference, why_not_held
-from eyrie_workers.measurement.parity.served_answers import Served, request_answers
+from eyrie_workers.measurement.benchmark.variants import first_difference
+from eyrie_workers.measurement.parity import (
+    Served,
+    compare_answers,
+    report_without_answers,
+    request_answers,
+)
+from eyrie_workers.measurement.parity_reference import Reference, why_not_held
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -80,16 +84,14 @@ from eyrie_workers.targets.state_source import open_local
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "found.jsonl"
-MOST_RECORDED = 32
-"""Answers kept for comparisons: a list that a person chooses from."""
-
+MOST_RECORDED = 32  # answers kept for comparisons: a list that a person chooses from
 BASELINE, CANDIDATE, INCUMBENT, RIVAL = "off", "candidate", "incumbent", "rival"
 FIXED = "fixed"
 """The candidate with the proven setting at every load, for parity, where its map has another for a single user."""
 
 ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
-
-_REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.interleaving`)
+VARIANTS = "variants"  # folder of the servers' files
+_REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.intervals`)
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
 """Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
@@ -125,9 +127,7 @@ class _Check:
     """One check of the servers."""
 
     name: str
-    num_requests: int
-    """Approximate; for the progress."""
-
+    num_requests: int  # approximate; for the progress
     run: Callable[["Proof"], CheckResult]
 
 
@@ -143,19 +143,19 @@ class Proof:
     ledger: JsonlLedger[CheckResult]
     history: ServerHistory
     pool: ServerPool | None = None
-    done: int = 0
-    """Requests of the finished checks."""
-
+    done: int = 0  # requests of the finished checks
     total: int = 0
-    current: int = 0
-    """Requests of the running check."""
-
-    last_try: bool = False
-    """A server has ended in the running check, which is being repeated."""
+    current: int = 0  # requests of the running check
+    last_try: bool = False  # a server has ended in the running check, which is being repeated
 
     def result(self, name: str) -> CheckResult | None:
         """The result of a check, if the ledger has it."""
         return next((result for result in self.ledger.entries if result.question == name), None)
+
+    @property
+    def parity_variant(self) -> str:
+        """The variant with the drafter whose answers decide parity."""
+        return FIXED if FIXED in self.uses else CANDIDATE
 
     def server(self, name: str) -> ManagedServer:
         """The ready server of a variant. Where not all fit, it replaces another."""
@@ -163,7 +163,6 @@ class Proof:
         return self.pool.server(name)
 
     def endpoint(self, name: str) -> LoadEndpoint:
-        """A variant's server for the load test."""
         return LoadEndpoint(name, self.server(name).url, self.plan.model, what=describe_use(self.uses[name]))
 
     def report_progress(self, done: int, total: int, message: str) -> None:
@@ -172,7 +171,6 @@ class Proof:
         self.stage.progress(self.done + round(self.current * share), self.total, "requests", message)
 
     def measure(self, spec: LoadSpec, variants: Iterable[str]) -> LoadReport:
-        """A load test of some variants."""
         assert self.pool is not None
         names, prompts = list(variants), self.prompts
         if self.pool.capacity < len(names):
@@ -192,40 +190,62 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
                       gpu_groups=groups)
     tuned = read_report(Path(spec.tune_dir), TuneReport)
     use = select_use(spec, tuned, plan)
+    report = ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=engine.kind, use=use,
+                         environment=environment(spec.target.dtype), seconds=0.0)
     if use.setting == OFF:
-        return _nothing_to_prove(spec, stage, use, started)
+        loads = ", ".join(map(str, spec.prove.loads))
+        finding = use.map.finding if use.map is not None else ""
+        report = report.model_copy(update={
+            "skipped": f"speculation pays at none of the declared loads ({loads} users at once): {finding}"
+            .rstrip(" :"), "seconds": time.monotonic() - started})
+        stage.event("NothingToProve", report.skipped)
+        write_model(stage.out_dir / REPORT, report)
+        return Result(report, [stage.out_dir / REPORT])
     suites = read_suites(spec, stage)
     uses = variants_to_compare(spec, use, stage, tuned_rival(spec, tuned, plan))
-    launch = command_line(plan, CANDIDATE, uses, _variants_dir(stage))
+    launch = command_line(plan, CANDIDATE, uses, stage.out_dir / VARIANTS)
     proof = Proof(spec, stage, plan, uses, select_prompts(spec, suites),
-                  open_ledger_for(CheckResult, stage, spec, LEDGER),
-                  ServerHistory(stage.out_dir, digest_model(spec)))
+                  open_ledger(CheckResult, stage, spec, LEDGER), ServerHistory(stage.out_dir, digest_model(spec)))
     _run_all(proof, checks_of(spec, len(uses.keys() - {FIXED})))
-    if proof.result(PARITY) is None:
-        proof.ledger.append(_judge_parity(proof))
-    report = _report(proof, use, launch, time.monotonic() - started)
-    for step, one in enumerate(_comparisons(report.load)):
-        stage.metric(f"{one.variant}/{one.level:g} users/speedup", step, one.throughput_ratio)
-    stage.event("Proved", summarize(report), warning=report.parity is None or not report.parity.passed)
+    collected = proof.result(ANSWERS)
+    assert collected is not None
+    assert collected.answers is not None
+    parity, changed = proof.result(PARITY), proof.result(CHANGED_PROMPT)
+    if parity is None:
+        parity = judge_answers(proof, collected.answers)
+        for judged in (parity.parity, parity.changed_parity):
+            if judged is not None:
+                stage.event("Parity", ("holds: " if judged.passed else "FAILS: ") + "; ".join(judged.reasons),
+                            warning=not judged.passed)
+        proof.ledger.append(parity)
+    # The load tests of single levels as one report of all levels.
+    parts = [check.load for load in spec.prove.loads if (check := proof.result(_load_check(load))) and check.load]
+    comparisons = tuple(comparison for part in parts for comparison in part.comparisons)
+    load = LoadReport(
+        model=parts[-1].model, spec=_load_spec(spec, spec.prove.loads, spec.prove.requests),
+        variants=parts[-1].variants, levels=tuple(level for part in parts for level in part.levels),
+        comparisons=comparisons,
+        crossover=crossover([comparison for comparison in comparisons if comparison.variant == CANDIDATE]),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        environment=parts[-1].environment, seconds=sum(part.seconds for part in parts))
+    report = report.model_copy(update={
+        "parity": parity.parity, "load": load, "changed_prompt": changed.load if changed else None,
+        "changed_parity": parity.changed_parity, "restarts": proof.history.restarts, "launch": launch,
+        "seconds": time.monotonic() - started})
+    for step, comparison in enumerate(comparisons):
+        stage.metric(f"{comparison.variant}/{comparison.level:g} users/speedup", step, comparison.throughput_ratio)
+    holds = report.parity is not None and report.parity.passed
+    results = ["parity not checked" if report.parity is None else f"parity {'holds' if holds else 'FAILS'}",
+               *(f"{comparison.throughput_ratio:.2f}x with {users(int(comparison.level))}"
+                 for comparison in comparisons if comparison.variant == CANDIDATE),
+               *(f"{comparison.user_ratio:.2f}x with another system prompt"
+                 for comparison in (changed.load.comparisons if changed and changed.load else ()))]
+    stage.event("Proved", f"{report.checkpoint} at {describe_use(use)} in the {report.engine} engine: "
+                + ", ".join(results), warning=not holds)
     write_model(stage.out_dir / REPORT, report)
-    answers = proof.result(ANSWERS)
-    assert answers is not None
-    assert answers.answers is not None
     write_model(stage.out_dir / ANSWERS_FILE, record_answers(
-        proof.prompts, answers.answers.plain, ChatTokenizer(resolve(spec.target)), spec.prove.max_new_tokens))
+        proof.prompts, collected.answers.plain, ChatTokenizer(resolve(spec.target)), spec.prove.max_new_tokens))
     return Result(report, [stage.out_dir / LEDGER, stage.out_dir / REPORT, stage.out_dir / ANSWERS_FILE])
-
-
-def _nothing_to_prove(spec: ProveStage, stage: Stage, use: DrafterUse, started: float) -> Result:
-    loads = ", ".join(map(str, spec.prove.loads))
-    finding = use.map.finding if use.map is not None else ""
-    report = ProveReport(
-        checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind, use=use,
-        skipped=f"speculation pays at none of the declared loads ({loads} users at once): {finding}".rstrip(" :"),
-        environment=environment(spec.target.dtype), seconds=time.monotonic() - started)
-    stage.event("NothingToProve", report.skipped)
-    write_model(stage.out_dir / REPORT, report)
-    return Result(report, [stage.out_dir / REPORT])
 
 
 def tuned_rival(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> DrafterUse | None:
@@ -246,7 +266,7 @@ def select_use(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> Drafter
     if chart is None:
         return DrafterUse(drafter_dir=spec.drafter_dir, setting=Setting(tree=tuned.winner))
     best = [chart.at(load).setting for load in sorted(spec.prove.loads)]
-    setting = next((one for one in best if one != OFF), OFF)
+    setting = next((candidate for candidate in best if candidate != OFF), OFF)
     followed = DrafterUse(drafter_dir=spec.drafter_dir, setting=setting, map=chart)
     if setting == OFF or plan.is_adaptive(followed):
         return followed
@@ -280,7 +300,6 @@ def select_prompts(spec: ProveStage, suites: Suites) -> list[Prompt]:
 
 
 def checks_of(spec: ProveStage, num_variants: int) -> list[_Check]:
-    """All checks, in order."""
     prove = spec.prove
     per_variant = prove.requests + _WARMUP_REQUESTS
     checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts, _collect_answers)]
@@ -303,39 +322,33 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
     proof.done = proof.total - sum(check.num_requests for check in left)
     if not left:
         return
-    stage = proof.stage
+    stage, uses = proof.stage, proof.uses
     with measuring(stage):
-        proof.pool = ServerPool(proof.plan, proof.uses, _variants_dir(stage), stage, proof.history)
+        proof.pool = pool = ServerPool(proof.plan, uses, stage.out_dir / VARIANTS, stage, proof.history)
         try:
-            _start_servers(proof, proof.pool)
+            # Start as many servers as fit. An incumbent or a rival that cannot start is left out; others are required.
+            if pool.capacity < len(uses):
+                stage.event("ServersInTurn", f"the memory holds {pool.capacity} of {len(uses)} servers at a time: "
+                            "variants are measured one after the other, the one without a drafter before and after the "
+                            "others")
+            else:
+                for name, error in pool.make_ready(list(uses)).items():
+                    if name not in (INCUMBENT, RIVAL):
+                        raise error
+                    stage.event("IncumbentFailed" if name == INCUMBENT else "RivalFailed",
+                                f"the {name}'s server cannot start, so the candidate is not compared with it under "
+                                f"load: {error.message}", warning=True)
+                    del uses[name]
+                stage.event("ServersReady", f"{len(uses)} servers of the {proof.spec.engine.kind} engine answer: "
+                            + ", ".join(f"{name} ({describe_use(use)})" if name != BASELINE else name
+                                        for name, use in uses.items()))
             for check in left:
                 stage.pause_point()
                 proof.current = check.num_requests
-                proof.ledger.append(run_check(proof, proof.pool, check))
+                proof.ledger.append(run_check(proof, pool, check))
                 proof.done += check.num_requests
         finally:
-            proof.pool.stop()
-
-
-def _start_servers(proof: Proof, pool: ServerPool) -> None:
-    """Start as many servers as fit. An incumbent or a rival that cannot start is left out; the other variants are
-    required."""
-    stage, uses = proof.stage, proof.uses
-    if pool.capacity < len(uses):
-        stage.event("ServersInTurn", f"the memory holds {pool.capacity} of {len(uses)} servers at a time: variants are "
-                    "measured one after the other, the one without a drafter before and after the others")
-        return
-    failed = pool.make_ready(list(uses))
-    for name, error in failed.items():
-        if name not in (INCUMBENT, RIVAL):
-            raise error
-        stage.event("IncumbentFailed" if name == INCUMBENT else "RivalFailed",
-                    f"the {name}'s server cannot start, so the candidate is not compared with it under load: "
-                    f"{error.message}", warning=True)
-        del uses[name]
-    stage.event("ServersReady", f"{len(uses)} servers of the {proof.spec.engine.kind} engine answer: "
-                + ", ".join(f"{name} ({describe_use(use)})" if name != BASELINE else name
-                            for name, use in uses.items()))
+            pool.stop()
 
 
 def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:
@@ -388,19 +401,15 @@ def _collect_answers(proof: Proof) -> CheckResult:
     changed = spec.prove.system_prompt
     plain = proof.server(BASELINE)
     without = answers(plain, None), answers(plain, changed) if changed else ()
-    drafted = proof.server(_drafted_variant(proof))
+    drafted = proof.server(proof.parity_variant)
     try:
-        found = Answers(plain=without[0], drafted=answers(drafted, None), changed_plain=without[1],
-                        changed_drafted=answers(drafted, changed) if changed else ())
+        collected = Answers(plain=without[0], drafted=answers(drafted, None), changed_plain=without[1],
+                            changed_drafted=answers(drafted, changed) if changed else ())
     except EngineFailed as error:
         if not proof.last_try:
             raise
-        found = Answers(plain=without[0], drafted=(), error=error.message)
-    return CheckResult(question=ANSWERS, answers=found)
-
-
-def _drafted_variant(proof: Proof) -> str:
-    return FIXED if FIXED in proof.uses else CANDIDATE
+        collected = Answers(plain=without[0], drafted=(), error=error.message)
+    return CheckResult(question=ANSWERS, answers=collected)
 
 
 def parity_prompts(proof: Proof, system_prompt: str | None = None) -> list[list[int]]:
@@ -430,23 +439,10 @@ def record_answers(prompts: Sequence[Prompt], answers: Sequence[Served], tokeniz
     return RecordedAnswers(answers=tuple(recorded.values()))
 
 
-def _judge_parity(proof: Proof) -> CheckResult:
-    """Compare the answers, and replay the rounds in the reference engine where that can hold the target."""
-    answers = proof.result(ANSWERS)
-    assert answers is not None
-    assert answers.answers is not None
-    found = judge_answers(proof, answers.answers)
-    for report in (found.parity, found.changed_parity):
-        if report is not None:
-            proof.stage.event("Parity", ("holds: " if report.passed else "FAILS: ") + "; ".join(report.reasons),
-                              warning=not report.passed)
-    return found
-
-
 def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     """The parity of answers that the servers have given."""
     spec = proof.spec
-    kind, dtype, setting = spec.engine.kind, spec.target.dtype, proof.uses[_drafted_variant(proof)].setting
+    kind, dtype, setting = spec.engine.kind, spec.target.dtype, proof.uses[proof.parity_variant].setting
     tree = setting.tree
     assert tree is not None
     if answers.error:
@@ -474,17 +470,16 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
             title = f"{name} {index}"
             if reference is not None:
                 return reference.divergence(title, prompts[index], plain[index], drafted[index])
-            one, other = plain[index].token_ids, drafted[index].token_ids
-            if judge is not None and (found := explain(judge(), title, prompts[index], one, other)) is not None:
-                return found.line(dtype), found.is_tie(dtype)
-            return f"{title}: position {first_difference(one, other)}", False
+            two = plain[index].token_ids, drafted[index].token_ids
+            if judge is not None and (difference := explain(judge(), title, prompts[index], *two)) is not None:
+                return difference.line(dtype), difference.is_tie(dtype)
+            return f"{title}: position {first_difference(*two)}", False
 
         return compare_answers(kind, tree, plain, drafted, divergence, note)
 
     prompts = parity_prompts(proof)
     if reference is not None and setting.method == "drafter":
-        parity = replay_parity(reference, kind, tree, dtype, prompts, answers.plain, answers.drafted,
-                               proof.stage.pause_point)
+        parity = reference.replay_parity(prompts, answers.plain, answers.drafted, proof.stage.pause_point)
     else:
         parity = compare("prompt", prompts, answers.plain, answers.drafted, why or "")
     changed = None
@@ -505,8 +500,11 @@ def _load_spec(spec: ProveStage, loads: Sequence[int], num_requests: int,
 def _check_load(proof: Proof, load: int) -> CheckResult:
     variants = [name for name in proof.uses if name != FIXED]
     report = proof.measure(_load_spec(proof.spec, [load], proof.spec.prove.requests), variants)
-    for one in report.comparisons:
-        proof.stage.event("LoadMeasured", f"{users(load)}: {compared(one)}")
+    for pair in report.comparisons:
+        first = "" if pair.ttft_p99_ratio is None else f", time to first token (p99) {pair.ttft_p99_ratio:.2f}x"
+        interval = f"{pair.throughput_interval.low:.2f}-{pair.throughput_interval.high:.2f}"
+        proof.stage.event("LoadMeasured", f"{users(load)}: {pair.variant} {pair.throughput_ratio:.2f}x ({interval}) "
+                          f"the tokens per second of {pair.baseline}{first}")
     for note in report.notes:
         proof.stage.event("LoadNote", note, warning=True)
     return CheckResult(question=_load_check(load), load=report)
@@ -517,35 +515,11 @@ def _check_changed_prompt(proof: Proof) -> CheckResult:
     # Half of the requests: enough to see whether acceptance collapses, which needs no narrow interval.
     spec = _load_spec(proof.spec, [min(prove.loads)], prove.requests // 2, prove.system_prompt)
     report = proof.measure(spec, (BASELINE, CANDIDATE))
-    for one in report.comparisons:
-        between = f"{one.user_interval.low:.2f}-{one.user_interval.high:.2f}"
-        proof.stage.event("ChangedPrompt", f"with another system prompt: {one.user_ratio:.2f}x ({between}) for a user, "
-                                           f"{one.identical} of {one.compared} answers identical")
+    for pair in report.comparisons:
+        interval = f"{pair.user_interval.low:.2f}-{pair.user_interval.high:.2f}"
+        proof.stage.event("ChangedPrompt", f"with another system prompt: {pair.user_ratio:.2f}x ({interval}) for a "
+                          f"user, {pair.identical} of {pair.compared} answers identical")
     return CheckResult(question=CHANGED_PROMPT, load=report)
-
-
-def _report(proof: Proof, use: DrafterUse, launch: tuple[str, ...], seconds: float) -> ProveReport:
-    spec = proof.spec
-    parity, changed = proof.result(PARITY), proof.result(CHANGED_PROMPT)
-    assert parity is not None
-    parts = [one.load for load in spec.prove.loads if (one := proof.result(_load_check(load))) and one.load]
-    load = merge_load_reports(parts, _load_spec(spec, spec.prove.loads, spec.prove.requests))
-    return ProveReport(
-        checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind, use=use,
-        parity=parity.parity, load=load, changed_prompt=changed.load if changed else None,
-        changed_parity=parity.changed_parity, restarts=proof.history.restarts,
-        launch=launch, environment=environment(spec.target.dtype), seconds=seconds)
-
-
-def merge_load_reports(parts: Sequence[LoadReport], spec: LoadSpec) -> LoadReport:
-    """Load tests of single levels as one report of all levels. Pure."""
-    comparisons = tuple(one for part in parts for one in part.comparisons)
-    return LoadReport(
-        model=parts[-1].model, spec=spec, variants=parts[-1].variants,
-        levels=tuple(one for part in parts for one in part.levels), comparisons=comparisons,
-        crossover=crossover([one for one in comparisons if one.variant == CANDIDATE]),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)), environment=parts[-1].environment,
-        seconds=sum(part.seconds for part in parts))
 
 
 def describe_use(use: DrafterUse) -> str:
@@ -556,31 +530,6 @@ def describe_use(use: DrafterUse) -> str:
 def users(load: int) -> str:
     """`1 user`, `4 users at once`."""
     return "1 user" if load == 1 else f"{load} users at once"
-
-
-def compared(one: LoadComparison) -> str:
-    """`candidate 1.84x (1.62-2.09) the tokens per second of off, time to first token (p99) 1.10x`."""
-    first = "" if one.ttft_p99_ratio is None else f", time to first token (p99) {one.ttft_p99_ratio:.2f}x"
-    return (f"{one.variant} {one.throughput_ratio:.2f}x ({one.throughput_interval.low:.2f}-"
-            f"{one.throughput_interval.high:.2f}) the tokens per second of {one.baseline}{first}")
-
-
-def summarize(report: ProveReport) -> str:
-    """The report in one sentence."""
-    parity = "parity not checked" if report.parity is None else f"parity {'holds' if report.parity.passed else 'FAILS'}"
-    loads = [f"{one.throughput_ratio:.2f}x with {users(int(one.level))}"
-             for one in _comparisons(report.load) if one.variant == CANDIDATE]
-    changed = [f"{one.user_ratio:.2f}x with another system prompt" for one in _comparisons(report.changed_prompt)]
-    return f"{report.checkpoint} at {describe_use(report.use)} in the {report.engine} engine: " + ", ".join(
-        [parity, *loads, *changed])
-
-
-def _comparisons(load: LoadReport | None) -> tuple[LoadComparison, ...]:
-    return load.comparisons if load is not None else ()
-
-
-def _variants_dir(stage: Stage) -> Path:
-    return stage.out_dir / "variants"
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ matter" (the second seed). Steps, each resumable:
 
     read, split, exclude -> selection        (regeneration.selection; held-out prompts are never sent)
     reuse                -> rows.jsonl       (regeneration.earlier_answers; what earlier jobs have answered already)
-    replay conversations -> turns            (regeneration.turn_queue; the last turn, or each in order)
+    replay conversations -> turns            (regeneration.conversation_replay; the last turn, or each in order)
     generate             -> rows.jsonl       (appended and flushed per answer: the ledger of finished rows)
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
 In a pod whose job leaves large files in an artifact store (`catalog.STORE_ADDRESS_FILE`), answers are uploaded part by
-part and deleted here, and rows.jsonl is written there (`conversations.stored_rows`).
+part and deleted here, and rows.jsonl is written there (`conversations.rows`).
 
 Each answer depends on its row alone (the seed is derived from the row's id), so the bytes of the output do not depend
 on interruptions. For the same reason the work may be distributed: with EYRIE_SHARD_ROWS set, the shard workers of a
@@ -20,14 +20,13 @@ cluster send the requests (`regeneration.sharded`).
     python -m eyrie_workers.stages.regenerate --spec spec.json --out <dir>/manifest.json
 """
 
+import math
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
@@ -36,31 +35,35 @@ from eyrie_api.v1alpha1.data import FEW_ROWS
 from eyrie_api.v1alpha1.model import Digest
 from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_workers.conversations.overlap import Runs
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger, RowSampling, RowsMeta, read_meta
-from eyrie_workers.conversations.split import BenchmarkPrompts
-from eyrie_workers.conversations.stored_rows import open_row_ledger
+from eyrie_workers.conversations.overlap import BenchmarkPrompts, Runs
+from eyrie_workers.conversations.rows import (
+    META,
+    ROWS,
+    AnsweredRow,
+    RowLedger,
+    RowSampling,
+    RowsMeta,
+    open_row_ledger,
+    read_meta,
+)
 from eyrie_workers.conversations.suites import excluded_prompts
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.regeneration import selection
-from eyrie_workers.regeneration.batch import BatchClient
-from eyrie_workers.regeneration.conversation_replay import Ended
-from eyrie_workers.regeneration.earlier_answers import EarlierAnswers, answer_key, earlier_answers, generator_of
-from eyrie_workers.regeneration.embedded import EmbeddedClient
-from eyrie_workers.regeneration.endpoint import endpoint_of
-from eyrie_workers.regeneration.generation_client import (
+from eyrie_workers.regeneration.answers import (
+    AnswerRetokenizer,
+    AnswersOfData,
     GeneratedAnswer,
     GenerationClient,
     GenerationFailure,
-    GenerationParams,
     GenerationRequest,
 )
-from eyrie_workers.regeneration.given_answers import GivenAnswers
+from eyrie_workers.regeneration.batch import BatchClient
+from eyrie_workers.regeneration.conversation_replay import REFUSED, Ended, TurnQueue
+from eyrie_workers.regeneration.earlier_answers import answer_key, earlier_answers
+from eyrie_workers.regeneration.endpoint import endpoint_of
+from eyrie_workers.regeneration.local_engines import EmbeddedClient, sglang_servers
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.regeneration.own_servers import own_servers
-from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.regeneration.sharded import ShardingConfig
-from eyrie_workers.regeneration.turn_queue import REFUSED, PendingTurn, TurnQueue
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_config
@@ -79,30 +82,21 @@ _MAX_INITIAL_FAILURES = 20
 class Tally:
     """Totals over the finished rows."""
 
-    rows: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    sources: Counter[str] = field(default_factory=Counter)
     outcomes: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     prompt_lengths: Counter[int] = field(default_factory=Counter)
     answer_lengths: Counter[int] = field(default_factory=Counter)
-    retokenised: int = 0
+    retokenized: int = 0
     ids_differ: int = 0
     reused: int = 0
 
     def add(self, row: AnsweredRow) -> None:
-        """Count one answered row."""
-        self.rows += 1
-        self.prompt_tokens += len(row.prompt_ids)
-        self.answer_tokens += len(row.answer_ids)
         self.finish_reasons[row.finish_reason] += 1
-        self.sources[row.source] += 1
         self.outcomes[row.source]["answered"] += 1
         self.outcomes[row.source]["truncated"] += row.finish_reason == "length"
         self.prompt_lengths[len(row.prompt_ids)] += 1
         self.answer_lengths[len(row.answer_ids)] += 1
-        self.retokenised += not row.ids_exact
+        self.retokenized += not row.ids_exact
         self.ids_differ += row.ids_differ
         self.reused += row.generated_by != ""
 
@@ -112,7 +106,8 @@ class Rows:
     """The rows that the stage answers, and the ledger of those it has."""
 
     spec: RegenerateStage
-    directory: Path
+    stage: Stage
+    path: Path  # of the target
     summary: selection.SelectionSummary
     tokenizer: ChatTokenizer
     context: int
@@ -126,34 +121,29 @@ class Rows:
 
     def unanswered(self) -> TurnQueue:
         """The turns that are not in the ledger, in order."""
-        return TurnQueue(selection.selected(self.directory), self.summary.rows_selected, self.spec.regenerate,
+        return TurnQueue(selection.selected(self.stage.out_dir), self.summary.rows_selected, self.spec.regenerate,
                          self.ledger, self.tokenizer, min(self.spec.data.max_prompt_tokens, self.context - 1))
 
     def sampling(self, prompt: GenerationRequest) -> RowSampling:
-        """Sampling parameters of one answer."""
         return RowSampling(**self.spec.regenerate.sampling.model_dump(),
                            max_new_tokens=prompt.max_new_tokens or self.spec.regenerate.max_new_tokens)
 
     def key(self, prompt: GenerationRequest) -> str:
         """The key of the answer to a prompt (`regeneration.earlier_answers`)."""
-        return answer_key(self._generator, prompt, self.sampling(prompt))
-
-    @cached_property
-    def _generator(self) -> str:
         engine, section = _engine_name(self.spec), self.spec.regenerate
-        asked = (section.served_model or self.spec.target.model) if engine in ("openai", "openai-batch") else None
-        return generator_of(self.target_digest, self.spec.target.dtype, engine, asked)
+        # An endpoint is asked for its model by name.
+        served = (section.served_model or self.spec.target.model) if engine in ("openai", "openai-batch") else None
+        return answer_key([self.target_digest, self.spec.target.dtype, engine, served], prompt, self.sampling(prompt))
 
 
 def lengths(counted: Counter[int]) -> Lengths:
     """Quantiles of counted lengths, each a length that occurs."""
-    total, ordered = counted.total(), sorted(counted.items())
+    ordered = sorted(counted.elements())
 
     def quantile(share: float) -> int:
-        ranks = accumulate(count for _, count in ordered)
-        return next(length for (length, _), rank in zip(ordered, ranks, strict=True) if rank >= share * total)
+        return ordered[math.ceil(share * len(ordered)) - 1]
 
-    return Lengths(p50=quantile(0.5), p90=quantile(0.9), p99=quantile(0.99), most=ordered[-1][0])
+    return Lengths(p50=quantile(0.5), p90=quantile(0.9), p99=quantile(0.99), most=ordered[-1])
 
 
 def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
@@ -164,19 +154,26 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
     """
     started = time.monotonic()
     path = resolve(spec.target)
-    tokenizer = ChatTokenizer(path)
-    digest = target_digest(path)
-    _check_meta(stage.out_dir, spec, digest)
+    tokenizer, digest = ChatTokenizer(path), target_digest(path)
+    # What the answers are a function of: a directory with those of another target, data or sampling is refused.
+    inputs = (spec.data.model_dump_json(), spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
+              spec.regenerate.max_new_tokens, spec.regenerate.seed, _engine_name(spec), spec.target.dtype,
+              spec.regenerate.turns)
+    meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(inputs).encode()))
+    if read_meta(stage.out_dir) not in (None, meta):
+        raise Conflict(f"{stage.out_dir} holds answers of another target, data or sampling",
+                       "give an empty directory, or delete this one")
+    write_model(stage.out_dir / META, meta)
     context = read_config(path).max_position_embeddings
     summary = _select(spec, stage, tokenizer, context)
     with open_row_ledger(stage.out_dir / ROWS) as ledger:
-        rows = Rows(spec, stage.out_dir, summary, tokenizer, context, digest, ledger)
+        rows = Rows(spec, stage, path, summary, tokenizer, context, digest, ledger)
         resumed = len(ledger)
         if resumed:
             stage.event("Resumed", f"{resumed} of {rows.total} rows were already answered")
-        _reuse(stage, rows)
-        new_tokens, refused = _ask(stage, path, rows)
-        report = _finish(stage, rows, refused)
+        _reuse(rows)
+        new_tokens, refused = _ask(rows)
+        report = _finish(rows, refused)
     seconds = time.monotonic() - started
     report = report.model_copy(update={"rows_resumed": resumed, "seconds": seconds,
                                        "tokens_per_s": new_tokens / seconds})
@@ -184,26 +181,15 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
     return Result(report, [stage.out_dir / name for name in names], ledger.in_store)
 
 
-def _check_meta(directory: Path, spec: RegenerateStage, digest: str) -> None:
-    """Write the metadata of the answers, or raise Conflict when the directory holds others."""
-    # Left out where it is false: a stage that a version without the field has begun goes on.
-    data = spec.data.model_dump_json(exclude=None if spec.data.answered else {"answered"})
-    inputs = (data, spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
-               spec.regenerate.max_new_tokens, spec.regenerate.seed, _engine_name(spec), spec.target.dtype,
-               spec.regenerate.turns)
-    meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(inputs).encode()))
-    found = read_meta(directory)
-    if found is not None and found != meta:
-        raise Conflict(f"{directory} holds answers of another target, data or sampling",
-                       "give an empty directory, or delete this one")
-    if found is None:
-        write_model(directory / META, meta)
+def _engine_name(spec: RegenerateStage) -> str:
+    """Where the answers are generated: the job's engine, unless the section names another; `none` for the data's."""
+    return "none" if spec.data.answered else spec.regenerate.engine or spec.engine.kind
 
 
 def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
             context: int) -> selection.SelectionSummary:
     prompts = list(excluded_prompts(spec.exclude_prompts,
-                                 lambda text: stage.event("PromptsNotExcluded", text, warning=True)))
+                                    lambda text: stage.event("PromptsNotExcluded", text, warning=True)))
     rules = selection.Rules(data=spec.data, benchmark=BenchmarkPrompts.of(prompts),
                             max_prompt_tokens=min(spec.data.max_prompt_tokens, context - 1),
                             turns=spec.regenerate.turns, suite_runs=Runs(prompts))
@@ -225,8 +211,9 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
     return summary
 
 
-def _reuse(stage: Stage, rows: Rows) -> None:
+def _reuse(rows: Rows) -> None:
     """Add to the ledger what earlier jobs have answered. A run that was killed here finds it there and goes on."""
+    stage = rows.stage
     for directory in map(Path, rows.spec.reuse):
         if len(rows.ledger) == rows.total:
             return
@@ -236,53 +223,45 @@ def _reuse(stage: Stage, rows: Rows) -> None:
             except (ArtifactMissing, ArtifactCorrupt, Conflict) as error:
                 stage.event("AnswersNotReused", f"{error.message}; its answers are generated again", warning=True)
                 continue
-            before = len(rows.ledger)
-            _take_over(stage, rows, earlier)
+            before, turns = len(rows.ledger), rows.unanswered()
+            for prompt in turns:
+                stage.pause_point()
+                pending = turns.in_flight(prompt.row_id)
+                answer = earlier.find(rows.key(prompt))
+                if answer is not None:
+                    row = pending.row
+                    rows.ledger.append(answer.model_copy(update={
+                        "id": prompt.row_id, "source": row.source, "source_name": row.source_name, "line": row.line,
+                        "category": row.category, "seed": prompt.seed, "turn": pending.turn,
+                        "generated_by": answer.generated_by or earlier.job_id}))
+                turns.mark_done(prompt.row_id)
+                stage.progress(len(rows.ledger), rows.total, "rows", "reusing")
             stage.event("AnswersReused", f"{len(rows.ledger) - before:,} of {rows.total:,} answers are those of job "
                                          f"{earlier.job_id}")
 
 
-def _take_over(stage: Stage, rows: Rows, earlier: EarlierAnswers) -> None:
-    turns = rows.unanswered()
-    for prompt in turns:
-        stage.pause_point()
-        pending = turns.in_flight(prompt.row_id)
-        found = earlier.find(rows.key(prompt))
-        if found is not None:
-            row = pending.row
-            rows.ledger.append(found.model_copy(update={
-                "id": prompt.row_id, "source": row.source, "source_name": row.source_name, "line": row.line,
-                "category": row.category, "seed": prompt.seed, "turn": pending.turn,
-                "generated_by": found.generated_by or earlier.job_id}))
-        turns.mark_done(prompt.row_id)
-        stage.progress(len(rows.ledger), rows.total, "rows", "reusing")
-
-
-def _ask(stage: Stage, path: Path, rows: Rows) -> tuple[int, list[QuarantinedRow]]:
+def _ask(rows: Rows) -> tuple[int, list[QuarantinedRow]]:
     """Answer every turn that is not in the ledger; return tokens generated, rows that failed."""
     # With `turns: all`, conversations may end before `total` turns are answered.
     if len(rows.ledger) == rows.total or next(rows.unanswered(), None) is None:
         return 0, []
-    for last_try in (False, True):
-        try:
-            with _client(rows.spec, stage, path, rows.tokenizer) as (client, pause):
-                return _answer_rest(stage, rows, client, pause)
-        except EngineFailed as error:
-            if last_try:
-                raise
-            stage.event("ServersRestarted", f"{len(rows.ledger)} of {rows.total} rows are answered; {error.message}",
-                        warning=True)
-    raise AssertionError("the second try returns or raises")
+    try:
+        with _client(rows) as (client, pause):
+            return _answer_rest(rows, client, pause)
+    except EngineFailed as error:  # servers of this stage: they are started again, once
+        rows.stage.event("ServersRestarted", f"{len(rows.ledger)} of {rows.total} rows are answered; {error.message}",
+                         warning=True)
+    with _client(rows) as (client, pause):
+        return _answer_rest(rows, client, pause)
 
 
-def _answer_rest(stage: Stage, rows: Rows, client: GenerationClient,
+def _answer_rest(rows: Rows, client: GenerationClient,
                  pause: Callable[[], None]) -> tuple[int, list[QuarantinedRow]]:
-    """Answer the turns that are not in the ledger; return tokens generated, rows that failed."""
     total, resumed = rows.total, len(rows.ledger)
     refused: list[QuarantinedRow] = []
     answered = new_tokens = 0
     turns = rows.unanswered()
-    stage.progress(resumed, total, "rows", "answering")
+    rows.stage.progress(resumed, total, "rows", "answering")
     for outcome in client.answers(turns, pause):
         pending = turns.in_flight(outcome.row_id)
         row = pending.row
@@ -294,81 +273,60 @@ def _answer_rest(stage: Stage, rows: Rows, client: GenerationClient,
                 raise InvalidInput(f"the first {len(refused)} prompts all failed: {outcome.reason}",
                                    "check regenerate.base_url, served_model and the sampling settings")
         else:
-            rows.ledger.append(_answered(rows, pending, outcome))
+            rows.ledger.append(AnsweredRow(
+                id=outcome.row_id, source=row.source, source_name=row.source_name, line=row.line,
+                category=row.category, prompt_ids=tuple(outcome.prompt_ids), answer_ids=tuple(outcome.answer_ids),
+                finish_reason=outcome.finish_reason, text=outcome.text, sampling=rows.sampling(pending.prompt),
+                seed=pending.prompt.seed, ids_exact=outcome.ids_exact, ids_differ=outcome.ids_differ,
+                reasoning=outcome.reasoning, tool_calls=outcome.tool_calls, turn=pending.turn,
+                key=rows.key(pending.prompt)))
             answered += 1
             new_tokens += len(outcome.answer_ids)
         turns.mark_done(outcome.row_id)
-        stage.progress(resumed + answered + len(refused), total, "rows", "answering")
+        rows.stage.progress(resumed + answered + len(refused), total, "rows", "answering")
         pause()
     return new_tokens, refused
 
 
-def _answered(rows: Rows, pending: PendingTurn, answer: GeneratedAnswer) -> AnsweredRow:
-    row = pending.row
-    return AnsweredRow(id=answer.row_id, source=row.source, source_name=row.source_name, line=row.line,
-                       category=row.category, prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
-                       finish_reason=answer.finish_reason, text=answer.text, sampling=rows.sampling(pending.prompt),
-                       seed=pending.prompt.seed, ids_exact=answer.ids_exact, ids_differ=answer.ids_differ,
-                       reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=pending.turn,
-                       key=rows.key(pending.prompt))
-
-
 @contextmanager
-def _client(spec: RegenerateStage, stage: Stage, path: Path,
-            tokenizer: ChatTokenizer) -> Iterator[tuple[GenerationClient, Callable[[], None]]]:
+def _client(rows: Rows) -> Iterator[tuple[GenerationClient, Callable[[], None]]]:
     """The client of the engine that answers, and the `pause` to call between answers."""
-    if spec.data.answered:
-        stage.event("AnswersGiven", "the answers of the data are used, none is generated; they are cut at "
-                    f"{spec.regenerate.max_new_tokens} tokens (regenerate.max_new_tokens)")
-        yield GivenAnswers(AnswerRetokenizer(tokenizer), spec.regenerate.max_new_tokens,
-                           read_config(path).max_position_embeddings), stage.pause_point
-        return
-    if _engine_name(spec) != "sglang":
-        yield _engine(spec, stage, path, tokenizer), stage.pause_point
-        return
-    stage.event("ServersStarting", "SGLang servers of the target are starting")
-    with own_servers(spec, stage.out_dir / SERVERS, stage) as (section, pause):
-        stage.event("ServersReady", f"{len(section.endpoints)} SGLang servers answer")
-        endpoint = endpoint_of(section, spec.target, read_config(path).max_position_embeddings)
-        yield OnlineClient(replace(endpoint, native=True), AnswerRetokenizer(tokenizer), _warning(stage)), pause
+    spec, stage, section, engine = rows.spec, rows.stage, rows.spec.regenerate, _engine_name(rows.spec)
+    texts = AnswerRetokenizer(rows.tokenizer)
 
-
-def _engine_name(spec: RegenerateStage) -> str:
-    """Where the answers are generated: the job's engine, unless the section names another; `none` for given ones."""
-    if spec.data.answered:
-        return "none"
-    return spec.regenerate.engine or spec.engine.kind
-
-
-def _warning(stage: Stage) -> Callable[[str, str], None]:
     def warn(reason: str, text: str) -> None:
         stage.event(reason, text, warning=True)
 
-    return warn
-
-
-def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer) -> GenerationClient:
-    if _engine_name(spec) == "embedded":
-        target = load_target(path, spec.target.dtype)
-        return EmbeddedClient(
-            engine=Engine(target, None, max_concurrency=spec.regenerate.concurrency), tokenizer=tokenizer,
-            params=GenerationParams(spec.regenerate.sampling, spec.regenerate.max_new_tokens),
-            context=target.config.max_position_embeddings, concurrency=spec.regenerate.concurrency)
-
-    warn, context = _warning(stage), read_config(path).max_position_embeddings
-    if spec.regenerate.engine == "openai" and (sharding := ShardingConfig.from_env()).shard_rows is not None:
+    client: GenerationClient
+    if engine == "sglang":
+        stage.event("ServersStarting", "SGLang servers of the target are starting")
+        with sglang_servers(spec, stage.out_dir / SERVERS, stage.pause_point) as (own, pause):
+            stage.event("ServersReady", f"{len(own.endpoints)} SGLang servers answer")
+            endpoint = endpoint_of(own, spec.target, rows.context)
+            yield OnlineClient(replace(endpoint, native=True), texts, warn), pause
+        return
+    if engine == "none":
+        stage.event("AnswersGiven", "the answers of the data are used, none is generated; they are cut at "
+                    f"{section.max_new_tokens} tokens (regenerate.max_new_tokens)")
+        client = AnswersOfData(texts, section.max_new_tokens, rows.context)
+    elif engine == "embedded":
+        target = load_target(rows.path, spec.target.dtype)
+        client = EmbeddedClient(Engine(target, None, max_concurrency=section.concurrency), rows.tokenizer, section,
+                                rows.context)
+    elif section.engine == "openai" and (sharding := ShardingConfig.from_env()).shard_rows is not None:
         from eyrie_workers.shards import sharded_client  # lazy: on one machine Celery is not needed
 
-        return sharded_client(sharding, spec, context, path, warn)
-    endpoint = endpoint_of(spec.regenerate, spec.target, context)
-    if spec.regenerate.engine == "openai":
-        return OnlineClient(endpoint, AnswerRetokenizer(tokenizer), warn)
-    return BatchClient(endpoint, AnswerRetokenizer(tokenizer), stage.out_dir / BATCH_STATE, warn)
+        client = sharded_client(sharding, spec, rows.context, rows.path, warn)
+    elif section.engine == "openai":
+        client = OnlineClient(endpoint_of(section, spec.target, rows.context), texts, warn)
+    else:
+        client = BatchClient(endpoint_of(section, spec.target, rows.context), texts, stage.out_dir / BATCH_STATE, warn)
+    yield client, stage.pause_point
 
 
-def _finish(stage: Stage, rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
+def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
     """Put the rows in order, write the quarantine, clear the working files."""
-    spec, ledger, summary, turns = rows.spec, rows.ledger, rows.summary, rows.unanswered()
+    spec, stage, ledger, summary, turns = rows.spec, rows.stage, rows.ledger, rows.summary, rows.unanswered()
     if len(ledger) == 0:
         raise NoUsableData(f"none of {summary.rows_selected} prompts was answered: {refused[0].reason}",
                            "fix what the endpoint reports, then retry")
@@ -390,7 +348,8 @@ def _finish(stage: Stage, rows: Rows, refused: list[QuarantinedRow]) -> Regenera
         else:
             cut.append(QuarantinedRow(source=row.source, line=row.line, kind="truncated",
                                       reason=f"its answer was cut at {len(row.answer_ids)} tokens"))
-    if tally.rows == 0:
+    answered = tally.finish_reasons.total()
+    if answered == 0:
         raise NoUsableData(f"all {len(cut)} answers were cut at {spec.regenerate.max_new_tokens} tokens",
                            "raise regenerate.max_new_tokens, or set regenerate.truncated to train")
     # Failures arrive in any order; the file must not depend on it.
@@ -398,24 +357,25 @@ def _finish(stage: Stage, rows: Rows, refused: list[QuarantinedRow]) -> Regenera
     quarantined = [*selection.rejected(stage.out_dir), *late]
     write_atomically(stage.out_dir / QUARANTINE, "".join(row.model_dump_json() + "\n" for row in quarantined))
     selection.forget(stage.out_dir)
-    if tally.rows < FEW_ROWS:
-        stage.event("FewRows", f"{tally.rows} answered rows are left to train on, fewer than {FEW_ROWS} (of "
+    if answered < FEW_ROWS:
+        stage.event("FewRows", f"{answered} answered rows are left to train on, fewer than {FEW_ROWS} (of "
                     f"{summary.rows_read} read, {summary.rows_held_out} are held out and {len(quarantined)} "
                     "cannot be used): expect a weak drafter, and figures that vary by chance; give more "
                     "conversations in data.sources, or raise data.max_conversations", warning=True)
+    sources = {source: kinds["answered"] for source, kinds in tally.outcomes.items()}
     reasons = selection.ByReason()
     for quarantined_row in quarantined:
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
         reasons.add(quarantined_row)
     return RegenerateReport(
-        engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=tally.rows,
+        engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=answered,
         rows_reused=tally.reused, rows_held_out=summary.rows_held_out,
         rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
         outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
-        rows_retokenised=tally.retokenised, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
+        rows_retokenised=tally.retokenized, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
         prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),
-        languages=summary.languages, prompt_tokens=tally.prompt_tokens,
-        answer_tokens=tally.answer_tokens, finish_reasons=dict(tally.finish_reasons), sources=dict(tally.sources),
+        languages=summary.languages, prompt_tokens=sum(tally.prompt_lengths.elements()),
+        answer_tokens=sum(tally.answer_lengths.elements()), finish_reasons=dict(tally.finish_reasons), sources=sources,
         seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_REPORTED]),
         quarantine_reasons=reasons.commonest(_QUARANTINE_REPORTED))
 

@@ -26,7 +26,7 @@ a resumed race ends where an uninterrupted one would have.
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -34,43 +34,53 @@ from statistics import fmean
 from eyrie_api.artifacts import digest_model, read_sealed, write_model, write_sealed
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput, Transient, UnsupportedTarget
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
-from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
+from eyrie_api.v1alpha1.reports import TuneCell, TuneReport
+from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine
 from eyrie_workers.engines.sglang.checkpoints import read_drafter
 from eyrie_workers.intervals import acceptance_length, add_histograms
-from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.machine import environment
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks, block_size, num_identical, turns
-from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
+from eyrie_workers.machine.environment import environment
+from eyrie_workers.measurement.benchmark.blocks import (
+    BlockRun,
+    BlockRunner,
+    Blocks,
+    block_size,
+    num_identical,
+    rate,
+    turns,
+)
+from eyrie_workers.measurement.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
-    Progress,
-    Session,
     Suites,
-    benchmark_report,
     is_measured,
     measure_units,
     measuring,
     open_ledger,
     open_session,
     read_suites,
-    report_cells,
     round_robin,
-    setting_of,
     start_all,
     uses_of,
 )
+from eyrie_workers.measurement.benchmark.variants import BASELINE, UNDRAFTED, Entry, drafted
 from eyrie_workers.measurement.tuner import profile as profiling
 from eyrie_workers.measurement.tuner.anchors import anchors
-from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even_shares, possible_settings, with_block
-from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
+from eyrie_workers.measurement.tuner.operating import (
+    between,
+    compile_map,
+    depth_against_width,
+    draw,
+    even_shares,
+    possible_settings,
+    predicted_point,
+    with_block,
+)
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.profile import TuningProfile
 from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, within_budget
-from eyrie_workers.measurement.variant import Variant, drafted
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
@@ -78,9 +88,7 @@ from eyrie_workers.targets.config import read_json
 PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
-RIVAL = "rival"
-"""Folder of the rival's ledgers."""
-
+RIVAL = "rival"  # folder of the rival's ledgers
 _FEWEST_RUNGS = 4  # an interval from fewer blocks is too wide
 _FEWEST_RACERS = 4  # off, the drafter's best and two rivals, also where fewer servers fit the memory
 _RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
@@ -107,18 +115,12 @@ class Tuning:
     profile: TuningProfile
     spent_s: float = 0.0
 
-    @property
-    def runs(self) -> dict[tuple[int, float, int, str], BlockRun]:
-        """Every measured block."""
-        return self.blocks.runs
-
     def race(self, concurrency: int, budget_s: float) -> Race:
-        """Race at one concurrency to its end."""
         predictions = self.profile.predictions(concurrency)
         race = Race(predictions, self.spec.tune.trials(len(self.settings)))
-        by_speed = sorted(predictions.values(), key=lambda one: -one.speedup)
+        by_speed = sorted(predictions.values(), key=lambda prediction: -prediction.speedup)
         rung_tokens = (block_size(concurrency) * self.profile.tokens_per_answer * len(self.spec.tune.temperatures))
-        costs = [rung_tokens / one.tokens_per_s for one in [predictions[OFF], *by_speed]]
+        costs = [rung_tokens / prediction.tokens_per_s for prediction in [predictions[OFF], *by_speed]]
         # Half of the budget for the first rung leaves a second one, without which there is no interval.
         affordable = within_budget(costs, budget_s / 2)
         resident = self.profile.num_resident
@@ -127,7 +129,7 @@ class Tuning:
             affordable = min(affordable, max(resident, _FEWEST_RACERS))
         spent, rung, most_rungs = 0.0, 0, self.most_rungs(concurrency)
         while True:
-            self._admit(race, concurrency, rung, affordable, [one.setting for one in by_speed])
+            self._admit(race, concurrency, rung, affordable, [prediction.setting for prediction in by_speed])
             all_ready = resident is None or len(race.active) <= resident
             rungs = range(rung, rung + (1 if all_ready else _RUNGS_PER_START))
             seconds = self.measure_rungs(race, concurrency, rungs, all_ready)
@@ -157,7 +159,8 @@ class Tuning:
             unknown = [setting for setting in race.active if not self._known(setting, concurrency, rung)]
             if not unknown:
                 return
-            failed = self.blocks.engine.start({one.label(): self.uses[one.label()] for one in race.active})
+            failed = self.blocks.engine.start({
+                setting.label(): self.uses[setting.label()] for setting in race.active})
             if OFF.label() in failed:
                 raise failed[OFF.label()]
             if not failed:
@@ -167,7 +170,7 @@ class Tuning:
                 race.withdraw(setting, f"could not start: {error.message}")
                 self.stage.event("VariantDropped", f"{setting.label()} at concurrency {concurrency}: {error.message}",
                                  warning=True)
-                if not any(one.method == "drafter" and one not in race.reasons for one in self.settings):
+                if not any(other.method == "drafter" and other not in race.reasons for other in self.settings):
                     raise error
         for setting in entered:
             if setting in unknown:
@@ -179,7 +182,7 @@ class Tuning:
         return max(_FEWEST_RUNGS, math.ceil(requests / block_size(concurrency)))
 
     def _known(self, setting: Setting, concurrency: int, rung: int) -> bool:
-        return all((concurrency, t, rung, setting.label()) in self.runs for t in self.spec.tune.temperatures)
+        return all((concurrency, t, rung, setting.label()) in self.blocks.runs for t in self.spec.tune.temperatures)
 
     def measure_rungs(self, race: Race, concurrency: int, rungs: range, all_ready: bool = True) -> float:
         """Measure one block of each rung and temperature in every active setting; returns the seconds measured."""
@@ -195,29 +198,29 @@ class Tuning:
         for temperature, rung in blocks:
             if temperature > 0.0 and not self.blocks.engine.same_samples:
                 continue
-            plain = self.runs[concurrency, temperature, rung, OFF.label()]
+            plain = self.blocks.runs[concurrency, temperature, rung, OFF.label()]
             race.changed_output |= {
                 setting for setting in variants if len(plain.answers) > num_identical(
-                    self.runs[concurrency, temperature, rung, setting.label()], plain)}
+                    self.blocks.runs[concurrency, temperature, rung, setting.label()], plain)}
         return seconds
 
     # Reports of a race
 
     def runs_of(self, setting: Setting, concurrency: int) -> dict[float, list[BlockRun]]:
         """The runs of one setting at one concurrency, by temperature."""
-        found: dict[float, list[BlockRun]] = {temperature: [] for temperature in self.spec.tune.temperatures}
-        for (rows, temperature, _, variant), run in sorted(self.runs.items()):
-            if (rows, variant) == (concurrency, setting.label()):
-                found[temperature].append(run)
-        return found
+        return {temperature: [run for key, run in sorted(self.blocks.runs.items())
+                              if (*key[:2], key[3]) == (concurrency, temperature, setting.label())]
+                for temperature in self.spec.tune.temperatures}
 
     def trial(self, race: Race, prediction: Prediction, best: Setting) -> Trial:
-        """The report of one setting at one concurrency."""
         setting, concurrency = prediction.setting, prediction.concurrency
         predicted = {"setting": setting, "concurrency": concurrency, "predicted_tokens_per_s": prediction.tokens_per_s,
                 "predicted_speedup": prediction.speedup, "predicted_tau": prediction.tau}
         if setting not in race.blocks:
-            reason = race.reasons.get(setting) or _why_untried(race, setting)
+            reason = race.reasons.get(setting) or (
+                "not tried: the budget of trials, seconds or memory was used up"
+                if prediction.speedup > max(race.predictions[tried].speedup for tried in race.blocks)
+                else "not tried: others were predicted faster")
             return Trial.model_validate(predicted | {"reason": reason})
         runs = self.runs_of(setting, concurrency)
         reason = ("chosen" if setting == best else "baseline" if setting == OFF
@@ -225,8 +228,8 @@ class Tuning:
         if setting in race.changed_output:
             reason += "; changed an answer"
         return Trial.model_validate(predicted | {
-            "measured_tokens_per_s": fmean(_rate(of) for of in runs.values()),
-            "speedup": race.speedup(setting), "speedup_interval": race.interval(setting, seed=self._seed),
+            "measured_tokens_per_s": fmean(rate(of) for of in runs.values()),
+            "speedup": race.speedup(setting), "speedup_interval": race.interval(setting, seed=self.spec.benchmark.seed),
             "tau": _tau(runs), "blocks": len(race.blocks[setting]),
             "seconds": sum(run.seconds for of in runs.values() for run in of), "reason": reason})
 
@@ -236,26 +239,18 @@ class Tuning:
         runs, plain = self.runs_of(setting, concurrency), self.runs_of(OFF, concurrency)
         by_temperature = {str(t): acceptance_length(add_histograms([r.accepted_histogram for r in of]))
                           for t, of in runs.items()}
-        rates = {t: _rate(of) for t, of in runs.items()}
+        rates = {t: rate(of) for t, of in runs.items()}
         # Off runs in every rung; only the rungs that this setting was in are comparable.
         paired = {t: [r for r in of if r.rung in {ours.rung for ours in runs[t]}] for t, of in plain.items()}
         pairs = [pair for t in runs for pair in zip(runs[t], paired[t], strict=True)]
-        interval, speedup = race.interval(setting, seed=self._seed), race.speedup(setting)
+        interval, speedup = race.interval(setting, seed=self.spec.benchmark.seed), race.speedup(setting)
         return TuneCell(
             tree=setting.tree, tau=_tau(runs), tau_by_temperature=by_temperature, tokens_per_s=fmean(rates.values()),
             speedup=speedup,
-            speedup_by_temperature={str(t): rate / _rate(paired[t]) for t, rate in rates.items()},
+            speedup_by_temperature={str(t): speed / rate(paired[t]) for t, speed in rates.items()},
             speedup_interval=interval or Interval(low=speedup, high=speedup),
             identical=sum(num_identical(ours, theirs) for ours, theirs in pairs),
             prompts=sum(len(run.answers) for of in runs.values() for run in of))
-
-    @property
-    def _seed(self) -> int:
-        return self.spec.benchmark.seed
-
-
-def _rate(runs: Sequence[BlockRun]) -> float:
-    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
 def _tau(runs: dict[float, list[BlockRun]]) -> float:
@@ -266,12 +261,19 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
     """Predict every setting at every load, race the candidates, and measure the drafter's best shape on new prompts."""
     report, files = tune_drafter(spec, stage)
     stage.event("Tuned", described(report))
-    for step, (name, value) in enumerate(series(report)):
+    points = [(f"{trial.setting.label()}@{trial.concurrency}/{name}", value)
+              for trial in report.trials if trial.speedup is not None
+              for name, value in (("speedup", trial.speedup), ("tau", trial.tau or 1.0))]
+    for step, (name, value) in enumerate(points):
         stage.metric(name, step, value)
     if spec.rival is not None:
         part = stage.part(RIVAL)
         try:
-            rival, its_files = tune_drafter(rival_spec(spec, spec.rival), part)
+            # N-gram look-up needs no drafter: the candidate's races have compared it.
+            rival, its_files = tune_drafter(spec.model_copy(update={
+                "checkpoint": spec.rival.checkpoint, "candidate": spec.rival.checkpoint,
+                "drafter_dir": spec.rival.drafter_dir, "rival": None,
+                "tune": spec.tune.model_copy(update={"ngram": False})}), part)
         except Transient:
             raise
         except EyrieError as error:
@@ -284,26 +286,10 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
     return Result(report, [*files, stage.out_dir / REPORT])
 
 
-def rival_spec(spec: TuneStage, rival: RivalDrafter) -> TuneStage:
-    """The spec by which a rival is tuned. N-gram look-up needs no drafter: the candidate's races have compared it."""
-    return spec.model_copy(update={
-        "checkpoint": rival.checkpoint, "candidate": rival.checkpoint, "drafter_dir": rival.drafter_dir, "rival": None,
-        "tune": spec.tune.model_copy(update={"ngram": False})})
-
-
 def described(report: TuneReport) -> str:
-    """The report in a few sentences."""
     final = report.final
     return (f"{report.finding} Final measurement, {report.winner.label()}: {final.speedup:.2f}x, "
             f"{'lossless' if final.lossless else 'NOT lossless'}.")
-
-
-def series(report: TuneReport) -> Iterator[tuple[str, float]]:
-    """Metrics of the measured trials."""
-    for trial in report.trials:
-        if trial.speedup is not None:
-            yield f"{trial.setting.label()}@{trial.concurrency}/speedup", trial.speedup
-            yield f"{trial.setting.label()}@{trial.concurrency}/tau", trial.tau or 1.0
 
 
 def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]:
@@ -319,10 +305,7 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
                            "add 1 to tune.top_k (chains), or raise tune.num_draft_tokens above num_steps")
     concurrencies = sorted(set(spec.tune.concurrencies))
     suites = read_suites(spec, stage)
-    final_ledger = open_ledger(stage, spec, FINAL_LEDGER)
-    ledger = JsonlLedger(stage.out_dir / BLOCKS, BlockRun, digest_model(spec))
-    if ledger.entries:
-        stage.event("Resumed", f"{len(ledger.entries)} measured blocks found in {BLOCKS}")
+    final_ledger, ledger = open_ledger(Entry, stage, spec, FINAL_LEDGER), open_ledger(BlockRun, stage, spec, BLOCKS)
     prompts = draw_prompts(suites, spec)
     uses = uses_of(spec, {setting.label(): setting for setting in settings} | {BASELINE: OFF})
     with measuring(stage), open_session(spec, suites, uses, stage, concurrencies[-1]) as session:
@@ -338,7 +321,13 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         winner = lowest.best_drafted("drafter")
         assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
-        final = _measure_final(session, spec, stage, drafted(winner.tree), prompts.final, final_ledger)
+        began_final, variants = time.monotonic(), [UNDRAFTED, drafted(winner.tree)]
+        units = session.units(round_robin(prompts.final), spec.benchmark.temperatures, spec.benchmark.repeats)
+        if not is_measured(session, units, variants, final_ledger):
+            start_all(session, uses_of(spec, {UNDRAFTED.title: OFF, variants[1].title: winner}))
+        measured = measure_units(session, units, variants, final_ledger, stage)
+        final = benchmark_report(session, spec, [entry for _, entry in measured],
+                                 report_cells(session, measured, variants[1]), time.monotonic() - began_final)
     return TuneReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir,
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
@@ -362,7 +351,6 @@ def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
 
 def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Sequence[Setting],
                             uses: Mapping[str, DrafterUse], prompts: Sequence[Prompt]) -> TuningProfile:
-    """The profile of an earlier run of this spec, or a new one."""
     path: Path = stage.out_dir / PROFILE
     digest = digest_model(spec)
     if path.exists():
@@ -387,12 +375,12 @@ def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Se
         return profiling.measure(blocks.runner, _reference_engines(engine, settings, uses), settings, prompts,
                                  spec.tune, digest, stage.pause_point)
     anchored = anchors(settings)
-    for name, error in engine.start({one.label(): uses[one.label()] for one in anchored}).items():
+    for name, error in engine.start({setting.label(): uses[setting.label()] for setting in anchored}).items():
         if name == OFF.label():
             raise error
         stage.event("VariantDropped", f"anchor {name}: {error.message}", warning=True)
-        anchored = [one for one in anchored if one.label() != name]
-    if not any(one.method == "drafter" for one in anchored):
+        anchored = [setting for setting in anchored if setting.label() != name]
+    if not any(setting.method == "drafter" for setting in anchored):
         raise InvalidInput("tune: no setting of the drafter could start in the engine",
                            "read the VariantDropped events, and the servers' logs in the stage's directory")
     engines: dict[Method, Engine] | None = None
@@ -407,7 +395,6 @@ def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Se
 
 def _reference_engines(reference: EmbeddedEngine, settings: Sequence[Setting],
                        uses: Mapping[str, DrafterUse]) -> dict[Method, Engine]:
-    """The reference engine of each method."""
     one_of = {setting.method: uses[setting.label()] for setting in settings}
     # `off` last, because it uses the drafter's engine.
     return {method: reference.reference(one_of[method]) for method in sorted(one_of, key=lambda name: name == "off")}
@@ -430,25 +417,6 @@ def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[O
     shape = depth_against_width(list(races[lowest].predictions.values()))
     remark = f"Predicted at concurrency {lowest}: {shape}." if shape else ""
     return compile_map(points, trials, seconds, remark), tuple(trials)
-
-
-def _measure_final(session: Session, spec: TuneStage, stage: Stage, variant: Variant, prompts: Suites,
-                  ledger: JsonlLedger[Entry]) -> BenchmarkReport:
-    started = time.monotonic()
-    units = session.units(round_robin(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
-    if not is_measured(session, units, [UNDRAFTED, variant], ledger):
-        start_all(session, uses_of(spec, {one.title: setting_of(one) for one in (UNDRAFTED, variant)}))
-    measured = measure_units(session, units, [UNDRAFTED, variant], ledger, Progress(stage, 2 * len(units)))
-    return benchmark_report(session, spec, [entry for _, entry in measured], report_cells(session, measured, variant),
-                            None, time.monotonic() - started)
-
-
-def _why_untried(race: Race, setting: Setting) -> str:
-    """Why a setting was not measured: its prediction, or the limits of the race."""
-    predicted = race.predictions[setting].speedup
-    if predicted > max(race.predictions[tried].speedup for tried in race.blocks):
-        return "not tried: the budget of trials, seconds or memory was used up"
-    return "not tried: others were predicted faster"
 
 
 def _source(prompts: Prompts) -> str:

@@ -1,4 +1,4 @@
-"""One block of prompts through one setting at one concurrency, timed while every slot is busy.
+"""Blocks of prompts through one setting at one concurrency, and the benchmark's higher concurrencies in blocks.
 
 A closed loop: as soon as an answer ends the next request is admitted, so the concurrency stays constant. The block ends
 when no request waits and a slot is empty; answers still being decoded are truncated and their tokens so far are
@@ -7,30 +7,35 @@ At concurrency 1 no answer is truncated.
 
 An answer does not depend on the setting, so every answer is compared token by token with the undrafted answer to the
 same request, truncated answers up to the shorter length.
+
+`ConcurrentBenchmark` mixes the prompts of all suites, as when tuning races settings: at each rung every temperature's
+block is answered with and without the drafter, in an order that changes from rung to rung. Suites are not reported
+separately: a block holds few prompts of each. Only first turns are asked, because a later turn of one conversation
+would have to wait for its first.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import ConcurrencyReport
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.decoding_engine import DecodingEngine, EngineRun
-from eyrie_workers.interleaving import interleaved
-from eyrie_workers.intervals import add_histograms
+from eyrie_workers.intervals import Tally, acceptance_length, add_histograms, interleaved, speed_interval, speed_ratio
 from eyrie_workers.jsonl_ledger import JsonlLedger
+from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.session import Session
-from eyrie_workers.measurement.benchmark.variants import make_request
+from eyrie_workers.measurement.benchmark.variants import WARMUP_TOKENS, make_request
 from eyrie_workers.speculation.requests import Request
-
-_WARMUP_TOKENS = 16  # as in `measurement.benchmark.variants`
-
+from eyrie_workers.stage_program import Stage
 
 BlockT = TypeVar("BlockT")
 
-BlockRunKey = tuple[int, float, int, str]
-"""Concurrency, temperature, rung, variant."""
+BlockRunKey = tuple[int, float, int, str]  # concurrency, temperature, rung, variant
 
 
 class BlockRun(Frozen):
@@ -53,7 +58,6 @@ class BlockRun(Frozen):
 
     @property
     def key(self) -> BlockRunKey:
-        """Identifies the measurement."""
         return (self.concurrency, self.temperature, self.rung, self.variant)
 
 
@@ -81,7 +85,6 @@ class BlockRunner:
         return requests
 
     def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
-        """Measure one setting on one block."""
         run = self.session.bench.engine.generate(
             setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
         return block_run(setting, concurrency, temperature, rung, run)
@@ -89,7 +92,7 @@ class BlockRunner:
     def warm_up(self, setting: Setting, concurrency: int, temperatures: Sequence[float]) -> None:
         """Run the beginning of a block without timing it: kernels are selected, memory is mapped."""
         for temperature in temperatures:
-            short = [replace(request, max_new_tokens=_WARMUP_TOKENS)
+            short = [replace(request, max_new_tokens=WARMUP_TOKENS)
                      for request in self.requests(concurrency, temperature, 0)[:concurrency]]
             self.session.bench.engine.generate(setting.label(), short, concurrency, truncate=True)
 
@@ -104,7 +107,6 @@ class Blocks:
 
     @property
     def engine(self) -> DecodingEngine:
-        """The engine that is measured."""
         return self.runner.session.bench.engine
 
     def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
@@ -123,7 +125,6 @@ def block_size(concurrency: int) -> int:
 
 
 def block_run(setting: Setting, concurrency: int, temperature: float, rung: int, run: EngineRun) -> BlockRun:
-    """A run as a line of the ledger."""
     depth = setting.tree.num_steps if setting.tree is not None else 0
     histogram = add_histograms([(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)])
     return BlockRun(
@@ -136,24 +137,23 @@ def block_run(setting: Setting, concurrency: int, temperature: float, rung: int,
 def comparable(first: BlockRun, second: BlockRun, request_id: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The two answers to a request: truncated ones up to the shorter one, complete ones whole, because they must also
     end at the same token."""
-    one, other = first.answers[request_id], second.answers[request_id]
+    two = first.answers[request_id], second.answers[request_id]
     if request_id in first.whole and request_id in second.whole:
-        return one, other
-    shared = min(len(one), len(other))
-    return one[:shared], other[:shared]
+        return two
+    shared = min(map(len, two))
+    return two[0][:shared], two[1][:shared]
 
 
 def num_identical(first: BlockRun, second: BlockRun) -> int:
     """Number of requests that both settings answered identically, up to the shorter answer."""
-    pairs = (comparable(first, second, name) for name in first.answers)
-    return sum(one == other for one, other in pairs)
+    return sum(ours == theirs for ours, theirs in (comparable(first, second, name) for name in first.answers))
 
 
 def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
           all_ready: bool) -> list[tuple[Setting, BlockT]]:
     """The order in which settings answer blocks.
 
-    first_turn   of `interleaving.interleaved`
+    first_turn   of `intervals.interleaved`
     all_ready    every setting can be measured at any time. Otherwise making one ready replaces another, so each answers
                  all blocks before the next; off answers the first half before the others and the second half after
                  them, so that a drift of the machine cancels.
@@ -165,3 +165,80 @@ def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
     others = interleaved([setting for setting in active if setting != OFF], first_turn)
     return [*((OFF, block) for block in blocks[:half]), *((setting, block) for setting in others for block in blocks),
             *((OFF, block) for block in blocks[half:])]
+
+
+class ConcurrentBenchmark:
+    """The blocks of one drafted setting, and of no drafter, at the concurrencies above 1."""
+
+    def __init__(self, spec: BenchmarkSpec, setting: Setting, blocks: Blocks) -> None:
+        self._spec, self._setting, self._blocks = spec, setting, blocks
+        self._concurrencies = [concurrency for concurrency in spec.concurrencies if concurrency > 1]
+        # Blocks of each temperature and variant: as many as ask every request once. One block has no interval.
+        num_requests = len(blocks.runner.prompts) * spec.repeats
+        self._rungs = {concurrency: max(2, math.ceil(num_requests / block_size(concurrency)))
+                       for concurrency in self._concurrencies}
+
+    @property
+    def is_measured(self) -> bool:
+        return all((concurrency, temperature, rung, setting.label()) in self._blocks.runs
+                   for concurrency in self._concurrencies for temperature, rung in self._keys(concurrency)
+                   for setting in (OFF, self._setting))
+
+    def measure(self, stage: Stage) -> None:
+        """Measure what the ledger does not have. The variants must be started under the names of `Setting.label`."""
+        resident = self._blocks.engine.num_resident
+        total = 2 * sum(len(self._keys(concurrency)) for concurrency in self._concurrencies)
+        done = 0
+        for concurrency in self._concurrencies:
+            for setting in (OFF, self._setting):
+                stage.pause_point()
+                self._blocks.runner.warm_up(setting, concurrency, self._spec.temperatures)
+            for setting, (temperature, rung) in turns((OFF, self._setting), self._keys(concurrency), 0,
+                                                      resident is None or resident >= 2):
+                stage.pause_point()
+                self._blocks.measure(setting, concurrency, temperature, rung)
+                done += 1
+                stage.progress(done, total, "blocks", f"{setting.label()}, {concurrency} at once")
+
+    def reports(self) -> tuple[ConcurrencyReport, ...]:
+        """One report per concurrency and temperature. Where an answer differs, the reference implementation of the
+        target explains it."""
+        return tuple(self._report(concurrency, temperature) for concurrency in self._concurrencies
+                     for temperature in self._spec.temperatures)
+
+    def _keys(self, concurrency: int) -> list[tuple[float, int]]:
+        return [(temperature, rung) for rung in range(self._rungs[concurrency])
+                for temperature in self._spec.temperatures]
+
+    def _runs(self, setting: Setting, concurrency: int, temperature: float) -> list[BlockRun]:
+        return [self._blocks.runs[concurrency, temperature, rung, setting.label()]
+                for rung in range(self._rungs[concurrency])]
+
+    def _report(self, concurrency: int, temperature: float) -> ConcurrencyReport:
+        drafted = self._runs(self._setting, concurrency, temperature)
+        plain = self._runs(OFF, concurrency, temperature)
+        tallies = [Tally(ours.tokens, ours.seconds, theirs.tokens, theirs.seconds)
+                   for ours, theirs in zip(drafted, plain, strict=True)]
+        compared = temperature == 0.0 or self._blocks.engine.same_samples
+        session, lines, ties = self._blocks.runner.session, list[str](), 0
+        for ours, theirs in zip(drafted, plain, strict=True) if compared else ():
+            for request in self._blocks.runner.requests(ours.concurrency, ours.temperature, ours.rung):
+                answer, undrafted = comparable(ours, theirs, request.id)
+                if answer != undrafted:
+                    divergence = explain(session.judge, request.id, request.prompt_ids, undrafted, answer,
+                                         temperature=ours.temperature, seed=request.seed)
+                    assert divergence is not None
+                    lines.append(divergence.line(session.dtype))
+                    ties += divergence.is_tie(session.dtype)
+        return ConcurrencyReport(
+            concurrency=concurrency, temperature=temperature, requests=sum(len(run.answers) for run in drafted),
+            tau=acceptance_length(add_histograms([run.accepted_histogram for run in drafted])),
+            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=speed_ratio(tallies),
+            speedup_interval=speed_interval([tallies], self._spec.seed),
+            identical=sum(num_identical(ours, theirs) for ours, theirs in zip(drafted, plain, strict=True)),
+            near_ties=ties, compared=compared, divergences=tuple(lines))
+
+
+def rate(runs: Sequence[BlockRun]) -> float:
+    """Tokens per second over all seconds."""
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)

@@ -16,26 +16,20 @@ import torch
 from torch import Tensor
 
 from eyrie_api.decisions.near_ties import is_near_tie
-from eyrie_workers.measurement.benchmark.samples import first_difference
+from eyrie_workers.measurement.benchmark.variants import first_difference
 from eyrie_workers.speculation.noise import gumbel
 from eyrie_workers.targets.state_source import StateSource
 
-_ROWS = 64
-"""Positions whose logits are held at once, in float64: 80 MB with a vocabulary of 152k."""
+_ROWS = 64  # positions whose logits are held at once, in float64: 80 MB with a vocabulary of 152k
 
 
 @dataclass(frozen=True)
 class Choice:
     """One token of an answer, compared with the target's own choice for the text before it."""
 
-    gap: float
-    """Largest score minus the token's, in units of logits: 0 when the target chooses it."""
-
-    magnitude: float
-    """The larger absolute value of the two logits: rounding is relative to it."""
-
-    chosen: int
-    """The target's choice."""
+    gap: float  # largest score minus the token's, in units of logits: 0 when the target chooses it
+    magnitude: float  # the larger absolute value of the two logits: rounding is relative to it
+    chosen: int  # the target's choice
 
 
 @dataclass(frozen=True)
@@ -43,46 +37,26 @@ class Divergence:
     """One answer that drafting changed."""
 
     prompt_id: str
-    position: int
-    """Index of the first differing generated token."""
-
+    position: int  # index of the first differing generated token
     baseline_token: int | None
     drafted_token: int | None
-    first: Choice
-    """At the first difference: of the two tokens, the one further below the target's choice."""
-
-    later: tuple[Choice, ...] = ()
-    """The drafted answer's tokens after it."""
-
-    @property
-    def chosen(self) -> int:
-        """The target's own choice at the first difference, teacher-forced: normally one of the two."""
-        return self.first.chosen
-
-    @property
-    def gap(self) -> float:
-        """Distance of the two tokens' scores from the largest, at the first difference."""
-        return self.first.gap
+    first: Choice  # at the first difference: of the two tokens, the one further below the target's choice
+    later: tuple[Choice, ...] = ()  # the drafted answer's tokens after it
 
     def is_tie(self, dtype: str) -> bool:
         """Whether the difference is a near-tie, and every token after it the target's choice or a near-tie."""
         if self.baseline_token is None or self.drafted_token is None:
             return False  # one answer ended where the other continued
-        return all(is_near_tie(one.gap, one.magnitude, dtype) for one in (self.first, *self.later))
+        return all(is_near_tie(choice.gap, choice.magnitude, dtype) for choice in (self.first, *self.later))
 
     def line(self, dtype: str) -> str:
-        """One line for the report."""
-        tie = "a rounding tie" if self.is_tie(dtype) else "NOT a rounding tie"
+        tie, later = "a rounding tie" if self.is_tie(dtype) else "NOT a rounding tie", ""
+        if is_near_tie(self.first.gap, self.first.magnitude, dtype):
+            later = next((f": position {place} is {choice.gap:.3g} below the target's choice"
+                          for place, choice in enumerate(self.later, self.position + 1)
+                          if not is_near_tie(choice.gap, choice.magnitude, dtype)), "")
         return (f"{self.prompt_id}: position {self.position}, {_token(self.baseline_token)} undrafted, "
-                f"{_token(self.drafted_token)} drafted, logit gap {self.first.gap:.3g} ({tie} in {dtype}"
-                f"{self._wrong_later(dtype)})")
-
-    def _wrong_later(self, dtype: str) -> str:
-        if not is_near_tie(self.first.gap, self.first.magnitude, dtype):
-            return ""
-        wrong = [(place, one) for place, one in enumerate(self.later, self.position + 1)
-                 if not is_near_tie(one.gap, one.magnitude, dtype)]
-        return f": position {wrong[0][0]} is {wrong[0][1].gap:.3g} below the target's choice" if wrong else ""
+                f"{_token(self.drafted_token)} drafted, logit gap {self.first.gap:.3g} ({tie} in {dtype}{later})")
 
 
 def _token(token: int | None) -> str:
@@ -106,7 +80,8 @@ def explain(target: StateSource, prompt_id: str, prompt_ids: Sequence[int], base
     two = [answer[position] for answer in (baseline, drafted) if position < len(answer)]
     for row, (logits_V, scores_V) in enumerate(_scores(target, text, start, rows, temperature, seed)):
         if first is None:
-            first = max((_choice(logits_V, scores_V, token, temperature) for token in two), key=lambda one: one.gap)
+            choices = [_choice(logits_V, scores_V, token, temperature) for token in two]
+            first = max(choices, key=lambda choice: choice.gap)
         else:
             later.append(_choice(logits_V, scores_V, text[start + row], temperature))
     assert first is not None

@@ -1,4 +1,4 @@
-"""Shared by the benchmark and tune stages: loading, the units to measure, and the measuring loop.
+"""What the benchmark, tune and prove stages share: prompts, engine, ledger, and the loop that measures prompts.
 
 The loop is resumable per unit: a unit whose entry is in the ledger is not measured again. Prompts, order, seeds and
 eliminations follow from the spec alone, so a resumed run measures what an uninterrupted one would have.
@@ -14,11 +14,9 @@ from pathlib import Path
 import torch
 
 from eyrie_api.artifacts import digest_model
-from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
 from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
@@ -27,16 +25,20 @@ from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
 from eyrie_workers.engines.sglang.local_hardware import gpu_groups, own_gpus, visible_gpus
 from eyrie_workers.engines.sglang.managed_engine import SglangEngine
-from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
-from eyrie_workers.interleaving import interleaved
+from eyrie_workers.intervals import interleaved
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
-from eyrie_workers.machine import ProcessorTime, cpu_count, environment, interference, machine_lock
-from eyrie_workers.measurement.benchmark.losslessness import Divergence, explain
-from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Sample, UnitKey, first_difference
-from eyrie_workers.measurement.benchmark.transformers_baseline import TransformersBaseline
-from eyrie_workers.measurement.benchmark.variants import Bench, Unit, entry_of, unit_seed
-from eyrie_workers.measurement.variant import Variant
+from eyrie_workers.machine.environment import cpu_count
+from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
+from eyrie_workers.measurement.benchmark.variants import (
+    BASELINE,
+    Bench,
+    Entry,
+    Sample,
+    Unit,
+    UnitKey,
+    Variant,
+    entry_of,
+)
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve
@@ -53,8 +55,7 @@ _UNITS_PER_START = 16
 """Units that a variant answers before another replaces its server, whose start takes half a minute to minutes. A killed
 stage repeats at most so many."""
 
-_SHORTEST_ANSWER = 16
-"""Tokens that must fit behind a prompt; a shorter answer would measure mostly prefill."""
+_SHORTEST_ANSWER = 16  # tokens that must fit behind a prompt; a shorter answer would measure mostly prefill
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ class Session:
     bench: Bench
     target_path: Path
     tokenizer: ChatTokenizer
-    suites: Suites
-    """All prompts of every suite, in the order of `load_suite`."""
-
+    suites: Suites  # all prompts of every suite, in the order of `load_suite`
     spec: BenchmarkSpec
     dtype: Dtype
 
@@ -99,7 +98,6 @@ class Session:
             for repeat in range(repeats)
             for temperature in temperatures
         ]
-
 
     def next_turn(self, unit: Unit, answer: Sequence[int]) -> Unit | None:
         """The unit of the user's next turn, after this answer to `unit`.
@@ -158,11 +156,6 @@ def uses_of(spec: BenchmarkStage | TuneStage, settings: Mapping[str, Setting]) -
             for name, setting in settings.items()}
 
 
-def setting_of(variant: Variant) -> Setting:
-    """The setting of a variant of the stage's drafter."""
-    return Setting(tree=variant.tree) if variant.tree is not None else Setting(method="off")
-
-
 @contextmanager
 def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Mapping[str, DrafterUse], stage: Stage,
                  max_concurrency: int = 1) -> Iterator[Session]:
@@ -202,12 +195,7 @@ def start_all(session: Session, uses: Mapping[str, DrafterUse]) -> None:
         raise error
 
 
-def open_ledger(stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[Entry]:
-    """A stage's ledger of entries; an event reports what it already holds."""
-    return open_ledger_for(Entry, stage, spec, name)
-
-
-def open_ledger_for(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[EntryT]:
+def open_ledger(kind: type[EntryT], stage: Stage, spec: Frozen, name: str) -> JsonlLedger[EntryT]:
     """A ledger of the stage; an event reports what it already holds."""
     ledger = JsonlLedger(stage.out_dir / name, kind, digest_model(spec))
     if ledger.set_aside is not None:
@@ -242,24 +230,6 @@ def measuring(stage: Stage) -> Iterator[None]:
         stage.event("MachineBusy", disturbed, warning=True)
 
 
-@dataclass
-class Progress:
-    """Counts answers of all variants, and reports the rate."""
-
-    stage: Stage
-    total: int = 0
-    done: int = 0
-
-    def resumed(self, entry: Entry) -> None:
-        """Count an entry of an earlier run; not reported, because it would distort the rate."""
-        self.done += len(entry.samples)
-
-    def measured(self, entry: Entry) -> None:
-        """Count and report a new entry."""
-        self.done += len(entry.samples)
-        self.stage.progress(self.done, max(self.done, self.total), "answers", f"{entry.suite}/{entry.prompt_id}")
-
-
 def round_robin(suites: Suites) -> list[tuple[int, Prompt]]:
     """Prompts of the suites in turn, with turn numbers that alternate both within a suite and between suites."""
     longest = max(map(len, suites.values()))
@@ -270,40 +240,29 @@ def round_robin(suites: Suites) -> list[tuple[int, Prompt]]:
 
 
 def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: JsonlLedger[Entry],
-                  progress: Progress) -> list[tuple[Unit, Entry]]:
+                  stage: Stage) -> list[tuple[Unit, Entry]]:
     """Measure every unit in every variant, unless the ledger has its entry; then the later turns of its prompt.
 
     A later turn follows the undrafted answer in every variant, so that all variants answer the same texts. Returns
     every unit with its entry, in the order of `units`.
     """
     known = _known(ledger, variants)
-    for first in units:
-        if first.key in known:
-            progress.resumed(known[first.key])
+    # Entries of an earlier run are counted and not reported, because they would distort the rate.
+    total, done = len(units) * len(variants), sum(len(known[unit.key].samples) for unit in units if unit.key in known)
+
+    def add(entry: Entry) -> None:
+        nonlocal done
+        known[entry.key] = entry
+        ledger.append(entry)
+        done += len(entry.samples)
+        stage.progress(done, max(done, total), "answers", f"{entry.suite}/{entry.prompt_id}")
+
     resident = session.bench.engine.num_resident
-    if resident is not None and resident < len(variants):
-        _measure_in_turn(session, units, variants, ledger, progress, known)
-    measured = []
-    for first in units:
-        unit: Unit | None = first
-        while unit is not None:
-            entry = known.get(unit.key)
-            if entry is None:
-                entry = session.bench.measure(unit, variants, progress.stage.pause_point)
-                ledger.append(entry)
-                progress.measured(entry)
-            measured.append((unit, entry))
-            unit = session.next_turn(unit, entry.samples[BASELINE].token_ids)
-    return measured
-
-
-def _measure_in_turn(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: JsonlLedger[Entry],
-                     progress: Progress, known: dict[UnitKey, Entry]) -> None:
-    """Measure all units and their later turns, where making one variant ready replaces another: each variant answers
-    `_UNITS_PER_START` units before the next, in an order that is mirrored from part to part, so that a drift of the
-    machine cancels and every second part begins with the variant that is ready. Adds the entries to `known`."""
-    wave: list[Unit] = list(units)
+    wave = list(units) if resident is not None and resident < len(variants) else []
     number = 0
+    # Making one variant ready replaces another: each variant answers `_UNITS_PER_START` units before the next, in an
+    # order that is mirrored from part to part, so that a drift of the machine cancels and every second part begins with
+    # the variant that is ready. Later turns come in waves of their own.
     while wave:
         missing = [unit for unit in wave if unit.key not in known]
         for start in range(0, len(missing), _UNITS_PER_START):
@@ -311,28 +270,27 @@ def _measure_in_turn(session: Session, units: Sequence[Unit], variants: Sequence
             samples: dict[UnitKey, dict[str, Sample]] = {unit.key: {} for unit in part}
             for variant in interleaved(variants, number):
                 for unit in part:
-                    progress.stage.pause_point()
+                    stage.pause_point()
                     samples[unit.key][variant.title] = session.bench.time(unit, variant)
             for unit in part:
-                known[unit.key] = entry_of(unit, samples[unit.key])
-                ledger.append(known[unit.key])
-                progress.measured(known[unit.key])
+                add(entry_of(unit, samples[unit.key]))
             number += 1
         later = (session.next_turn(unit, known[unit.key].samples[BASELINE].token_ids) for unit in wave)
         wave = [unit for unit in later if unit is not None]
+    measured = []
+    for first in units:
+        for unit in _conversation(session, first, known):
+            if unit.key not in known:
+                add(session.bench.measure(unit, variants, stage.pause_point))
+            measured.append((unit, known[unit.key]))
+    return measured
 
 
 def is_measured(session: Session, units: Sequence[Unit], variants: Sequence[Variant],
                 ledger: JsonlLedger[Entry]) -> bool:
     """Whether the ledger has all entries, so that `measure_units` needs no engine."""
     known = _known(ledger, variants)
-    for first in units:
-        unit: Unit | None = first
-        while unit is not None:
-            if unit.key not in known:
-                return False
-            unit = session.next_turn(unit, known[unit.key].samples[BASELINE].token_ids)
-    return True
+    return all(unit.key in known for first in units for unit in _conversation(session, first, known))
 
 
 def _known(ledger: JsonlLedger[Entry], variants: Sequence[Variant]) -> dict[UnitKey, Entry]:
@@ -340,45 +298,10 @@ def _known(ledger: JsonlLedger[Entry], variants: Sequence[Variant]) -> dict[Unit
     return {entry.key: entry for entry in ledger.entries if names <= entry.samples.keys()}
 
 
-def report_cells(session: Session, measured: Sequence[tuple[Unit, Entry]],
-                 variant: Variant) -> tuple[CellReport, ...]:
-    """One cell per suite and temperature for a drafted variant, with a line for every divergence."""
-    assert variant.tree is not None
-    cells, entries = [], [entry for _, entry in measured]
-    for suite in session.suites:
-        for temperature in session.spec.temperatures:
-            compared = temperature == 0.0 or session.bench.engine.same_samples
-            found = [
-                divergence for unit, entry in measured
-                if compared and (unit.prompt.suite, unit.temperature) == (suite, temperature)
-                and (divergence := _divergence(session, unit, entry, variant)) is not None
-            ]
-            lines = [one.line(session.dtype) for one in found]
-            wrong = {one.prompt_id for one in found if not one.is_tie(session.dtype)}
-            ties = {one.prompt_id for one in found} - wrong  # a prompt may be repeated: each repeat must be a near-tie
-            cells.append(cell_report(entries, suite, temperature, variant.tree, lines, len(ties), session.spec.seed,
-                                     compared=compared))
-    return tuple(cells)
-
-
-def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) -> Divergence | None:
-    # Loaded only when an answer differs.
-    if first_difference(entry.samples[BASELINE].token_ids, entry.samples[variant.title].token_ids) is None:
-        return None
-    return explain(
-        session.judge, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
-        entry.samples[variant.title].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
-
-
-def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries: Sequence[Entry],
-                     cells: tuple[CellReport, ...], compared: TransformersBaseline | None,
-                     seconds: float) -> BenchmarkReport:
-    """The report of one checkpoint from its cells. compared: the undrafted engine against `transformers`, if timed."""
-    return BenchmarkReport(
-        checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=cells,
-        lossless=all(is_lossless(cell.prompts, cell.identical, cell.near_ties) for cell in cells if cell.compared),
-        speedup=sum(cell.speedup for cell in cells) / len(cells), baseline_tokens_per_s=baseline_rate(entries),
-        transformers_generate_tokens_per_s=compared.transformers_tokens_per_s if compared else None,
-        transformers_baseline_tokens_per_s=compared.tokens_per_s if compared else None,
-        transformers_prompts=compared.prompts if compared else 0, engine=session.bench.engine.describe(),
-        environment=environment(session.dtype), seconds=seconds)
+def _conversation(session: Session, first: Unit, known: Mapping[UnitKey, Entry]) -> Iterator[Unit]:
+    """A unit and the later turns of its prompt, each once the entry of the one before is known."""
+    unit: Unit | None = first
+    while unit is not None:
+        yield unit
+        entry = known.get(unit.key)
+        unit = None if entry is None else session.next_turn(unit, entry.samples[BASELINE].token_ids)

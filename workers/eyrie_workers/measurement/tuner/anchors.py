@@ -47,7 +47,6 @@ class RoundCosts:
     lookup_s: float
 
     def round_s(self, setting: Setting) -> float:
-        """One round of a setting."""
         return self.undrafted_s + float(np.dot(_features(setting), (
             self.per_node_s, self.fixed_s, self.per_step_s, self.per_branch_s, self.lookup_s)))
 
@@ -60,9 +59,9 @@ def anchors(settings: Sequence[Setting]) -> list[Setting]:
 
     chosen: dict[Setting, None] = {OFF: None}
     drafted = [setting for setting in settings if setting.method == "drafter"]
-    chains = sorted((one for one in drafted if one.tree is not None and one.tree.top_k == 1), key=size)
-    trees = sorted((one for one in drafted if one.tree is not None and one.tree.top_k > 1), key=size)
-    lookups = sorted((one for one in settings if one.method == "ngram"), key=size)
+    chains = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k == 1), key=size)
+    trees = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k > 1), key=size)
+    lookups = sorted((setting for setting in settings if setting.method == "ngram"), key=size)
     for group in ((chains or trees)[:1], chains[-1:], trees[-1:], lookups[-1:]):
         chosen |= dict.fromkeys(group)
     return list(chosen)
@@ -91,13 +90,13 @@ def fit(undrafted_s: float, timed: Sequence[tuple[Setting, float]]) -> RoundCost
     # ones the largest is taken, of which `lstsq` returns the solution with the least sum of squares.
     for num in range(_FEATURES, -1, -1):
         for subset in map(list, combinations(range(_FEATURES), num)):
-            found = np.zeros(_FEATURES)
+            costs = np.zeros(_FEATURES)
             if subset:
-                found[subset] = np.linalg.lstsq(rows[:, subset] * weights[:, None],
+                costs[subset] = np.linalg.lstsq(rows[:, subset] * weights[:, None],
                                                 (seconds - undrafted_s) * weights, rcond=None)[0]
-            error = float(np.sum(((undrafted_s + rows @ found - seconds) * weights) ** 2))
-            if (found >= -1e-12).all() and error < least - 1e-12:
-                best, least = found, error
+            error = float(np.sum(((undrafted_s + rows @ costs - seconds) * weights) ** 2))
+            if (costs >= -1e-12).all() and error < least - 1e-12:
+                best, least = costs, error
     return RoundCosts(undrafted_s, *(max(0.0, float(cost)) for cost in best))
 
 
@@ -118,16 +117,16 @@ def replay_of_anchor(setting: Setting, anchor: BlockRun, requests: int, tokens: 
 def anchor_of(setting: Setting, runs: Mapping[Setting, BlockRun]) -> BlockRun | None:
     """The deepest anchor of the same method and kind, of another kind where there is none; None without any."""
     assert setting.tree is not None
-    same = [one for one in runs if one.tree is not None and one.method == setting.method]
-    kind = [one for one in same if one.tree is not None and (one.tree.top_k > 1) == (setting.tree.top_k > 1)]
-    deepest = max(kind or same, default=None, key=lambda one: one.tree.num_steps if one.tree is not None else 0)
+    same = [anchor for anchor in runs if anchor.tree is not None and anchor.method == setting.method]
+    kind = [anchor for anchor in same if anchor.tree and (anchor.tree.top_k > 1) == (setting.tree.top_k > 1)]
+    deepest = max(kind or same, default=None, key=lambda anchor: anchor.tree.num_steps if anchor.tree else 0)
     return None if deepest is None else runs[deepest]
 
 
 def step_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int, temperature: float,
                rounds: int) -> list[StepTime]:
     """The line of target passes, from one node to the most of any setting; chains and trees have the same."""
-    most = max((one.tree.num_draft_tokens for one in settings if one.tree is not None), default=2)
+    most = max((setting.tree.num_draft_tokens for setting in settings if setting.tree is not None), default=2)
     return [StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, rounds=rounds,
                      verify_s=costs.undrafted_s + costs.per_node_s * (nodes - 1)) for nodes in (1, most)]
 
@@ -141,15 +140,12 @@ def draft_times(costs: RoundCosts, settings: Sequence[Setting], concurrency: int
             groups.setdefault((setting.method, setting.tree.top_k), []).append(setting)
     chosen: dict[Setting, None] = {}
     for group in groups.values():
-        depths = sorted(group, key=lambda one: one.tree.num_steps if one.tree is not None else 0)
+        depths = sorted(group, key=lambda setting: setting.tree.num_steps if setting.tree is not None else 0)
         chosen |= dict.fromkeys((depths[0], depths[-1]))
     return [DraftTime(concurrency=concurrency, temperature=temperature, setting=setting, rounds=rounds,
-                      draft_s=_draft_s(costs, setting)) for setting in chosen]
-
-
-def _draft_s(costs: RoundCosts, setting: Setting) -> float:
-    return float(np.dot(_features(setting)[1:], (
-        costs.fixed_s, costs.per_step_s, costs.per_branch_s, costs.lookup_s)))
+                      draft_s=float(np.dot(_features(setting)[1:], (
+                          costs.fixed_s, costs.per_step_s, costs.per_branch_s, costs.lookup_s))))
+            for setting in chosen]
 
 
 def _features(setting: Setting) -> tuple[float, ...]:

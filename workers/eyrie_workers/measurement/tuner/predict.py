@@ -48,9 +48,7 @@ from eyrie_workers.intervals import acceptance_length, add_histograms
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-NEVER = 1 << 30
-"""`needed` of a continuation that the tree does not contain."""
-
+NEVER = 1 << 30  # `needed` of a continuation that the tree does not contain
 _NO_TOKEN = -1  # speculation.protocol.NO_TOKEN; that module imports torch
 
 
@@ -75,7 +73,11 @@ def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: I
     """
     num_rows, num_nodes = tokens.shape
     rows = np.arange(num_rows)[:, None]
-    depths = _depths(parents, num_steps)
+    # Depth of each node: each iteration follows one edge up from every node, until the root, which is its own parent.
+    above, depths = np.broadcast_to(np.arange(num_nodes), parents.shape), np.zeros_like(parents)
+    for _ in range(num_steps + 1):
+        depths += above != 0
+        above = np.take_along_axis(parents, above, axis=1)
     filled_nodes = tokens != _NO_TOKEN
     filled_nodes[:, 0] = False
     # The most confident nodes are kept; of equal ones the earlier (`speculation.tree.rerank`).
@@ -98,30 +100,18 @@ def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: I
     return ContinuationNodes(needed, filled)
 
 
-def _depths(parents: IntArray, num_steps: int) -> IntArray:
-    """Depth of each node; 0 for the root."""
-    above = np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
-    depths = np.zeros_like(parents)
-    # Each iteration follows one edge up from every node; a node's depth is the number of edges to the root, which is
-    # its own parent.
-    for _ in range(num_steps + 1):
-        depths += above != 0
-        above = np.take_along_axis(parents, above, axis=1)
-    return depths
-
-
 def _path(tokens: IntArray, parents: IntArray, following: IntArray, num_steps: int) -> IntArray:
     """[B, S]: the node of each following token, a child of the node before; -1 from the first missing one."""
     num_rows = tokens.shape[0]
     path = np.full((num_rows, num_steps), -1, dtype=np.int64)
-    node, found = np.zeros(num_rows, dtype=np.int64), np.ones(num_rows, dtype=bool)
+    node, on_path = np.zeros(num_rows, dtype=np.int64), np.ones(num_rows, dtype=bool)
     for depth in range(num_steps):
         token = following[:, depth]
         carries = (parents == node[:, None]) & (tokens == token[:, None])
         carries[:, 0] = False
-        found = found & (token >= 0) & carries.any(axis=1)
+        on_path = on_path & (token >= 0) & carries.any(axis=1)
         node = carries.argmax(axis=1)
-        path[:, depth] = np.where(found, node, -1)
+        path[:, depth] = np.where(on_path, node, -1)
     return path
 
 
@@ -180,13 +170,12 @@ def undrafted(num_tokens: Sequence[int]) -> ReplayedRounds:
 
 
 def merged(replays: Sequence[ReplayedRounds]) -> ReplayedRounds:
-    """The sum of several replays."""
     passes: dict[int, int] = {}
-    for one in replays:
-        for nodes, rounds in one.passes.items():
+    for part in replays:
+        for nodes, rounds in part.passes.items():
             passes[nodes] = passes.get(nodes, 0) + rounds
-    return ReplayedRounds(tokens=sum(one.tokens for one in replays), requests=sum(one.requests for one in replays),
-                    histogram=add_histograms([one.histogram for one in replays]), passes=passes)
+    return ReplayedRounds(tokens=sum(part.tokens for part in replays), requests=sum(part.requests for part in replays),
+                          histogram=add_histograms([part.histogram for part in replays]), passes=passes)
 
 
 @dataclass(frozen=True)
@@ -210,7 +199,6 @@ class Costs:
         return _line({rows: _line(curve, nodes) for rows, curve in points.items()}, concurrency)
 
     def draft_s(self, concurrency: int, temperature: float, setting: Setting) -> float:
-        """Seconds of drafting in one round."""
         if setting.tree is None:
             return 0.0
         points: dict[int, dict[int, dict[int, float]]] = {}
@@ -238,9 +226,7 @@ class Prediction:
 
     setting: Setting
     concurrency: int
-    tokens_per_s: float
-    """Mean over temperatures, as `speedup` and `tau`."""
-
+    tokens_per_s: float  # mean over temperatures, as `speedup` and `tau`
     speedup: float
     tau: float
 
@@ -268,13 +254,13 @@ def distribution_of_largest(passes: Mapping[int, int], num_rows: int) -> dict[in
 def predict(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrency: int, costs: Costs,
             off: Setting) -> dict[Setting, Prediction]:
     """Every setting at one concurrency, from its replays by temperature. Speed-ups are relative to `off`."""
-    plain = {temperature: tokens_per_s(off, one, concurrency, temperature, costs)
-             for temperature, one in done[off].items()}
+    plain = {temperature: tokens_per_s(off, replayed, concurrency, temperature, costs)
+             for temperature, replayed in done[off].items()}
     predictions = {}
     for setting, by_temperature in done.items():
-        rates = {temperature: tokens_per_s(setting, one, concurrency, temperature, costs)
-                 for temperature, one in by_temperature.items()}
+        rates = {temperature: tokens_per_s(setting, replayed, concurrency, temperature, costs)
+                 for temperature, replayed in by_temperature.items()}
         predictions[setting] = Prediction(
             setting, concurrency, fmean(rates.values()), fmean(rates[t] / plain[t] for t in rates),
-            fmean(one.tau for one in by_temperature.values()))
+            fmean(replayed.tau for replayed in by_temperature.values()))
     return predictions

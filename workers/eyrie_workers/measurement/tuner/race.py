@@ -29,12 +29,8 @@ from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.intervals import Tally, mean_speed_ratio, speed_interval, student_quantile
 from eyrie_workers.measurement.tuner.predict import Prediction
 
-MARGIN = 0.08
-"""Relative half-width of a prediction before any measurement."""
-
-TIE = 0.01
-"""Relative speed difference below which two settings count as equal."""
-
+MARGIN = 0.08  # relative half-width of a prediction before any measurement
+TIE = 0.01  # relative speed difference below which two settings count as equal
 _PREDICTION_ERROR = 0.03
 """Standard error of a predicted ratio, at least (measured on the quickstart target: docs/results/tuner.md)."""
 
@@ -52,8 +48,7 @@ class Measured:
     seconds: float
 
 
-BlockKey = tuple[float, int]
-"""Temperature and rung."""
+BlockKey = tuple[float, int]  # temperature and rung
 
 
 @dataclass
@@ -61,23 +56,18 @@ class Race:
     """The race at one concurrency. Its state is a function of the predictions and of the recorded blocks, in order."""
 
     predictions: Mapping[Setting, Prediction]
-    most_trials: int
-    """Settings that may be measured here, off included."""
-
+    most_trials: int  # settings that may be measured here, off included
     blocks: dict[Setting, dict[BlockKey, Measured]] = field(default_factory=dict)
     """Results of every measured setting."""
 
     active: list[Setting] = field(default_factory=list)
-    reasons: dict[Setting, str] = field(default_factory=dict)
-    """Why a setting was dropped or withdrawn."""
-
+    reasons: dict[Setting, str] = field(default_factory=dict)  # why a setting was dropped or withdrawn
     changed_output: set[Setting] = field(default_factory=set)
     """Settings that changed an answer: one wins only if all others did too, and promotion then refuses it."""
 
     _intervals: dict[tuple[Setting, Setting, int, int], Interval | None] = field(default_factory=dict)
 
     def record(self, setting: Setting, block: BlockKey, measured: Measured) -> None:
-        """Add one measurement."""
         self.blocks.setdefault(setting, {})[block] = measured
 
     # Admission
@@ -104,31 +94,28 @@ class Race:
 
     def _candidates(self) -> list[Setting]:
         """Untried settings that could win, best prediction first; settings similar to an earlier one come last."""
-        untried = [setting for setting in self._by_prediction()
+        by_speed = sorted(self.predictions, key=lambda setting: -self.predictions[setting].speedup)
+        untried = [setting for setting in by_speed
                    if setting not in self.blocks and setting not in self.reasons and setting != OFF]
-        threshold = self._threshold()
-        candidates = [setting for setting in untried if self._optimistic(setting) >= threshold]
+        bias, scatter = self._prediction_error()
+        # The optimistic speed-up of a candidate must reach the pessimistic one of the leader.
+        if self._compared():
+            leader = self.leader()
+            threshold = self.estimate(leader) * math.exp(-2.0 * self._error(leader))
+        else:
+            threshold = max(prediction.speedup for prediction in self.predictions.values()) * math.exp(-MARGIN)
+        candidates = [setting for setting in untried
+                      if self.predictions[setting].speedup * math.exp(bias + scatter) >= threshold]
         # Neighbouring shapes have nearly the same speed and prediction error: measuring both would tell little more.
         taken = [setting for setting in self.active if setting != OFF]
         first: list[Setting] = []
         for setting in candidates:
-            if not any(_similar(setting, other) for other in [*taken, *first]):
+            tree = setting.tree
+            if not any(setting.method == other.method and tree is not None and other.tree is not None
+                       and tree.top_k == other.tree.top_k and abs(tree.num_steps - other.tree.num_steps) <= 1
+                       for other in [*taken, *first]):
                 first.append(setting)
         return first + [setting for setting in candidates if setting not in first]
-
-    def _by_prediction(self) -> list[Setting]:
-        return sorted(self.predictions, key=lambda setting: -self.predictions[setting].speedup)
-
-    def _optimistic(self, setting: Setting) -> float:
-        bias, scatter = self._prediction_error()
-        return self.predictions[setting].speedup * math.exp(bias + scatter)
-
-    def _threshold(self) -> float:
-        """The speed-up that a candidate's optimistic one must reach: the leader's pessimistic speed-up."""
-        if not self._compared():
-            return max(prediction.speedup for prediction in self.predictions.values()) * math.exp(-MARGIN)
-        leader = self.leader()
-        return self.estimate(leader) * math.exp(-2.0 * self._error(leader))
 
     def _prediction_error(self) -> tuple[float, float]:
         """Mean of log(measured / predicted) over the settings tried, and the remaining half-width of a prediction."""
@@ -216,7 +203,6 @@ class Race:
         return best if self.estimate(best) > 1.0 + TIE else OFF
 
     def best_drafted(self, method: str) -> Setting | None:
-        """The best measured setting of one method."""
         tried = [setting for setting in self._compared() if setting.method == method]
         return max(tried, default=None, key=lambda setting: (
             setting not in self.changed_output, setting in self.active, self.estimate(setting)))
@@ -247,17 +233,8 @@ class Race:
         """Whether every active setting is beaten by the leader, and no unmeasured one may be admitted."""
         leader = self.leader()
         rivals = [setting for setting in {OFF, *self.active} if setting != leader]
-        return all(self._beaten(setting, leader) for setting in rivals) and not self._may_admit()
-
-    def _may_admit(self) -> bool:
-        return len(self.blocks) < self.most_trials and bool(self._candidates())
-
-
-def _similar(first: Setting, second: Setting) -> bool:
-    """Whether two settings differ by at most one step of depth."""
-    if first.tree is None or second.tree is None or first.method != second.method:
-        return first == second
-    return first.tree.top_k == second.tree.top_k and abs(first.tree.num_steps - second.tree.num_steps) <= 1
+        return all(self._beaten(setting, leader) for setting in rivals) and not (
+            len(self.blocks) < self.most_trials and self._candidates())
 
 
 def always_raced(by_speed: Sequence[Setting]) -> list[Setting]:

@@ -10,6 +10,7 @@ Other families have no layer ids, vocabulary maps or flags to misconfigure, and 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ from eyrie_workers.targets.model import TargetModel
 _FLAGS = {
     "norm_output": ("feeds back the drafter's state after its final norm",
                     "feeds back the drafter's state before its final norm"),
-    "fc_norm": ("normalises each aux state", "does not normalise each aux state"),
-    "norm_before_fc": ("normalises the concatenated aux states", "does not normalise the concatenated aux states"),
+    "fc_norm": ("normalizes each aux state", "does not normalize each aux state"),
+    "norm_before_fc": ("normalizes the concatenated aux states", "does not normalize the concatenated aux states"),
 }
 
 
@@ -36,9 +37,7 @@ _FLAGS = {
 class Misconfiguration:
     """One misconfiguration, and a drafter that has it."""
 
-    cause: str
-    """Completes "the engine ..."."""
-
+    cause: str  # completes "the engine ..."
     hint: str
     drafter: Drafter
 
@@ -53,8 +52,12 @@ def known_misconfigurations(directory: Path, target: TargetModel,
 
     def served(config: Eagle3Config, ids: Tensor = own_ids) -> Drafter:
         # Ids beyond the vocabulary would stop a server; here they become its last token, which is as wrong.
-        vocabulary = DraftVocabulary(ids.clamp(0, config.vocab_size - 1), config.vocab_size)
-        server = Eagle3Proposer(_rebuilt(right, config, vocabulary), target.embed_weight)
+        wrong = Eagle3Drafter(config, DraftVocabulary(ids.clamp(0, config.vocab_size - 1), config.vocab_size))
+        # Norms that the checkpoint lacks are ones, as in SGLang.
+        held = wrong.state_dict().keys() - {"d2t", "t2d"}
+        wrong.load_state_dict({name: tensor for name, tensor in right.state_dict().items() if name in held},
+                              strict=False)
+        server = Eagle3Proposer(wrong, target.embed_weight)
         server.branch_keys = branch_keys
         return server
 
@@ -70,18 +73,9 @@ def known_misconfigurations(directory: Path, target: TargetModel,
                          (right.vocabulary.d2t, "offsets read as ids")):
             yield Misconfiguration(f"maps draft ids wrongly ({how})",
                           "d2t holds offsets, target id minus draft id; export the drafter again", served(config, ids))
-    flips = {"norm_output": replace(config, norm_output=not config.norm_output),
-             "fc_norm": replace(config, fc_norm=not config.fc_norm),
-             "norm_before_fc": replace(config, norm_before_fc=not config.norm_before_fc)}
-    for name, flipped in flips.items():
+    for name, causes in _FLAGS.items():
         trained = bool(getattr(config, name))
-        yield Misconfiguration(f"{_FLAGS[name][trained]}, unlike training",
-                      f"{name} must be {str(trained).lower()} in the drafter's config.json", served(flipped))
-
-
-def _rebuilt(right: Eagle3Drafter, config: Eagle3Config, vocabulary: DraftVocabulary) -> Eagle3Drafter:
-    """The drafter under another config or vocabulary. Norms that the checkpoint lacks are ones, as in SGLang."""
-    wrong = Eagle3Drafter(config, vocabulary)
-    held = wrong.state_dict().keys() - {"d2t", "t2d"}
-    wrong.load_state_dict({name: tensor for name, tensor in right.state_dict().items() if name in held}, strict=False)
-    return wrong
+        flipped: dict[str, Any] = {name: not trained}
+        yield Misconfiguration(f"{causes[trained]}, unlike training",
+                               f"{name} must be {str(trained).lower()} in the drafter's config.json",
+                               served(replace(config, **flipped)))

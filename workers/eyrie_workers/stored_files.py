@@ -17,9 +17,7 @@ from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 
-BLOCK_BYTES = 8 * 2**20
-"""Of one read: its time is then that of the transfer, not of the request."""
-
+BLOCK_BYTES = 8 * 2**20  # of one read: its time is then that of the transfer, not of the request
 _NUM_BLOCKS = 8
 _COMPARED_BYTES = 64 * 1024
 _BUFFER_BYTES = 64 * 1024

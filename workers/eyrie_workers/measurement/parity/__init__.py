@@ -1,1 +1,0 @@
-"""Parity of the serving engine with the reference engine, round by round."""
