@@ -15,7 +15,7 @@ from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS, sglang_families
-from eyrie_api.v1alpha1.model import Frozen, Name, later
+from eyrie_api.v1alpha1.model import Frozen, Name
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
@@ -41,7 +41,7 @@ class JobSpec(Frozen):
     `capture.source`."""
 
     regenerate: RegenerateSpec = RegenerateSpec()
-    reuse: Literal["auto", "never"] = later("auto", 2)
+    reuse: Literal["auto", "never"] = "auto"
     """`auto`: answers that earlier jobs of the project have generated for the same prompts, by the same target with the
     same sampling and seed, are taken over, and so are hidden states of the same rows. `never`: every answer is
     generated and every state computed."""
