@@ -168,6 +168,13 @@ class Conflict(EyrieError):
     reason = "Conflict"
 
 
+class TablesTooOld(Conflict):
+    """The database was made by a version from which upgrades are not supported."""
+
+    exit_code = 78  # EX_CONFIG
+    reason = "TablesTooOld"
+
+
 class PortInUse(Conflict):
     """Another process listens on the port."""
 

@@ -25,7 +25,7 @@ from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.database.webhook_secrets import encrypt_stored
+from eyrie_api.database.webhooks import encrypt_again
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
@@ -78,7 +78,7 @@ class Plane:
         doctor.check_database(self._database)
         upgrade(self._database)
         doctor.check_start(doctor.Home(settings.home.absolute(), self._database, digests=False))
-        encrypt_stored(self._database, SecretKeys(settings.required_secret_keys()))
+        encrypt_again(self._database, SecretKeys(settings.required_secret_keys()))
         self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
         celery = make_celery(settings, self._jobs.advance, reconcile_endpoint=self._endpoints.reconcile,

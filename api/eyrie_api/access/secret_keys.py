@@ -3,7 +3,7 @@
 Webhook secrets are the only stored secrets that must be read back, because deliveries are signed with them; of API keys
 only digests are stored. The keys come from `Settings.required_secret_keys` and are never in the database. Several keys
 are a rotation: at its start the control plane encrypts again, with the first key, what another one has encrypted
-(`eyrie_api.database.webhook_secrets`).
+(`eyrie_api.database.webhooks`).
 """
 
 from collections.abc import Sequence

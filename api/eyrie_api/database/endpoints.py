@@ -81,9 +81,9 @@ class Endpoints:
                     updated_at=now, num_replicas=num_replicas)
                 session.add(row)
                 session.flush()
-                session.add(RevisionRow(endpoint=name, number=1, job_id=None, checkpoint=None, tree=None,
-                                        drafter_dir=None, use=DrafterUse().model_dump(mode="json"), speedup=None,
-                                        tau=None, created_at=now, reason="the target without a drafter",
+                session.add(RevisionRow(endpoint=name, number=1, job_id=None, checkpoint=None,
+                                        use=DrafterUse().model_dump(mode="json"), speedup=None, tau=None,
+                                        created_at=now, reason="the target without a drafter",
                                         state="proposed", rejected_reason=None))
                 enqueue(session, "reconcile_endpoint", name, self._clock)
                 record_history(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
@@ -148,10 +148,8 @@ class Endpoints:
                 if same is not None and same.use == use_json:
                     return render_revision(same)
             last = session.execute(select(func.max(RevisionRow.number)).where(RevisionRow.endpoint == name)).scalar()
-            shape = use.setting.tree
             revision = RevisionRow(endpoint=name, number=(last or 0) + 1, job_id=job_id, checkpoint=checkpoint,
-                                   tree=None if shape is None else shape.model_dump(mode="json"),
-                                   drafter_dir=use.drafter_dir, use=use_json, speedup=speedup, tau=tau, reason=reason,
+                                   use=use_json, speedup=speedup, tau=tau, reason=reason,
                                    state="proposed", rejected_reason=None, created_at=self._clock())
             session.add(revision)
             self._set_candidate(session, row, revision)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import delete, insert
+from sqlalchemy import delete, insert, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import DEFAULT_PROJECT
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.engine import Database, rowcount, upsert
+from eyrie_api.database.engine import Database, rowcount
 from eyrie_api.database.tables import IdempotencyRow
 from eyrie_api.errors import Conflict, InvalidInput
 
@@ -133,8 +133,9 @@ class Idempotency:
     def complete(self, session: Session, claim: Claim, status: int, response: dict[str, Any]) -> None:
         """Store the response, inside the transaction that makes the change."""
         expires_at = self._clock() + timedelta(seconds=self._ttl_s)
-        upsert(session, IdempotencyRow, {"key": claim.key, "route": claim.route},
-               {"status": status, "response": response, "expires_at": expires_at})
+        session.execute(update(IdempotencyRow).where(
+            IdempotencyRow.key == claim.key, IdempotencyRow.route == claim.route).values(
+            status=status, response=response, expires_at=expires_at))
 
     def release(self, claim: Claim) -> None:
         """Release an uncompleted claim: the request was refused and may be corrected."""

@@ -77,8 +77,9 @@ def render_endpoint(row: EndpointRow, revisions: Iterable[RevisionRow]) -> Endpo
 def render_revision(row: RevisionRow) -> Revision:
     """One revision."""
     return Revision.model_validate({
-        "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint, "tree": row.tree,
-        "drafter_dir": row.drafter_dir, "use": row.use, "speedup": row.speedup, "tau": row.tau,
+        "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint,
+        "tree": row.use["setting"]["tree"], "drafter_dir": row.use["drafter_dir"], "use": row.use,
+        "speedup": row.speedup, "tau": row.tau,
         "created_at": row.created_at, "reason": row.reason, "state": row.state,
         "rejected_reason": row.rejected_reason, "url": row.url})
 

@@ -22,7 +22,7 @@ from eyrie_api.chores.worker import Ticker
 from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import SchemaState, schema_state, upgrade
-from eyrie_api.database.webhook_secrets import encrypt_stored
+from eyrie_api.database.webhooks import encrypt_again
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
@@ -57,7 +57,7 @@ def serve(settings: Settings) -> None:
                            "set EYRIE_BROKER_URL to a Redis, or run `eyrie up`, which does its own chores")
     raise_descriptor_limit()
     database = Database(settings.resolved_database_url)
-    encrypt_stored(database, SecretKeys(settings.required_secret_keys()))
+    encrypt_again(database, SecretKeys(settings.required_secret_keys()))
     celery = make_celery(settings, _taken_elsewhere, reconcile_endpoint=_taken_elsewhere, database=database)
     ticker = Ticker(settings, celery)
     app = create_app(settings, database=database, wake=ticker.wake, checks={"the ticker": lambda: ticker.is_running},
