@@ -50,9 +50,9 @@ from eyrie_api.v1alpha1.access import (
 )
 from eyrie_api.v1alpha1.attention import AttentionList
 from eyrie_api.v1alpha1.curves import TrainingCurves
+from eyrie_api.v1alpha1.endpoints import History, HistoryKind, TrafficList
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList
-from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, PlannedAndActual, PlannedStages
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
@@ -76,7 +76,6 @@ from eyrie_api.v1alpha1.status import (
 )
 from eyrie_api.v1alpha1.storage import StoragePage
 from eyrie_api.v1alpha1.stored_reports import StoredReport, StoredReportFigures, StoredReportList, StoreReport
-from eyrie_api.v1alpha1.traffic import TrafficList
 
 DEFAULT_SERVER = "http://127.0.0.1:8642"
 _TYPE_PREFIX = "urn:eyrie:problem:"

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host

@@ -19,17 +19,16 @@ from types import FrameType
 import uvicorn
 from sqlalchemy.exc import DatabaseError, OperationalError
 
-from eyrie_api.access.secret_keys import SecretKeys
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.chores.tasks import make_celery, queue_lengths
 from eyrie_api.chores.worker import ChoreLoop
-from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.webhooks import encrypt_again
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.short_waits import prefer_short_waits
+from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 from eyrie_operator import doctor
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind

@@ -28,8 +28,7 @@ from eyrie_api.artifacts import MANIFEST, digest_model, parse_manifest, read_man
 from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.retry import while_unavailable
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, while_unavailable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.full_disk import with_room
 from eyrie_api.v1alpha1.placement import Placement, S3Work

@@ -13,9 +13,8 @@ from typer.testing import CliRunner, Result
 from eyrie_api.access.scope import Scope
 from eyrie_api.cli.commands import app
 from eyrie_api.client import Client
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.database.stored_reports import StoredReports
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 from eyrie_api.http.authentication import LOCAL

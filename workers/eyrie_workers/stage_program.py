@@ -42,9 +42,8 @@ from eyrie_api.artifacts import (
     write_model,
     write_sealed,
 )
-from eyrie_api.errors import Conflict, DiskFull, EyrieError, InvalidInput, Transient
+from eyrie_api.errors import Conflict, DiskFull, EyrieError, InvalidInput, Transient, report_error
 from eyrie_api.full_disk import disk_full, is_full
-from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
 from eyrie_api.v1alpha1.rules import rule_of

@@ -4,14 +4,12 @@ A stage's output is a directory. Every file in it is written under a temporary n
 comes last: a directory without a manifest is unfinished, a directory with one is immutable. The functions for that are
 in this file, since every program needs them. The modules transfer such directories:
 
-    store            the interface of a store
+    store            the interface of a store, and its location and access from EYRIE_ARTIFACTS_*
     open_store       the store of a URL
     local            a directory as a store
-    s3               a bucket as a store; with s3_client and s3_parts the only importers of boto3
-    directories      upload and download of whole stage directories, manifest last
-    options          location of the store and access to it, from EYRIE_ARTIFACTS_*
+    s3               a bucket as a store; with s3_client, its requests, the only importer of boto3
+    directories      upload and download of whole stage directories, manifest last; the finished stages of a job
     fetch            a program that downloads a part of a finished stage
-    stage_manifests  the finished stages of a job
     storage_usage    what jobs hold on disk, and what may be removed
 """
 

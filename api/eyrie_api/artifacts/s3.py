@@ -2,7 +2,7 @@
 
 - Requests carry an MD5, which servers verify (the newer checksums are not used: not every server supports them); the
   SHA-256 of the object is stored in its metadata and compared whenever the whole object is read.
-- Large files are uploaded in parts (`s3_parts`) and downloaded as ranges into one file; each range resumes after a
+- Large files are uploaded in parts (`s3_client`) and downloaded as ranges into one file; each range resumes after a
   broken connection.
 - `write_once` is a conditional write where the server honours If-None-Match, which `check` tests.
 
@@ -25,15 +25,26 @@ from urllib.parse import unquote, urlsplit
 from botocore.exceptions import ClientError
 
 from eyrie_api.artifacts import digest_bytes, digest_file
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.s3_client import ALREADY_EXISTS, Bucket, RangeNotSatisfiable, code_of, run_all
-from eyrie_api.artifacts.s3_parts import abort, changed, in_parts, md5_base64, upload_in_parts, upload_stream
+from eyrie_api.artifacts.s3_client import (
+    ALREADY_EXISTS,
+    Bucket,
+    RangeNotSatisfiable,
+    abort,
+    changed,
+    code_of,
+    in_parts,
+    md5_base64,
+    run_all,
+    upload_in_parts,
+    upload_stream,
+)
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
     StoreAccessDenied,
     StoreCheck,
     StoredObject,
+    StoreOptions,
     StoreUnavailable,
     checked_key,
     directory_prefix,

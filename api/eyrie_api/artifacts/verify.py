@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from eyrie_api.artifacts import verify_part
-from eyrie_api.errors import EyrieError
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import EyrieError, report_error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.cli.screen import Screen
-from eyrie_api.cli.verbs import Json, Server, connect, verb
+from eyrie_api.cli.verbs import Json, Screen, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.access import (

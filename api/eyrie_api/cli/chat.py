@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from rich.text import Text
 
-from eyrie_api.cli.screen import Screen, printable
+from eyrie_api.cli.verbs import Screen, printable
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient
 from eyrie_api.v1alpha1.status import Endpoint
 

@@ -2,7 +2,7 @@
 
 `app` here needs no control plane, no torch and no cluster on this machine, only a server's address (--server or
 EYRIE_SERVER). The whole command, with `up`, `down` and `demo`, is `eyrie_operator.command`, which adds its verbs to
-this one. Every verb takes --json (see `cli.screen`) and ends with the exit code of the EyrieError it met, 0
+this one. Every verb takes --json (see `verbs.Screen`) and ends with the exit code of the EyrieError it met, 0
 otherwise; 2 is a wrong command line.
 """
 
@@ -19,18 +19,17 @@ from urllib.parse import urlsplit
 import typer
 from rich.text import Text
 
-from eyrie_api.cli import access, history, plots, tables, watch
+from eyrie_api.cli import access, plots, tables, watch
 from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.reports import reports_app
-from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.cli.spec import build_job
-from eyrie_api.cli.verbs import Json, Server, connect, verb
+from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
+from eyrie_api.v1alpha1.endpoints import HistoryKind
 from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.history import HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import Job
@@ -546,7 +545,7 @@ def endpoints_history(
     with connect(server) as client:
         read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
     every = windows or kind == "window"
-    Screen(as_json=as_json).show(read, history.history_view(read, endpoint, server, every_window=every))
+    Screen(as_json=as_json).show(read, tables.history_view(read, endpoint, server, every_window=every))
 
 
 @endpoints_app.command("off")

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.cli.access import InProject
-from eyrie_api.cli.screen import Screen, printable
-from eyrie_api.cli.verbs import Json, Server, connect, verb
+from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.errors import InvalidInput
 from eyrie_api.quantities import size

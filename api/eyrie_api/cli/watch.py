@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.cli.chat import curl_line
-from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import (
     STATE_STYLE,
     count,
@@ -33,6 +32,7 @@ from eyrie_api.cli.tables import (
     stage_seconds,
     utc_now,
 )
+from eyrie_api.cli.verbs import Screen
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.status import Endpoint, Event, Job, StageStatus

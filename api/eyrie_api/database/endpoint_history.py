@@ -21,7 +21,7 @@ from eyrie_api.database.tables import EndpointRow, HistoryRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.decisions.promotion import decision_reason
 from eyrie_api.errors import InvalidInput, NotFound
-from eyrie_api.v1alpha1.history import Actor, History, HistoryEntry, HistoryKind
+from eyrie_api.v1alpha1.endpoints import Actor, History, HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.reports import PromotionDecision
 
 KEPT_WINDOWS = 200

@@ -30,8 +30,8 @@ from eyrie_api.database.tables import EndpointRow, HistoryRow, JobRow, RevisionR
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.history import Actor
+from eyrie_api.v1alpha1.endpoints import Actor
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec

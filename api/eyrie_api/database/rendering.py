@@ -9,7 +9,7 @@ from typing import Any
 
 from eyrie_api.database.tables import EndpointRow, EventRow, HistoryRow, JobRow, RevisionRow, StageRow
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.history import HistoryEntry
+from eyrie_api.v1alpha1.endpoints import HistoryEntry
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Progress, Revision, StageStatus

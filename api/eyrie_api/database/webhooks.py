@@ -24,8 +24,8 @@ from sqlalchemy.orm import Session
 from standardwebhooks.webhooks import Webhook as Signer
 
 from eyrie_api import ssrf_safe_http
+from eyrie_api.access.keys import SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.access.scope import SYSTEM, Scope
-from eyrie_api.access.secret_keys import SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount

@@ -25,7 +25,7 @@ from eyrie_api.decisions.row_draw import expected_union, quotas, shares
 from eyrie_api.decisions.sweep import Candidate, may_train_together
 from eyrie_api.decisions.training_cost import eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
-from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
+from eyrie_api.v1alpha1.capture import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.requests import PlacementRequest

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from eyrie_api.figures.themes import INK
 from eyrie_api.figures.vega_lite import Row, figure, rounded, series, tips
+from eyrie_api.v1alpha1.endpoints import HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.figures import Figure
-from eyrie_api.v1alpha1.history import HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.status import Endpoint
 
 KINDS: tuple[HistoryKind, ...] = ("canary", "activated", "rejected")

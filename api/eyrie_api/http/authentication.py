@@ -16,14 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from eyrie_api.access.browser_sign_in import USER_SESSION, BrowserSignIn
-from eyrie_api.access.keys import PREFIX, id_of, principal_of, verify_key
-from eyrie_api.access.oidc import Claims, Issuer
-from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, Principal
-from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.access.sessions import (
+from eyrie_api.access.browser_sign_in import (
     INSTALLATION_TOKEN,
     RECENT_S,
+    USER_SESSION,
+    BrowserSignIn,
     create_change_token,
     create_cookie,
     is_due,
@@ -31,10 +28,12 @@ from eyrie_api.access.sessions import (
     verify_change_token,
     verify_cookie,
 )
+from eyrie_api.access.keys import PREFIX, SecretKeys, id_of, principal_of, verify_key
+from eyrie_api.access.oidc import Claims, Issuer
+from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, Principal
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.api_keys import ApiKeys
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Action

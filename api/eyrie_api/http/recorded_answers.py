@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from eyrie_api.artifacts.stage_manifests import StageManifest
+from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.http.compared_answers import live_revisions
 from eyrie_api.http.control import Control

@@ -16,17 +16,16 @@ from collections.abc import Callable
 import uvicorn
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from eyrie_api.access.secret_keys import SecretKeys
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.chores.worker import Ticker
-from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import SchemaState, schema_state, upgrade
 from eyrie_api.database.webhooks import encrypt_again
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.short_waits import prefer_short_waits
+from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 

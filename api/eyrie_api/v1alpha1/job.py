@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
@@ -20,7 +20,6 @@ from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_api.v1alpha1.targets import JobTarget, TargetSpec, resolve_dtype

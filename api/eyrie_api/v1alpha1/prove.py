@@ -9,8 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.hardware import HardwareSpec
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Frozen, Interval

@@ -9,8 +9,7 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from eyrie_api.v1alpha1.capture import StateSourceName
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.model import Frozen, Interval, Probability
 from eyrie_api.v1alpha1.tuning import DraftTime, OperatingMap, StepTime, Trial
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
@@ -27,7 +27,6 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, TuneSpec

@@ -8,8 +8,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen

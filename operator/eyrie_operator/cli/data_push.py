@@ -13,8 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from eyrie_api.artifacts import digest_file
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.cli.screen import Screen
+from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.cli.verbs import Screen
 from eyrie_api.data_files import S3, data_files
 from eyrie_api.errors import InvalidInput
 from eyrie_api.submission.data_files import check_data_source

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from eyrie_api.cli.screen import printable
+from eyrie_api.cli.verbs import printable
 from eyrie_api.errors import EyrieError, InvalidInput, Permanent, TargetNotFound
 
 PROGRAM = "eyrie_workers.drafters.check"

@@ -32,8 +32,7 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached
-from eyrie_api.database.waiting import WaitingObjects
+from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached, WaitingObjects
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy

@@ -19,7 +19,7 @@ from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, parse_manifest
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, WorkArea

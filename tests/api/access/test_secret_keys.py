@@ -14,7 +14,7 @@ from cryptography.fernet import Fernet
 from fastapi.testclient import TestClient
 from sqlalchemy import make_url
 
-from eyrie_api.access.secret_keys import NEW_KEY, SecretKeyMissing, SecretKeys, SecretUnreadable
+from eyrie_api.access.keys import NEW_KEY, SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.database.engine import Database
 from eyrie_api.database.webhooks import BACKOFF_S, Webhooks, announce, encrypt_again
 from eyrie_api.errors import InvalidInput

@@ -10,7 +10,7 @@ import pytest
 from standardwebhooks.webhooks import Webhook
 
 from eyrie_api import ssrf_safe_http
-from eyrie_api.access.secret_keys import SecretKeys
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.chores.tasks import make_celery
 from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.clock import utc_now

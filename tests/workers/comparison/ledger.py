@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.reports import Environment
 from eyrie_workers.comparison.claims import PAIRS, evaluate_claims, three_versions
 from eyrie_workers.comparison.forms import OFF

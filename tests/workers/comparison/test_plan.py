@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from eyrie_api.decisions.training_defaults import tokens_per_step
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.comparison.forms import shape

@@ -9,8 +9,8 @@ from eyrie_api.artifacts import read_manifest
 from eyrie_api.errors import Conflict
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.targets import TargetSpec

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
 from eyrie_workers.drafters.eagle3.unroll import UnrolledStep, shared_projections, unroll

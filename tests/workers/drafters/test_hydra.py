@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
 from eyrie_workers.drafters.hydra import FAMILY, HydraDrafter, HydraProposer, load, save
 from eyrie_workers.drafters.registry import open_drafter

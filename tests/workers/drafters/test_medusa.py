@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.checkpoint.card import Card, identify
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
 from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaProposer, load, save

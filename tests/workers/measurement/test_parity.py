@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.engines.process import EngineCommand, start_engine
 from eyrie_workers.measurement.parity.evidence import Evidence
 from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.errors import Transient
+from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.regeneration.dispatch import FIRST_BACKOFF_S, MAX_BACKOFF_S, Route, Routes
 from eyrie_workers.regeneration.endpoint import Endpoint
 from eyrie_workers.regeneration.generation_client import (

@@ -8,7 +8,7 @@ Progress goes to stderr. The result goes to stdout, as text or, with --json, as 
 import contextlib
 import sys
 
-from eyrie_api.cli.screen import Screen
+from eyrie_api.cli.verbs import Screen
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.comparison.progress import ProgressPrinter

@@ -7,7 +7,7 @@ the methods without weights. All chains have one depth, and all trees one depth,
 forms of a family differ in the kind of shape only, and two families in the drafter only.
 """
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, Form
 from eyrie_workers.measurement.variant import VariantKind
 

@@ -17,15 +17,14 @@ from pydantic import Field, model_validator
 
 from eyrie_api.decisions.training_defaults import tokens_per_step
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import Family, TreeKind
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, CaptureStage, RegenerateStage, TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec

@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.data_files import S3, SUFFIXES, is_pattern
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
 

@@ -26,8 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from eyrie_api.artifacts.retry import while_unavailable
-from eyrie_api.artifacts.store import ArtifactStore, StoreUnavailable
+from eyrie_api.artifacts.store import ArtifactStore, StoreUnavailable, while_unavailable
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.v1alpha1.stages import FileEntry
 from eyrie_workers.catalog import LEDGER_PARTS, ROWS_FILE, SYNC_VARIABLE, ledger_part

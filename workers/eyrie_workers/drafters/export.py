@@ -31,8 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyrie_api.decisions.capture_support import sglang_layer_ids
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, report_error
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint.card import read_card

@@ -38,8 +38,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsFormat, load_heads, save_heads

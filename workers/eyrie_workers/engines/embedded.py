@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eyrie_api.artifacts import code_version
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.reports import EngineUsed
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.drafters.registry import UNTRAINED, open_method

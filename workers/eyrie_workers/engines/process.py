@@ -19,7 +19,7 @@ from typing import Protocol
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
 from eyrie_workers.engines.parent_death_signal import with_parent_death_signal

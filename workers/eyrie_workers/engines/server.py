@@ -31,13 +31,12 @@ from typing import get_args
 import uvicorn
 
 from eyrie_api.artifacts import write_atomically
-from eyrie_api.connection_limits import TimedProtocol
-from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import EyrieError, InvalidInput, PortInUse, report_error
 from eyrie_api.request_origin import is_loopback_host
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Method
+from eyrie_api.web_server import TimedProtocol
 from eyrie_workers.engines.engine_thread import EngineThread, LoadedEngine
 from eyrie_workers.engines.http_app import Service, create_app
 from eyrie_workers.engines.metrics import EngineMetrics

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.codecs import Codec, final_codec
+from eyrie_api.v1alpha1.capture import Codec, final_codec
 from eyrie_workers.features.codecs import decode_into, encode
 from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, block_sections
 

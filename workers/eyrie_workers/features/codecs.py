@@ -27,7 +27,7 @@ one: PyTorch's own conversion on the CPU is 3 times slower than a table, and the
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.codecs import BLOCK_VALUES, Codec
+from eyrie_api.v1alpha1.capture import BLOCK_VALUES, Codec
 
 _HALF = BLOCK_VALUES // 2
 _INT8_MAX, _FP8_MAX, _INT4_LEVELS = 127.0, 448.0, 8.0

@@ -8,8 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from eyrie_api.errors import ArtifactCorrupt, EyrieError
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import ArtifactCorrupt, EyrieError, report_error
 from eyrie_workers.features.store import FeatureStore, open_features
 
 

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.artifacts import write_atomically, write_model
-from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.spec import read_document
+from eyrie_api.cli.verbs import Screen
 from eyrie_api.decisions.hardware_choice import compare_hardware, sentence
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.hardware import HardwareProfile, HardwareProfiles, HardwareReport

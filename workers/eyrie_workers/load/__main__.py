@@ -19,8 +19,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
-from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import count
+from eyrie_api.cli.verbs import Screen
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec

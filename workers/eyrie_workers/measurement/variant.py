@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import TreeKind
 from eyrie_api.v1alpha1.model import Frozen
 

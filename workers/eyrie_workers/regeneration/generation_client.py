@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import SamplingSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import heapq
 from functools import cache
 from typing import NamedTuple
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 
 # Probability that the candidate of each rank is the target's greedy token, given that its path is accepted. Measured on
 # an EAGLE-3 drafter of the quickstart target (480 conversations, 6 epochs; 562 positions of 16 prompts of its suites):

@@ -57,8 +57,15 @@ from eyrie_api.errors import (
     NoUsableData,
 )
 from eyrie_api.quantities import size
-from eyrie_api.v1alpha1.capture import CaptureSpec, StateSourceName
-from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, candidates, choose, final_codec
+from eyrie_api.v1alpha1.capture import (
+    ID_AND_MASK_BYTES,
+    CaptureSpec,
+    StateSourceName,
+    StoredAs,
+    candidates,
+    choose,
+    final_codec,
+)
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows

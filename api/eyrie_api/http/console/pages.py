@@ -25,10 +25,9 @@ from fastapi import APIRouter, Query, Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
+from eyrie_api.access.browser_sign_in import COOKIE, LIFETIME_S, PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
 from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
-from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.clock import utc_now
 from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.rendering import decode_cursor
@@ -49,7 +48,7 @@ from eyrie_api.http.routes.endpoints import list_figures
 from eyrie_api.http.routes.outcomes import LeaderboardQuery, files_of, times_left
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
-from eyrie_api.v1alpha1.history import History
+from eyrie_api.v1alpha1.endpoints import History
 from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
 from eyrie_api.v1alpha1.status import Job, Problem, StageStatus
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.layers.kv_cache import RowLengths, attend_rows
 from eyrie_workers.drafters.layers.modules import PostAttention
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.interleaving import interleaved

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.evidence import Evidence

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import ValidationError
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.conversations.suites import Prompt, select
 from eyrie_workers.measurement.tuner.predict import Prediction

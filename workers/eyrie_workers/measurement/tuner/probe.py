@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import DraftTime, Method, Setting, StepTime
 from eyrie_workers.speculation.engine import Engine, Request
 
