@@ -134,7 +134,6 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     # Jobs.
@@ -153,7 +152,6 @@ class Client:
         raise AssertionError("attempts must be at least 1")
 
     def job(self, job_id: str) -> Job:
-        """One job."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}", Job)
 
     def submitted(self, job_id: str) -> dict[str, Any]:
@@ -180,7 +178,6 @@ class Client:
         return self._get(f"{_API}/storage", StoragePage, limit=limit, cursor=cursor)
 
     def cancel(self, job_id: str) -> Job:
-        """Stop a job."""
         return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/cancel", Job)
 
     def retry(self, job_id: str) -> Job:
@@ -302,7 +299,6 @@ class Client:
         return path
 
     def report(self, job_id: str) -> JobReport:
-        """All measurements of a job."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/report", JobReport)
 
     def figures(self, job_id: str) -> tuple[Figure, ...]:
@@ -325,7 +321,6 @@ class Client:
                          temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
 
     def attention(self) -> AttentionList:
-        """What needs a person now."""
         return self._get(f"{_API}/attention", AttentionList)
 
     def waiting(self, *, limit: int = 100) -> WaitingList:
@@ -343,21 +338,17 @@ class Client:
         return self._get(f"{_API}/reports", StoredReportList, limit=limit, cursor=cursor)
 
     def stored_report(self, report_id: str) -> StoredReportFigures:
-        """One report with all figures."""
         return self._get(f"{_API}/reports/{quote(report_id, safe='')}", StoredReportFigures)
 
     def report_page(self, report_id: str) -> str:
-        """The HTML page of a report."""
         return self._request("GET", f"{_API}/reports/{quote(report_id, safe='')}/page").text
 
     def delete_report(self, report_id: str) -> None:
-        """Delete a report."""
         self._request("DELETE", f"{_API}/reports/{quote(report_id, safe='')}")
 
     # Endpoints.
 
     def endpoints(self) -> EndpointList:
-        """All endpoints."""
         return self._get(f"{_API}/endpoints", EndpointList)
 
     def traffic(self) -> TrafficList:
@@ -365,7 +356,6 @@ class Client:
         return self._get(f"{_API}/traffic", TrafficList)
 
     def endpoint(self, name: str) -> Endpoint:
-        """One endpoint."""
         return self._get(f"{_API}/endpoints/{quote(name, safe='')}", Endpoint)
 
     def history(self, name: str, *, limit: int | None = None, before: int | None = None,
@@ -380,7 +370,6 @@ class Client:
         return self._endpoint_verb(name, "promote", {"job_id": job_id, "checkpoint": checkpoint})
 
     def rollback(self, name: str, *, revision: int | None = None) -> Endpoint:
-        """Serve an earlier revision again."""
         return self._endpoint_verb(name, "rollback", {"revision": revision})
 
     def off(self, name: str) -> Endpoint:
@@ -409,7 +398,6 @@ class Client:
         return self._get(f"{_API}/keys", ApiKeyList)
 
     def revoke_key(self, key_id: str) -> ApiKey:
-        """Revoke a key."""
         return self._post(f"{_API}/keys/{quote(key_id, safe='')}/revoke", ApiKey)
 
     def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> CreatedKey:
@@ -417,7 +405,6 @@ class Client:
         return self._post(f"{_API}/keys/{quote(key_id, safe='')}/rotate", CreatedKey, {"overlap_s": overlap_s})
 
     def create_project(self, wanted: CreateProject) -> Project:
-        """Create a project."""
         return self._post(f"{_API}/projects", Project, wanted.model_dump(mode="json"))
 
     def projects(self) -> ProjectList:
@@ -425,24 +412,19 @@ class Client:
         return self._get(f"{_API}/projects", ProjectList)
 
     def project(self, name: str) -> Project:
-        """One project."""
         return self._get(f"{_API}/projects/{quote(name, safe='')}", Project)
 
     def set_quotas(self, name: str, quotas: Quotas) -> Project:
-        """Replace a project's quotas."""
         path = f"{_API}/projects/{quote(name, safe='')}/quotas"
         return self._parse(self._request("PUT", path, json=quotas.model_dump(mode="json")), Project)
 
     def members(self, name: str) -> MemberList:
-        """Role assignments of a project."""
         return self._get(f"{_API}/projects/{quote(name, safe='')}/members", MemberList)
 
     def add_member(self, name: str, wanted: CreateMember) -> Member:
-        """Assign a role."""
         return self._post(f"{_API}/projects/{quote(name, safe='')}/members", Member, wanted.model_dump(mode="json"))
 
     def remove_member(self, name: str, member_id: int) -> None:
-        """Remove a role assignment."""
         self._request("DELETE", f"{_API}/projects/{quote(name, safe='')}/members/{member_id}")
 
     def audit(self, *, actor: str | None = None, verb: str | None = None, thing: str | None = None,
@@ -461,11 +443,9 @@ class Client:
         return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/rotate", CreatedWebhook)
 
     def webhooks(self) -> WebhookList:
-        """All webhooks."""
         return self._get(f"{_API}/webhooks", WebhookList)
 
     def delete_webhook(self, webhook_id: str) -> None:
-        """Delete a webhook."""
         self._request("DELETE", f"{_API}/webhooks/{quote(webhook_id, safe='')}")
 
     def deliveries(self, webhook_id: str) -> DeliveryList:
@@ -473,13 +453,11 @@ class Client:
         return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", DeliveryList)
 
     def ping_webhook(self, webhook_id: str) -> Delivery:
-        """Send a test event to a webhook."""
         return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/ping", Delivery)
 
     # The server.
 
     def version(self) -> Version:
-        """The server's version."""
         return self._get("/version", Version)
 
     def is_ready(self) -> bool:

@@ -17,7 +17,7 @@ from eyrie_api.access.scope import Scope
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import JobFilter, Jobs, Metric
 from eyrie_api.database.migrations import schema_state, upgrade
 from eyrie_api.database.outbox import Outbox
@@ -137,12 +137,11 @@ def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None
         assert compare_metadata(context, Base.metadata) == []
     drop_tables(postgres)
     upgrade(postgres)
-    idempotency = Idempotency(postgres, 60.0)
-    jobs = Jobs(postgres, idempotency=idempotency)
-    claim = idempotency.claim("k", "r", "d")
-    assert isinstance(claim, Claim)
-    job = jobs.submit(job_spec(labels={"a": "b"}), claim)
-    assert isinstance(idempotency.claim("k", "r", "d"), Replay)
+    jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0))
+    once = Once("k", "r", "d")
+    job = jobs.submit_once(job_spec(labels={"a": "b"}), once)
+    assert isinstance(job, Job)
+    assert isinstance(jobs.submit_once(job_spec(labels={"a": "b"}), once), Replay)
     assert jobs.list(JobFilter(labels={"a": "b"}, phase="Pending")).items == (job,)
 
     won: list[int] = []

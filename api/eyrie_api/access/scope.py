@@ -38,7 +38,6 @@ class Scope:
 
     @property
     def is_system(self) -> bool:
-        """Whether this is the control plane itself."""
         return self.principal is None
 
     def sees(self, project: Any, action: Action) -> ColumnElement[bool]:

@@ -40,7 +40,6 @@ def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     parser = argparse.ArgumentParser(description="Fetch one directory of a finished stage from the artifact store.")
     parser.add_argument("--prefix", required=True, help="the stage's directory in the store")
     parser.add_argument("--part", default="", help="the directory wanted inside it; default: all of it")

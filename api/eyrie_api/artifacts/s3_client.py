@@ -10,7 +10,6 @@ import hashlib
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -77,7 +76,6 @@ class Bucket:
             raise self._translated(error, what) from error
 
     def missing(self, key: str) -> ArtifactMissing:
-        """No such object."""
         return ArtifactMissing(f"no {key} in {self.url}", "run the stage that writes it, or retry the job")
 
     def _translated(self, error: ClientError | BotoCoreError, what: str) -> EyrieError:
@@ -126,30 +124,19 @@ def _clock_behind_s(error: ClientError) -> float:
 
 
 def code_of(error: ClientError) -> str:
-    """The server's error code."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def run_all(parallel: int, jobs: list[Callable[[], object]]) -> None:
     """Run jobs in order, `parallel` at once. After a failure no further job starts, and the error is raised."""
-    failed = threading.Event()
-
-    def do(job: Callable[[], object]) -> None:
-        if failed.is_set():
-            return
-        try:
-            job()
-        except BaseException:
-            failed.set()
-            raise
-
     with ThreadPoolExecutor(max(1, min(parallel, len(jobs))), thread_name_prefix="eyrie-s3") as pool:
-        futures = [pool.submit(do, job) for job in jobs]
+        futures = [pool.submit(job) for job in jobs]
         try:
             for future in as_completed(futures):
                 future.result()
-        finally:
-            failed.set()  # also on KeyboardInterrupt in this thread
+        except BaseException:  # also on KeyboardInterrupt in this thread
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _client(options: StoreOptions) -> Any:
@@ -193,7 +180,6 @@ class Upload(Frozen):
 
     @property
     def num_parts(self) -> int:
-        """How many parts it has."""
         return math.ceil(self.size_bytes / self.part_size_bytes)
 
 

@@ -84,7 +84,6 @@ class StorageUsage(Frozen):
 
 
 def facts_of(jobs: Iterable[Job]) -> dict[str, JobFacts]:
-    """Job id -> facts."""
     return {job.id: JobFacts(job.status.phase, job.status.best.checkpoint if job.status.best else None) for job in jobs}
 
 

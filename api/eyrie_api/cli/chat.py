@@ -74,7 +74,6 @@ class Reply:
         return words
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
         return {
             "content": self.content, "tool_calls": self.tool_calls, "finish_reason": self.finish_reason,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens},

@@ -48,12 +48,10 @@ def count(number: float) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """A speed-up."""
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def ago(moment: datetime, now: datetime) -> str:
-    """How long ago."""
     return f"{duration((now - moment).total_seconds())} ago"
 
 
@@ -66,7 +64,6 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def jobs_table(jobs: Sequence[Job], now: datetime) -> RenderableType:
-    """One line per job."""
     if not jobs:
         return Text("No jobs yet. Start one: eyrie train --target <model> --data <chats.jsonl>")
     table = _table("ID", "NAME", "PHASE", "STAGE", "SPEED-UP", "AGE", "TARGET", right=("SPEED-UP", "AGE"))
@@ -107,7 +104,6 @@ def attention_view(items: Sequence[AttentionItem], now: datetime) -> RenderableT
 
 
 def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> RenderableType:
-    """Everything about one job."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold")
     head.add_column()
@@ -134,7 +130,6 @@ def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> Renderabl
 
 
 def stages_table(stages: Sequence[StageStatus], now: datetime) -> RenderableType:
-    """One line per box of the pipeline."""
     if not stages:
         return Text("No stage has started yet.", "dim")
     table = _table("STAGE", "KEY", "STATE", "TIME", "PROGRESS", right=("TIME",))
@@ -184,7 +179,6 @@ def failure_text(stage: StageStatus) -> RenderableType:
 
 
 def conditions_table(conditions: Sequence[Condition], now: datetime) -> RenderableType:
-    """metav1 conditions."""
     table = _table("CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE", right=("SINCE",))
     for condition in conditions:
         table.add_row(condition.type, condition.status, condition.reason,
@@ -201,7 +195,6 @@ def entry_line(entry: LeaderboardEntry) -> str:
 
 
 def tree_words(entry: LeaderboardEntry) -> str:
-    """The setting a tau belongs to."""
     tree = entry.tree
     if tree is None:
         return "no drafter"
@@ -255,7 +248,6 @@ def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableT
 
 
 def endpoint_view(endpoint: Endpoint, now: datetime) -> RenderableType:
-    """One endpoint with its history."""
     table = _table("REVISION", "SERVES", "SPEED-UP", "TAU", "AGE", "WHY", right=("REVISION", "SPEED-UP", "TAU"))
     for revision in endpoint.revisions:
         mark = "*" if revision.number == endpoint.active_revision else ""
@@ -269,7 +261,6 @@ def endpoint_view(endpoint: Endpoint, now: datetime) -> RenderableType:
 
 
 def endpoint_state(endpoint: Endpoint) -> Text:
-    """on, off, or on its way."""
     if endpoint.desired == "off":
         return Text("off", "dim")
     if endpoint.active_revision is None or endpoint.url is None:
@@ -278,12 +269,10 @@ def endpoint_state(endpoint: Endpoint) -> Text:
 
 
 def active_revision(endpoint: Endpoint) -> Revision | None:
-    """What it serves now."""
     return next((r for r in endpoint.revisions if r.number == endpoint.active_revision), None)
 
 
 def revision_words(revision: Revision | None) -> str:
-    """A drafter with its tree, or none."""
     if revision is None:
         return "-"
     if revision.checkpoint is None:
@@ -378,7 +367,6 @@ def _mixes_table(candidate_rows: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def event_text(event: Event) -> Text:
-    """One event in a line."""
     where = f"{event.stage}{'/' + event.key if event.key else ''} " if event.stage else ""
     style = "yellow" if event.type == "Warning" else ""
     return Text.assemble((event.time.astimezone().strftime("%H:%M:%S "), "dim"), (where, "cyan"), (event.reason, style),
@@ -411,7 +399,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def utc_now() -> datetime:
-    """The clock, met once."""
     return datetime.now(UTC)
 
 

@@ -109,7 +109,6 @@ class Screen:
             self.err.print(words, soft_wrap=True)
 
     def error(self, error: EyrieError) -> None:
-        """Print an error and its hint."""
         if self.as_json:
             payload = {"reason": error.reason, "message": error.message, "hint": error.hint,
                        "exit_code": error.exit_code, "status": error.http_status}

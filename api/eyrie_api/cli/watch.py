@@ -68,7 +68,6 @@ class Source(Protocol):
     """The two requests of a watch, implemented by `eyrie_api.client.Client`."""
 
     def job(self, job_id: str) -> Job:
-        """The job now."""
         ...
 
     def events(self, job_id: str, last_id: int = 0) -> Iterator[Event]:
@@ -218,7 +217,6 @@ def _watch_lines(source: Source, job: Job, feed: _EventReader, screen: Screen) -
 
 
 def running(stages: Sequence[StageStatus]) -> list[StageStatus]:
-    """Stages that are running."""
     return [stage for stage in stages if stage.state == "Running"]
 
 

@@ -47,7 +47,6 @@ class Audit:
         return AuditPage(items=items, next_before=items[-1].id if len(rows) > limit else None)
 
     def refused(self, actor: str, verb: str, thing: str, project: str | None, status: int, request_id: str) -> None:
-        """Record a refused attempt."""
         with self._database.writing() as session:
             session.add(AuditRow(time=self._clock(), actor=actor[:512], verb=verb[:63], object=thing[:512],
                                  project=project, outcome=f"refused: {status}", request_id=request_id))

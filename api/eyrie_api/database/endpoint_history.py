@@ -87,7 +87,6 @@ class Histories:
         return History(items=items, next_before=items[0].id if len(rows) > limit else None)
 
     def latest(self, endpoint: str, kind: HistoryKind) -> HistoryEntry | None:
-        """The latest entry of that kind."""
         query = select(HistoryRow).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == kind)
         with self._database.reading() as session:
             row = session.scalars(query.order_by(HistoryRow.id.desc()).limit(1)).first()

@@ -79,7 +79,6 @@ class Database:
             return bool(session.execute(text("SELECT 1")).scalar_one())
 
     def close(self) -> None:
-        """Close all connections."""
         self.engine.dispose()
 
 

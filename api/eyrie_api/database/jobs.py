@@ -32,7 +32,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount, upsert
-from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import DEFAULT_DEMAND, Demand, check_job
 from eyrie_api.database.rendering import (
@@ -48,7 +48,6 @@ from eyrie_api.database.rendering import (
 from eyrie_api.database.tables import (
     EndpointRow,
     EventRow,
-    IdempotencyRow,
     JobRow,
     LabelRow,
     MetricRow,
@@ -141,24 +140,9 @@ class Jobs:
 
     # Requests.
 
-    def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None,
-               demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None,
-               planned: PlannedStages | None = None) -> Job:
-        """Accept a job: its row, its first event and the chore that starts it, in one transaction.
-
-        With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
-        the scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
-        `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
-        name belongs to another project, QuotaReached and PriorityClassRefused.
-        """
-        with self.database.writing() as session:
-            job = self._accept(session, spec, project, demand, submitted or spec, planned)
-            if claim is not None and self._idempotency is not None:
-                self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
-        return job
-
-    def submit_once(self, spec: JobSpec, once: Once | None, project: str, demand: Demand = DEFAULT_DEMAND,
-                    submitted: JobSpec | None = None, planned: PlannedStages | None = None) -> Job | Replay:
+    def submit_once(self, spec: JobSpec, once: Once | None, project: str | None = None,
+                    demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None,
+                    planned: PlannedStages | None = None) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
         Race: of two requests with the same key, the unique constraint on the key rejects the second one's transaction
@@ -166,12 +150,7 @@ class Jobs:
         """
         for attempt in range(2):
             try:
-                with self.database.writing() as session:
-                    job = self._accept(session, spec, project, demand, submitted or spec, planned)
-                    if once is not None and self._idempotency is not None:
-                        row = self._idempotency.row(once, 202, job.model_dump(mode="json"))
-                        session.add(IdempotencyRow(**row))
-                return job
+                return self.submit(spec, project, demand, submitted, planned, once=once)
             except (IntegrityError, EyrieError) as error:  # refused now, a quota say, but perhaps accepted earlier
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
@@ -179,6 +158,22 @@ class Jobs:
                 if attempt or isinstance(error, EyrieError):
                     raise
         raise AssertionError("unreachable: the loop returns or raises")
+
+    def submit(self, spec: JobSpec, project: str | None = None, demand: Demand = DEFAULT_DEMAND,
+               submitted: JobSpec | None = None, planned: PlannedStages | None = None, *,
+               once: Once | None = None) -> Job:
+        """Accept a job: its row, its first event and the chore that starts it, in one transaction.
+
+        With `once`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to the
+        scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
+        `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
+        name belongs to another project, QuotaReached and PriorityClassRefused.
+        """
+        with self.database.writing() as session:
+            job = self._accept(session, spec, project, demand, submitted or spec, planned)
+            if once is not None and self._idempotency is not None:
+                self._idempotency.store(session, once, 202, job.model_dump(mode="json"))
+        return job
 
     def _accept(self, session: Session, spec: JobSpec, project: str | None, demand: Demand, submitted: JobSpec,
                 planned: PlannedStages | None) -> Job:
@@ -361,7 +356,6 @@ class Jobs:
         return self._set_lease(job_id, held, owner, now + timedelta(seconds=ttl_s))
 
     def release_lease(self, job_id: str, owner: str) -> bool:
-        """Release the lease."""
         return self._set_lease(job_id, JobRow.lease_owner == owner, None, None)
 
     def _set_lease(self, job_id: str, condition: Any, owner: str | None, until: datetime | None) -> bool:

@@ -42,7 +42,6 @@ def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
 
 
 def render_stage(row: StageRow) -> StageStatus:
-    """The status of one stage."""
     progress = None if row.progress is None else Progress.model_validate(row.progress)
     return StageStatus.model_validate({
         "stage": row.stage, "key": row.key, "state": row.state, "attempt": row.attempt, "started_at": row.started_at,
@@ -59,7 +58,6 @@ def stage_values(stage: StageStatus) -> dict[str, Any]:
 
 
 def render_event(row: EventRow) -> Event:
-    """One event."""
     return Event.model_validate({
         "id": row.id, "job_id": row.job_id, "time": row.time, "type": row.type, "reason": row.reason,
         "message": row.message, "stage": row.stage, "key": row.key, "data": row.data})
@@ -75,7 +73,6 @@ def render_endpoint(row: EndpointRow, revisions: Iterable[RevisionRow]) -> Endpo
 
 
 def render_revision(row: RevisionRow) -> Revision:
-    """One revision."""
     return Revision.model_validate({
         "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint,
         "tree": row.use["setting"]["tree"], "drafter_dir": row.use["drafter_dir"], "use": row.use,
@@ -85,7 +82,6 @@ def render_revision(row: RevisionRow) -> Revision:
 
 
 def render_history(row: HistoryRow) -> HistoryEntry:
-    """One entry of an endpoint's history."""
     return HistoryEntry.model_validate({
         "id": row.id, "endpoint": row.endpoint, "time": row.time, "kind": row.kind, "revision": row.revision,
         "job_id": row.job_id, "reason": row.reason, "message": row.message, "actor": row.actor,

@@ -191,14 +191,14 @@ class OutboxRow(Base):
 
 
 class IdempotencyRow(Base):
-    """An Idempotency-Key and the response of its request. `status` and `response` are NULL while it is in flight."""
+    """An Idempotency-Key and the response of its request."""
 
     __tablename__ = "idempotency"
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     route: Mapped[str] = mapped_column(String(255), primary_key=True)
     body_digest: Mapped[str] = mapped_column(String(80))
-    status: Mapped[int | None]
-    response: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    status: Mapped[int]
+    response: Mapped[dict[str, Any]]
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)
 

@@ -210,7 +210,6 @@ class Authenticator:
         return (found[0],) if found is not None and found[1] > self._elapsed() else None
 
     def limit(self, project: str) -> int | None:
-        """The project's requests per minute."""
         found = self._projects.requests_per_minute(project)
         self._limits[project] = (found, self._elapsed() + CACHED_S)
         return found
@@ -220,7 +219,6 @@ class Authenticator:
         return True if name in self._known_projects else None
 
     def has_project(self, name: str) -> bool:
-        """Whether there is such a project."""
         if name not in self._known_projects and self._projects.exists(name):
             self._known_projects.add(name)
         return name in self._known_projects

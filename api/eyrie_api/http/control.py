@@ -76,7 +76,6 @@ class Control:
     def over(cls, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
              checks: Mapping[str, Callable[[], bool]] | None = None,
              queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
-        """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         keys = SecretKeys(settings.required_secret_keys())
         profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)

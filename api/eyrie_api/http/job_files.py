@@ -62,11 +62,6 @@ class JobFiles:
         return read_manifests(self._settings.job_dir(job_id))
 
     @property
-    def are_in_store(self) -> bool:
-        """Whether the work area is a store."""
-        return self._store is not None
-
-    @property
     def have_directory(self) -> bool:
         """Whether this machine has a directory of jobs."""
         return (self._settings.home / "jobs").is_dir()

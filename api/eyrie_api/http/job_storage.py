@@ -137,7 +137,7 @@ class JobStorageMeter:
         """What `scope` sees of the latest measurement. Raises InvalidInput for an invalid cursor, StorageNotMeasured,
         JobFilesUnavailable, StoreUnavailable and StoreAccessDenied."""
         after = None if cursor is None else decode_size_cursor(cursor)
-        return page_of(self.latest(), scope, self._files.are_in_store, limit, after)
+        return page_of(self.latest(), scope, self._files.store is not None, limit, after)
 
     def latest(self) -> Measurement:
         """The latest measurement, or the error that ended it. Raises as `page`."""
@@ -167,7 +167,7 @@ class JobStorageMeter:
     def _measure(self) -> Measurement:
         files, owners, measured_at = self._files, JobOwners(self._database), utc_now()
         disk = None
-        if not files.are_in_store:
+        if files.store is None:
             if not files.have_directory and owners.have_run():
                 raise JobFilesUnavailable("jobs have run, and the server has no directory `jobs` in its EYRIE_HOME",
                                           "mount the volume with the files there, or restore it from a backup")

@@ -53,7 +53,6 @@ def title_of(reason: str) -> str:
 
 
 def problem_of(error: EyrieError, instance: str | None = None) -> Problem:
-    """The problem document of an error."""
     return Problem(type=TYPE_PREFIX + error.reason, title=title_of(error.reason), status=error.http_status,
                    detail=error.message, hint=error.hint, instance=instance)
 

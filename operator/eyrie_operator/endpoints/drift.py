@@ -17,11 +17,9 @@ from typing import Any
 from eyrie_api.artifacts import digest_model
 from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories
-from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
+from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.quotas import Demand
 from eyrie_api.decisions.sweep import expand
-from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
@@ -47,11 +45,11 @@ _NO_REMOTE_TRAFFIC = ("no retraining is offered, since stages run without this m
 class Drift:
     """Reports drift and starts retraining, for the endpoints of one database."""
 
-    def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency, stored: Path | None = None) -> None:
+    def __init__(self, histories: Histories, jobs: Jobs, stored: Path | None = None) -> None:
         """
         stored   where stages run without this machine's files: the directory whose files they get from a bucket
         """
-        self._histories, self._jobs, self._idempotency, self._stored = histories, jobs, idempotency, stored
+        self._histories, self._jobs, self._stored = histories, jobs, stored
 
     def report(self, action: ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
                serving: Revision | None) -> None:
@@ -69,10 +67,9 @@ class Drift:
             data = {"job": spec.model_dump(mode="json"), "traffic_file": traffic}
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":
-                try:
-                    started = self._start(spec, f"{endpoint}/{once}", self._jobs.demand(promoted.id))
-                except RequestInFlight:
-                    return  # race: a control plane died while it submitted; its key expires within a minute
+                key = Once(f"{endpoint}/{once}", ROUTE, digest_model(spec))
+                job = self._jobs.submit_once(spec, key, demand=self._jobs.demand(promoted.id))
+                started = str(job.response["id"]) if isinstance(job, Replay) else job.id
                 outcome = f"{started} retrains on recent traffic"
         self._histories.record(
             endpoint, "drift", "TrafficDrifted", f"{action.message}; {outcome}", revision=action.revision,
@@ -99,16 +96,6 @@ class Drift:
         head = Path(serving.use.drafter_dir)
         is_stored = self._stored is not None and head.is_relative_to(self._stored)
         return head if is_stored or head.is_dir() else None
-
-    def _start(self, spec: JobSpec, key: str, demand: Demand) -> str:
-        claim = self._idempotency.claim(key, ROUTE, digest_model(spec))
-        if isinstance(claim, Replay):
-            return str(claim.response["id"])
-        try:
-            return self._jobs.submit(spec, claim, demand=demand).id
-        except EyrieError:
-            self._idempotency.release(claim)
-            raise
 
 
 def retraining_job(promoted: Job, endpoint: str, traffic: str, checkpoint: str = "",
