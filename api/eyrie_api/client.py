@@ -99,15 +99,6 @@ class Refused(EyrieError):
         self.reason = problem.type.removeprefix(_TYPE_PREFIX)  # type: ignore[misc]
 
 
-def error_of(problem: Problem) -> EyrieError:
-    """The error of a problem document: of the class in `eyrie_api.errors` with its reason, or Refused."""
-    reason = problem.type.removeprefix(_TYPE_PREFIX)
-    for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, EyrieError) and kind.reason == reason:
-            return kind(problem.detail, problem.hint)
-    return Refused(problem)
-
-
 class Client:
     """HTTP client of one control plane. Thread-safe; close it or use it as a context manager."""
 
@@ -522,4 +513,8 @@ class Client:
             problem = Problem(title="Unknown", status=response.status_code,
                               detail=f"{self.base_url} answered {response.status_code}: {shown}",
                               hint="check that this URL is Eyrie's")
-        raise error_of(problem)
+        reason = problem.type.removeprefix(_TYPE_PREFIX)
+        for kind in vars(errors).values():
+            if isinstance(kind, type) and issubclass(kind, EyrieError) and kind.reason == reason:
+                raise kind(problem.detail, problem.hint)
+        raise Refused(problem)

@@ -70,7 +70,8 @@ def create_key(name: str, creator: Principal, roles: dict[str, Role], now: datet
                        created_by=creator.subject, created_at=now, expires_at=expires_at)
     held = principal_of(record)
     for project in roles:
-        beyond = sorted(action for action in held_actions(held, project) if not creator.allows(action, project))
+        beyond = sorted(action for action in ACTIONS
+                        if held.allows(action, project) and not creator.allows(action, project))
         if beyond:
             raise InvalidInput(f"roles[{project!r}]: {creator.subject} may not {beyond[0]} there, nor may its keys",
                                "give a lower role, or scopes within your own rights")
@@ -105,11 +106,6 @@ def principal_of(record: KeyRecord) -> Principal:
     """The principal of a record, verified or not."""
     return Principal(subject=f"key:{record.id}", roles=record.roles, scopes=record.scopes,
                      expires_at=record.expires_at)
-
-
-def held_actions(principal: Principal, project: str) -> frozenset[Action]:
-    """Every action the principal may take in a project."""
-    return frozenset(action for action in ACTIONS if principal.allows(action, project))
 
 
 def _random(length: int) -> str:

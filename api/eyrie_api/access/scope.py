@@ -82,19 +82,17 @@ class Scope:
         when the action is not allowed there."""
         if self.principal is None:
             return DEFAULT_PROJECT
-        project = self.project or self._own()
+        project, roles = self.project, self.principal.roles
+        if project is None:
+            if len(roles) == 1 and ALL_PROJECTS not in roles:
+                project = next(iter(roles))
+            elif ALL_PROJECTS in roles or DEFAULT_PROJECT in roles:
+                project = DEFAULT_PROJECT
+            else:
+                raise InvalidInput(f"{self.principal.subject} is in {len(roles)} projects and the request names none",
+                                   "send the header Eyrie-Project with the one that is meant")
         self.check(action, project, NotFound(f"no project {project!r}", "list the projects you are in"))
         return project
-
-    def _own(self) -> str:
-        assert self.principal is not None
-        roles = self.principal.roles
-        if len(roles) == 1 and ALL_PROJECTS not in roles:
-            return next(iter(roles))
-        if ALL_PROJECTS in roles or DEFAULT_PROJECT in roles:
-            return DEFAULT_PROJECT
-        raise InvalidInput(f"{self.principal.subject} is in {len(roles)} projects and the request names none",
-                           "send the header Eyrie-Project with the one that is meant")
 
 
 SYSTEM = Scope()

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -129,14 +130,24 @@ def code_of(error: ClientError) -> str:
 
 def run_all(parallel: int, jobs: list[Callable[[], object]]) -> None:
     """Run jobs in order, `parallel` at once. After a failure no further job starts, and the error is raised."""
+    failed = threading.Event()  # set by the job itself: the next one would begin before its future could be cancelled
+
+    def do(job: Callable[[], object]) -> None:
+        if failed.is_set():
+            return
+        try:
+            job()
+        except BaseException:
+            failed.set()
+            raise
+
     with ThreadPoolExecutor(max(1, min(parallel, len(jobs))), thread_name_prefix="eyrie-s3") as pool:
-        futures = [pool.submit(job) for job in jobs]
+        futures = [pool.submit(do, job) for job in jobs]
         try:
             for future in as_completed(futures):
                 future.result()
-        except BaseException:  # also on KeyboardInterrupt in this thread
-            pool.shutdown(cancel_futures=True)
-            raise
+        finally:
+            failed.set()  # also on KeyboardInterrupt in this thread
 
 
 def _client(options: StoreOptions) -> Any:

@@ -101,7 +101,11 @@ def read_by(jobs: Iterable[Job]) -> set[tuple[str, str]]:
 
 def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
     """(job, checkpoint) of every drafter that the specs name by its path."""
-    return {(found["job"], found["name"]) for spec in specs for path in _drafters_named(spec)
+    paths: list[str | None] = []
+    for spec in specs:
+        paths += [spec.drafter.init_from, *(rival.path for rival in spec.rivals)]
+        paths += [str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values]
+    return {(found["job"], found["name"]) for path in paths if path is not None
             for found in (_CHECKPOINT.search(path),) if found is not None}
 
 
@@ -127,13 +131,6 @@ def reused_by(job_ids: Iterable[str], read: Callable[[str], bytes]) -> dict[str,
 def states_of(jobs: Iterable[str]) -> set[tuple[str, str]]:
     """Their captured states, as `plan_removal` names what is read."""
     return {(job_id, "") for job_id in jobs}
-
-
-def _drafters_named(spec: JobSpec) -> Iterator[str]:
-    yield from (rival.path for rival in spec.rivals if rival.path is not None)
-    yield from (str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values)
-    if spec.drafter.init_from is not None:
-        yield spec.drafter.init_from
 
 
 def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:

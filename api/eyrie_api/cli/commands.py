@@ -110,16 +110,6 @@ def find_job(client: Client, wanted: str) -> Job:
         return found[0]
 
 
-def newest_job(client: Client, wanted: str | None) -> Job:
-    """The given job, or the newest one by default. Raises NotFound."""
-    if wanted is not None:
-        return find_job(client, wanted)
-    listed = client.jobs().items
-    if not listed:
-        raise InvalidInput("there are no jobs", "start one: eyrie train --target <model> --data <chats.jsonl>")
-    return max(listed, key=lambda job: job.created_at)
-
-
 @app.command()
 @verb
 def train(
@@ -250,7 +240,12 @@ def watch_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Defa
            server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Watch a job until it ends, across restarts of the server."""
     with connect(server) as client:
-        follow_job(client, newest_job(client, job).id, Screen(as_json=as_json))
+        if job is None:
+            newest = client.jobs(limit=1).items
+            if not newest:
+                raise InvalidInput("there are no jobs", "start one: eyrie train --target <model> --data <chats.jsonl>")
+            job = newest[0].id
+        follow_job(client, find_job(client, job).id, Screen(as_json=as_json))
 
 
 @app.command()
@@ -465,14 +460,10 @@ def storage(
 
 
 @endpoints_app.callback(invoke_without_command=True)
-@verb
 def endpoints(context: typer.Context, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List endpoints; promote, roll back, switch off and on."""
-    if context.invoked_subcommand is not None:
-        return
-    with connect(server) as client:
-        listed = client.endpoints()
-    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, tables.utc_now()))
+    if context.invoked_subcommand is None:
+        endpoints_list(server=server, as_json=as_json)
 
 
 EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT")]
@@ -578,7 +569,13 @@ def chat(
 ) -> None:
     """Chat with an endpoint; shows tokens per second and acceptance length."""
     screen = Screen(as_json=as_json)
-    settings = _chat_settings(url, model, endpoint, server, temperature, max_tokens, seed)
+    if url is None:
+        with connect(server) as client:
+            picked = chatting.pick_endpoint(client.endpoints().items, endpoint)
+        url, model = picked.url or "", model or picked.model
+    if model is None:
+        raise InvalidInput("--url needs --model", "GET <url>/models lists what it serves")
+    settings = chatting.Settings(base_url=url, model=model, temperature=temperature, max_tokens=max_tokens, seed=seed)
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
@@ -588,14 +585,3 @@ def chat(
     if as_json:
         raise InvalidInput("--json needs one message", "eyrie chat --json 'your message'")
     chatting.talk(settings, opening, screen)
-
-
-def _chat_settings(url: str | None, model: str | None, endpoint: str | None, server: str, temperature: float,
-                   max_tokens: int | None, seed: int | None) -> chatting.Settings:
-    if url is None:
-        with connect(server) as client:
-            picked = chatting.pick_endpoint(client.endpoints().items, endpoint)
-        url, model = picked.url or "", model or picked.model
-    if model is None:
-        raise InvalidInput("--url needs --model", "GET <url>/models lists what it serves")
-    return chatting.Settings(base_url=url, model=model, temperature=temperature, max_tokens=max_tokens, seed=seed)

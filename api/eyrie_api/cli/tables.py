@@ -221,17 +221,15 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
         table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""),
                       *((axes_words(entry.axes) or "-",) if is_swept else ()),
                       entry.family + (", not trained here" if entry.rival else ""),
-                      times(entry.speedup), _within(entry.speedup_interval), times(entry.speedup_greedy),
+                      times(entry.speedup),
+                      f"{entry.speedup_interval.low:.2f}-{entry.speedup_interval.high:.2f}"
+                      if entry.speedup_interval else "-", times(entry.speedup_greedy),
                       times(entry.speedup_sampled), at_once or "-",
                       f"{entry.tau:.2f}", "-" if entry.tree is None else entry.tree.label(),
                       f"{entry.tokens_per_s:.0f}",
                       Text("yes", "green") if entry.lossless else Text("NO", "bold red"),
                       short_target(entry.target), entry.job_id)
     return table
-
-
-def _within(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.low:.2f}-{interval.high:.2f}"
 
 
 def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableType:

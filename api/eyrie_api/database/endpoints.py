@@ -136,7 +136,10 @@ class Endpoints:
         use_json = use.model_dump(mode="json")
         with self._database.writing() as session:
             row = self._hold(session, name)
-            self._check_job(session, row, job_id)
+            job = None if job_id is None else session.get(JobRow, job_id)
+            if job is not None and job.project != endpoint_names.project_of(session, row.name):
+                raise Conflict(f"job {job_id} and endpoint {row.name!r} are in different projects",
+                               "promote a job of the endpoint's own project")
             proposed = None if once is None else session.scalars(select(HistoryRow.revision).where(
                 HistoryRow.endpoint == name, HistoryRow.once == once)).first()
             before = None if proposed is None else session.get(RevisionRow, (name, proposed))
@@ -297,13 +300,6 @@ class Endpoints:
                      "checkpoint": revision.checkpoint, "speedup": revision.speedup,
                      "from_revision": None if before is None else before.number,
                      "reason": before.rejected_reason if back and before is not None else revision.reason}})
-
-    def _check_job(self, session: Session, row: EndpointRow, job_id: str | None) -> None:
-        """A drafter is never served by an endpoint of another project. Raises Conflict."""
-        job = None if job_id is None else session.get(JobRow, job_id)
-        if job is not None and job.project != (endpoint_names.project_of(session, row.name) or DEFAULT_PROJECT):
-            raise Conflict(f"job {job_id} and endpoint {row.name!r} are in different projects",
-                           "promote a job of the endpoint's own project")
 
     def _set_candidate(self, session: Session, row: EndpointRow, revision: RevisionRow) -> None:
         waiting = self._revision(session, row, row.candidate_revision)

@@ -417,7 +417,10 @@ class Jobs:
             if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
                 raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "its new driver continues")
             if is_over(status.conditions) and not row.ended:
-                self._announce_end(session, row, status)
+                end = next(one for one in status.conditions if one.type in _END_EVENTS and one.status == "True")
+                announce(session, self._clock, row.project, _END_EVENTS[end.type], {"job": {
+                    "id": row.id, "name": row.name, "target": row.target, "reason": end.reason,
+                    "message": end.message}})
             row.status = status.model_copy(update={"stages": ()}).model_dump(mode="json")
             row.phase, row.ended = status.phase, is_over(status.conditions)
             row.updated_at = now
@@ -483,11 +486,6 @@ class Jobs:
                      for (of, keyed, named), points in series.items())
 
     # Inside a transaction.
-
-    def _announce_end(self, session: Session, row: JobRow, status: JobStatus) -> None:
-        end = next(one for one in status.conditions if one.type in _END_EVENTS and one.status == "True")
-        announce(session, self._clock, row.project, _END_EVENTS[end.type], {"job": {
-            "id": row.id, "name": row.name, "target": row.target, "reason": end.reason, "message": end.message}})
 
     def _request_cancel(self, session: Session, row: JobRow) -> None:
         row.cancel_requested = True

@@ -12,7 +12,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.endpoints import HistoryEntry
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import STAGES
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Progress, Revision, StageStatus
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Revision, StageStatus
 
 ENDS = ("Succeeded", "Failed", "Cancelled")
 """Conditions that end a job."""
@@ -33,20 +33,16 @@ def is_over(conditions: Iterable[Condition]) -> bool:
 
 def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
     """A job as the API shows it; its stages come from their own rows."""
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    rendered = sorted((render_stage(stage) for stage in stages), key=lambda one: (order[one.stage], one.key))
+    order: dict[str, int] = {stage: place for place, stage in enumerate(STAGES)}
+    rendered = [{
+        "stage": stage.stage, "key": stage.key, "state": stage.state, "attempt": stage.attempt,
+        "started_at": stage.started_at, "finished_at": stage.finished_at, "progress": stage.progress,
+        "reason": stage.reason, "message": stage.message, "hint": stage.hint,
+    } for stage in sorted(stages, key=lambda stage: (order[stage.stage], stage.key))]
     status = JobStatus.model_validate({**row.status, "attempt": row.attempt, "observed_generation": row.generation,
                                        "phase": row.phase, "stages": rendered})
     return Job(id=row.id, generation=row.generation, created_at=row.created_at, updated_at=row.updated_at,
                spec=JobSpec.model_validate(row.spec), status=status)
-
-
-def render_stage(row: StageRow) -> StageStatus:
-    progress = None if row.progress is None else Progress.model_validate(row.progress)
-    return StageStatus.model_validate({
-        "stage": row.stage, "key": row.key, "state": row.state, "attempt": row.attempt, "started_at": row.started_at,
-        "finished_at": row.finished_at, "progress": progress, "reason": row.reason, "message": row.message,
-        "hint": row.hint})
 
 
 def stage_values(stage: StageStatus) -> dict[str, Any]:

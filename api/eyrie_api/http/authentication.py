@@ -82,9 +82,11 @@ class Authenticator:
         if cached is not None:
             return cached
         if token.startswith(PREFIX + "_"):
-            principal = self._by_key(token)
+            key_id = id_of(token)
+            principal = verify_key(token, self._keys.find(key_id), self._clock())
+            self._keys.used(key_id)
         elif self._issuer is not None and token.count(".") == 2:
-            principal = self._by_issuer(self._issuer, token)
+            principal = self._of_claims(self._issuer, self._issuer.verify(token))
         else:
             raise Unauthorized("this server requires a bearer token",
                                "send Authorization: Bearer <API key>, a token of the OIDC issuer where one is set, or "
@@ -188,15 +190,6 @@ class Authenticator:
             if len(self._principals) >= _MAX_CACHED:
                 self._principals.clear()
             self._principals[key] = (principal, self._elapsed() + CACHED_S)
-
-    def _by_key(self, token: str) -> Principal:
-        key_id = id_of(token)
-        principal = verify_key(token, self._keys.find(key_id), self._clock())
-        self._keys.used(key_id)
-        return principal
-
-    def _by_issuer(self, issuer: Issuer, token: str) -> Principal:
-        return self._of_claims(issuer, issuer.verify(token))
 
     def _of_claims(self, issuer: Issuer, claims: Claims) -> Principal:
         roles = self._projects.roles_of(issuer.url, claims.subject, claims.groups)

@@ -186,7 +186,8 @@ class AccessMiddleware:
         asks = isinstance(error, Unauthorized) and pages.is_asked_for(request["method"], Headers(scope=request),
                                                                      request["path"])
         if asks:
-            return self._sign_in_page(request)
+            sign_in = self._authenticator.sign_in
+            return pages.sign_in_page(None if sign_in is None else sign_in.issuer.url, request["path"])
         return pages.for_a_browser(HttpRequest(request), refuse(error, request["path"]))
 
     async def _caller(self, request: Request) -> Principal:
@@ -221,10 +222,6 @@ class AccessMiddleware:
         if cookie and _verb(request) in _RECENT_VERBS and not self._authenticator.signed_in_recently(cookie):
             raise Unauthorized(f"{_verb(request)} takes a sign-in within the last {RECENT_S // 60} minutes",
                                "sign out, sign in again, and repeat it")
-
-    def _sign_in_page(self, request: Request) -> Response:
-        sign_in = self._authenticator.sign_in
-        return pages.sign_in_page(None if sign_in is None else sign_in.issuer.url, request["path"])
 
     def _session(self, request: Request) -> str:
         """The console's cookie, where it is accepted."""
