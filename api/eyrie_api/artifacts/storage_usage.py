@@ -139,7 +139,10 @@ def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
     for place, size in files:
         parts = place.split("/", 2)
         if len(parts) == 3 and parts[0] == "jobs":
-            gathered[parts[1], *_kind_of(parts[2])].append((place, size))
+            matches = ((kind, pattern.match(parts[2])) for kind, pattern in _KINDS)
+            kind, name = next(((kind, match.groupdict().get("name", "")) for kind, match in matches if match),
+                              ("record", ""))
+            gathered[parts[1], kind, name].append((place, size))
     return [StoredItem(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in found),
                     files=tuple(sorted(place for place, _ in found)))
             for (job_id, kind, name), found in sorted(gathered.items())]
@@ -184,14 +187,6 @@ def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[st
     if item.kind == "checkpoint" and item.name == job.best:
         return "the job's best"
     return None
-
-
-def _kind_of(place: str) -> tuple[StoredKind, str]:
-    for kind, pattern in _KINDS:
-        match = pattern.match(place)
-        if match is not None:
-            return kind, match.groupdict().get("name", "")
-    return "record", ""
 
 
 def files_in_home(home: Path) -> Iterator[tuple[str, int]]:

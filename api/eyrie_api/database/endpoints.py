@@ -230,7 +230,9 @@ class Endpoints:
             revision.state, revision.rejected_reason = "active", None
             if row.active_revision != number:
                 self._announce(session, revision, before)
-                record_history(session, self._clock, name, "activated", "Activated", _serves(revision), revision=number,
+                label = DrafterUse.model_validate(revision.use).setting.label()
+                record_history(session, self._clock, name, "activated", "Activated",
+                               f"{revision.checkpoint} {label}" if revision.checkpoint else label, revision=number,
                                job_id=revision.job_id, actor="watch", figures=figures)
             row.active_revision = number
             row.url = url or row.url
@@ -352,8 +354,3 @@ def _use(drafter_dir: str | None, tree: DraftTreeShape | None) -> DrafterUse:
     if drafter_dir is None:
         return DrafterUse(setting=OFF)
     return DrafterUse(drafter_dir=drafter_dir, setting=Setting(method="drafter", tree=tree or DraftTreeShape()))
-
-
-def _serves(revision: RevisionRow) -> str:
-    setting = DrafterUse.model_validate(revision.use).setting
-    return f"{revision.checkpoint} {setting.label()}" if revision.checkpoint else setting.label()

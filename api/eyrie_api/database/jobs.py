@@ -43,7 +43,6 @@ from eyrie_api.database.rendering import (
     new_job_id,
     render_event,
     render_job,
-    stage_values,
 )
 from eyrie_api.database.tables import (
     EndpointRow,
@@ -555,7 +554,10 @@ def _missing(job_id: str) -> NotFound:
 
 
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
-    upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, stage_values(stage))
+    values = stage.model_dump(exclude={"stage", "key", "progress"})
+    if stage.progress is not None:  # else the stored one is kept: `Ingest` writes it from the stage's records
+        values["progress"] = stage.progress.model_dump(mode="json")
+    upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, values)
 
 
 def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metric) -> None:

@@ -12,7 +12,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.endpoints import HistoryEntry
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import STAGES
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Revision, StageStatus
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Revision
 
 ENDS = ("Succeeded", "Failed", "Cancelled")
 """Conditions that end a job."""
@@ -43,14 +43,6 @@ def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
                                        "phase": row.phase, "stages": rendered})
     return Job(id=row.id, generation=row.generation, created_at=row.created_at, updated_at=row.updated_at,
                spec=JobSpec.model_validate(row.spec), status=status)
-
-
-def stage_values(stage: StageStatus) -> dict[str, Any]:
-    """Columns of a stage row. Without progress the stored one is kept: `Ingest` writes it from the stage's records."""
-    values: dict[str, Any] = stage.model_dump(exclude={"stage", "key", "progress"})
-    if stage.progress is not None:
-        values["progress"] = stage.progress.model_dump(mode="json")
-    return values
 
 
 def render_event(row: EventRow) -> Event:

@@ -93,7 +93,7 @@ class JobRow(Base):
 
 
 class WaitingRow(Base):
-    """One DrafterJob that waits for a quota of its project (`database.waiting`). `uid` is that of the object."""
+    """One DrafterJob that waits for a quota of its project (`database.quotas`). `uid` is that of the object."""
 
     __tablename__ = "waiting"
     namespace: Mapped[str] = mapped_column(String(63), primary_key=True)

@@ -1,6 +1,6 @@
 """Rows, tokens and bytes of a job, and what training takes of a GPU, as its plan estimates them. Pure.
 
-A captured token stores `A` aux hidden states, an answer token also the final one, in a codec (`v1alpha1.codecs`):
+A captured token stores `A` aux hidden states, an answer token also the final one, in a codec (`v1alpha1.capture`):
 
     bytes = tokens * (A * state + 5) + answer tokens * final state,     state ~ H * bytes per value
 

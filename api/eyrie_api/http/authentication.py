@@ -1,6 +1,6 @@
 """Authentication of bearer tokens: the installation's token, an API key, or a token of the OIDC issuer; and of the
-console's cookies, which an API key or the installation's token is exchanged for (`access.sessions`), or which somebody
-gets who signs in at the issuer (`access.browser_sign_in`).
+console's cookies (`access.browser_sign_in`), which an API key or the installation's token is exchanged for, or which
+somebody gets who signs in at the issuer.
 
 Every request is authenticated, so the principal of a token is cached for `CACHED_S` seconds (by the token's SHA-256, in
 this process): a request costs one hash, and a revoked key is refused by every server within that time. Refused tokens

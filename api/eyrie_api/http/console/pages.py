@@ -6,7 +6,7 @@ interpreter, loaded by a page that has figures). The libraries are the unchanged
 their npm packages (`static/LICENSES.md`). Each action is a button that calls the public REST
 route, next to the `eyrie` and the `curl` line that does the same.
 
-Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), or sends the
+Where requests need a token, a page asks for an API key and exchanges it for a cookie, or sends the
 browser to the OIDC issuer and gives a cookie to whoever comes back (`access.browser_sign_in`). It reads; for a change,
 script sends the token in the page's text with it, and with both it may do what the key or the person may.
 
