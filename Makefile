@@ -221,7 +221,7 @@ bench-codecs: setup  ## acceptance length by codec of the hidden states; ten min
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
 CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
-.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaign-corruption campaign-operator campaign-soak campaign-upgrade campaign-upgrade-cluster campaigns-short
+.PHONY: campaign-model campaign-fuzz campaign-tenancy campaign-chaos campaign-corruption campaign-operator campaign-soak campaigns-short
 SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
@@ -246,18 +246,7 @@ campaign-operator: setup  ## kill -9 of the operator on a real cluster while obj
 campaign-soak: setup  ## two hours of traffic and jobs: memory, descriptors, threads, database and p99 flat; growth is judged from SECONDS=600
 	@$(BIN)/python -m tests.campaigns.soak $(CAMPAIGN)
 
-# Needs git's history: in a shallow clone it exits with 75 (git fetch --unshallow).
-campaign-upgrade: setup  ## a job and an endpoint while the previous schema's version is replaced by this one, and back
-	@$(BIN)/python -m tests.campaigns.upgrade $(CAMPAIGN)
-
-# On a cluster of this machine, created and deleted (.ci/cluster).
-campaign-upgrade-cluster: setup  ## the same by helm upgrade, with PostgreSQL, on a cluster
-	@$(HELM_SDK)
-	@EYRIE_CLUSTER_SCRIPTS="$${EYRIE_CLUSTER_SCRIPTS:-../shared/cluster}" .ci/cluster \
-		$(BIN)/python -m tests.campaigns.cluster_upgrade $(CAMPAIGN)
-
-# Seven minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier. Not
-# the upgrade, which takes minutes and git's history.
+# Seven minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
 	@$(BIN)/python -m tests.campaigns.tenancy --postgres --seconds 50 > /dev/null
 	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null

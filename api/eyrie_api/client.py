@@ -52,6 +52,9 @@ from eyrie_api.v1alpha1.attention import AttentionList
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList, TrainingCurves
 from eyrie_api.v1alpha1.history import History, HistoryKind
+from eyrie_api.v1alpha1.curves import TrainingCurves
+from eyrie_api.v1alpha1.endpoints import History, HistoryKind, TrafficList
+from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, PlannedAndActual, PlannedStages
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
@@ -75,6 +78,7 @@ from eyrie_api.v1alpha1.status import (
 )
 from eyrie_api.v1alpha1.storage import StoragePage
 from eyrie_api.v1alpha1.traffic import TrafficList
+from eyrie_api.v1alpha1.stored_reports import StoredReport, StoredReportFigures, StoredReportList, StoreReport
 
 DEFAULT_SERVER = "http://127.0.0.1:8642"
 _TYPE_PREFIX = "urn:eyrie:problem:"
@@ -96,15 +100,6 @@ class Refused(EyrieError):
         super().__init__(problem.detail, problem.hint)
         self.http_status = problem.status  # type: ignore[misc]
         self.reason = problem.type.removeprefix(_TYPE_PREFIX)  # type: ignore[misc]
-
-
-def error_of(problem: Problem) -> EyrieError:
-    """The error of a problem document: of the class in `eyrie_api.errors` with its reason, or Refused."""
-    reason = problem.type.removeprefix(_TYPE_PREFIX)
-    for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, EyrieError) and kind.reason == reason:
-            return kind(problem.detail, problem.hint)
-    return Refused(problem)
 
 
 class Client:
@@ -133,7 +128,6 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     # Jobs.
@@ -152,7 +146,6 @@ class Client:
         raise AssertionError("attempts must be at least 1")
 
     def job(self, job_id: str) -> Job:
-        """One job."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}", Job)
 
     def submitted(self, job_id: str) -> dict[str, Any]:
@@ -179,7 +172,6 @@ class Client:
         return self._get(f"{_API}/storage", StoragePage, limit=limit, cursor=cursor)
 
     def cancel(self, job_id: str) -> Job:
-        """Stop a job."""
         return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/cancel", Job)
 
     def retry(self, job_id: str) -> Job:
@@ -301,7 +293,6 @@ class Client:
         return path
 
     def report(self, job_id: str) -> JobReport:
-        """All measurements of a job."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/report", JobReport)
 
     def figures(self, job_id: str) -> tuple[Figure, ...]:
@@ -324,17 +315,34 @@ class Client:
                          temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
 
     def attention(self) -> AttentionList:
-        """What needs a person now."""
         return self._get(f"{_API}/attention", AttentionList)
 
     def waiting(self, *, limit: int = 100) -> WaitingList:
         """DrafterJobs that wait for a quota of their project, those that have waited longest first."""
         return self._get(f"{_API}/waiting", WaitingList, limit=limit)
 
+    # Reports of comparisons and experiments.
+
+    def store_report(self, wanted: StoreReport) -> StoredReport:
+        """Keep a report. The same one is kept once, so a repetition is harmless."""
+        return self._post(f"{_API}/reports", StoredReport, wanted.model_dump(mode="json"))
+
+    def stored_reports(self, *, limit: int = 50, cursor: str | None = None) -> StoredReportList:
+        """One page of reports, newest first."""
+        return self._get(f"{_API}/reports", StoredReportList, limit=limit, cursor=cursor)
+
+    def stored_report(self, report_id: str) -> StoredReportFigures:
+        return self._get(f"{_API}/reports/{quote(report_id, safe='')}", StoredReportFigures)
+
+    def report_page(self, report_id: str) -> str:
+        return self._request("GET", f"{_API}/reports/{quote(report_id, safe='')}/page").text
+
+    def delete_report(self, report_id: str) -> None:
+        self._request("DELETE", f"{_API}/reports/{quote(report_id, safe='')}")
+
     # Endpoints.
 
     def endpoints(self) -> EndpointList:
-        """All endpoints."""
         return self._get(f"{_API}/endpoints", EndpointList)
 
     def traffic(self) -> TrafficList:
@@ -342,7 +350,6 @@ class Client:
         return self._get(f"{_API}/traffic", TrafficList)
 
     def endpoint(self, name: str) -> Endpoint:
-        """One endpoint."""
         return self._get(f"{_API}/endpoints/{quote(name, safe='')}", Endpoint)
 
     def history(self, name: str, *, limit: int | None = None, before: int | None = None,
@@ -357,7 +364,6 @@ class Client:
         return self._endpoint_verb(name, "promote", {"job_id": job_id, "checkpoint": checkpoint})
 
     def rollback(self, name: str, *, revision: int | None = None) -> Endpoint:
-        """Serve an earlier revision again."""
         return self._endpoint_verb(name, "rollback", {"revision": revision})
 
     def off(self, name: str) -> Endpoint:
@@ -386,7 +392,6 @@ class Client:
         return self._get(f"{_API}/keys", ApiKeyList)
 
     def revoke_key(self, key_id: str) -> ApiKey:
-        """Revoke a key."""
         return self._post(f"{_API}/keys/{quote(key_id, safe='')}/revoke", ApiKey)
 
     def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> CreatedKey:
@@ -394,7 +399,6 @@ class Client:
         return self._post(f"{_API}/keys/{quote(key_id, safe='')}/rotate", CreatedKey, {"overlap_s": overlap_s})
 
     def create_project(self, wanted: CreateProject) -> Project:
-        """Create a project."""
         return self._post(f"{_API}/projects", Project, wanted.model_dump(mode="json"))
 
     def projects(self) -> ProjectList:
@@ -402,24 +406,19 @@ class Client:
         return self._get(f"{_API}/projects", ProjectList)
 
     def project(self, name: str) -> Project:
-        """One project."""
         return self._get(f"{_API}/projects/{quote(name, safe='')}", Project)
 
     def set_quotas(self, name: str, quotas: Quotas) -> Project:
-        """Replace a project's quotas."""
         path = f"{_API}/projects/{quote(name, safe='')}/quotas"
         return self._parse(self._request("PUT", path, json=quotas.model_dump(mode="json")), Project)
 
     def members(self, name: str) -> MemberList:
-        """Role assignments of a project."""
         return self._get(f"{_API}/projects/{quote(name, safe='')}/members", MemberList)
 
     def add_member(self, name: str, wanted: CreateMember) -> Member:
-        """Assign a role."""
         return self._post(f"{_API}/projects/{quote(name, safe='')}/members", Member, wanted.model_dump(mode="json"))
 
     def remove_member(self, name: str, member_id: int) -> None:
-        """Remove a role assignment."""
         self._request("DELETE", f"{_API}/projects/{quote(name, safe='')}/members/{member_id}")
 
     def audit(self, *, actor: str | None = None, verb: str | None = None, thing: str | None = None,
@@ -438,11 +437,9 @@ class Client:
         return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/rotate", CreatedWebhook)
 
     def webhooks(self) -> WebhookList:
-        """All webhooks."""
         return self._get(f"{_API}/webhooks", WebhookList)
 
     def delete_webhook(self, webhook_id: str) -> None:
-        """Delete a webhook."""
         self._request("DELETE", f"{_API}/webhooks/{quote(webhook_id, safe='')}")
 
     def deliveries(self, webhook_id: str) -> DeliveryList:
@@ -450,13 +447,11 @@ class Client:
         return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", DeliveryList)
 
     def ping_webhook(self, webhook_id: str) -> Delivery:
-        """Send a test event to a webhook."""
         return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/ping", Delivery)
 
     # The server.
 
     def version(self) -> Version:
-        """The server's version."""
         return self._get("/version", Version)
 
     def is_ready(self) -> bool:
@@ -521,4 +516,8 @@ class Client:
             problem = Problem(title="Unknown", status=response.status_code,
                               detail=f"{self.base_url} answered {response.status_code}: {shown}",
                               hint="check that this URL is Eyrie's")
-        raise error_of(problem)
+        reason = problem.type.removeprefix(_TYPE_PREFIX)
+        for kind in vars(errors).values():
+            if isinstance(kind, type) and issubclass(kind, EyrieError) and kind.reason == reason:
+                raise kind(problem.detail, problem.hint)
+        raise Refused(problem)

@@ -5,6 +5,7 @@ Every error has a `reason` (CamelCase; also the condition's reason), a message t
 errors may pass on a retry, `Permanent` ones do not.
 """
 
+import sys
 from typing import ClassVar
 
 
@@ -168,6 +169,13 @@ class Conflict(EyrieError):
     reason = "Conflict"
 
 
+class TablesTooOld(Conflict):
+    """The database was made by a version from which upgrades are not supported."""
+
+    exit_code = 78  # EX_CONFIG
+    reason = "TablesTooOld"
+
+
 class PortInUse(Conflict):
     """Another process listens on the port."""
 
@@ -180,3 +188,11 @@ class TooLarge(EyrieError):
 
     http_status = 413
     reason = "TooLarge"
+
+
+def report_error(error: EyrieError) -> int:
+    """Print an error and its hint on stderr; returns the program's exit code."""
+    print(f"error: {error.reason}: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code

@@ -1,7 +1,7 @@
 """Settings of the control plane: one frozen value, read once from EYRIE_* variables.
 
 Every setting has a default for one machine, so `Settings()` is a complete configuration under `.eyrie`. A cluster sets
-EYRIE_DATABASE_URL, EYRIE_BROKER_URL and EYRIE_ARTIFACTS_URL (with the access options of `artifacts.options`).
+EYRIE_DATABASE_URL, EYRIE_BROKER_URL and EYRIE_ARTIFACTS_URL (with the access options of `artifacts.store`).
 
 `Settings.stage_dir` repeats the directory layout of `eyrie_workers.catalog` (`jobs/<id>/stages/<stage>[/<key>]`),
 because the control plane reads logs and artifacts without importing the workers.
@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host

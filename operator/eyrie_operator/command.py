@@ -31,9 +31,7 @@ import typer
 from rich.text import Text
 
 from eyrie_api.cli.commands import app, find_job
-from eyrie_api.cli.running_plane import Plane, running_plane
-from eyrie_api.cli.screen import Screen
-from eyrie_api.cli.verbs import Json, Server, verb
+from eyrie_api.cli.verbs import Json, Plane, Screen, Server, running_plane, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, InvalidInput

@@ -34,12 +34,17 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.webhook_secrets import encrypt_stored
 from eyrie_api.errors import InvalidInput
+from eyrie_api.access.keys import SecretKeys
+from eyrie_api.chores.tasks import make_celery, queue_lengths
+from eyrie_api.chores.worker import ChoreLoop
+from eyrie_api.database.webhooks import encrypt_again
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.http.job_files import work_store
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.short_waits import prefer_short_waits
 from eyrie_api.submission.placement import read_profile
+from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 from eyrie_operator import doctor
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
@@ -91,7 +96,7 @@ class Plane:
         doctor.check_database(self._database)
         upgrade(self._database)
         doctor.check_start(doctor.Home(settings.home.absolute(), self._database, digests=False))
-        encrypt_stored(self._database, SecretKeys(settings.required_secret_keys()))
+        encrypt_again(self._database, SecretKeys(settings.required_secret_keys()))
         self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
         celery = make_celery(settings, self._jobs.advance, reconcile_endpoint=self._endpoints.reconcile,

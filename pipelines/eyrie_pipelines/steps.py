@@ -20,7 +20,7 @@ from eyrie_api.decisions.sweep import Candidate, expand, row_draw
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_api.v1alpha1.model import Frozen, later
+from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
 from eyrie_api.v1alpha1.requests import StageKey
 from eyrie_api.v1alpha1.stages import (
@@ -55,7 +55,7 @@ class JobFile(Frozen):
     incumbent: DrafterUse | None = None
     """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
 
-    reuse: tuple[str, ...] = later((), 2)
+    reuse: tuple[str, ...] = ()
     """Earlier jobs whose answers and states may be reused (`decisions.reuse`): chosen once, when the job first
     started."""
 

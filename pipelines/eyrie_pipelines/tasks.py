@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from eyrie_api.artifacts import MANIFEST, digest_model, is_digest_of, read_manifest, read_report, write_model
+from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, read_report, write_model
 from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.decisions.sweep import trains_together
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
@@ -113,7 +113,7 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
     directory = stage_dir(Path(job_dir), "train", spec.candidate)
     work = WorkArea.of(Path(job_dir))
     work.download_manifest(directory)
-    if not (directory / MANIFEST).exists() or not is_digest_of(read_manifest(directory).spec_digest, spec):
+    if not (directory / MANIFEST).exists() or read_manifest(directory).spec_digest != digest_model(spec):
         client = trainjob.TrainJobClient.in_cluster()
         arguments = ["--job-dir", job_dir, "--spec-digest", spec_digest, "--candidate", spec.candidate]
         name = trainjob.name_of(spec.job_id, spec.candidate, digest_model(spec))
@@ -213,7 +213,7 @@ def _remove_stale_proof(spec: StageSpec, directory: Path) -> None:
     not part of the job: by the time of a retry the endpoint may serve another drafter, and the comparison is void."""
     work = WorkArea.of(directory.parent.parent)
     work.download_manifest(directory)
-    if (directory / MANIFEST).exists() and not is_digest_of(read_manifest(directory).spec_digest, spec):
+    if (directory / MANIFEST).exists() and read_manifest(directory).spec_digest != digest_model(spec):
         shutil.rmtree(directory)
         work.remove(directory)
 
@@ -248,7 +248,7 @@ def load_job(job_dir: str, spec_digest: str | None = None) -> steps.JobFile:
         job = steps.JobFile.model_validate_json(path.read_text())
     except FileNotFoundError:
         raise ArtifactMissing(f"no job file at {path}", "start the run through eyrie_pipelines.local") from None
-    if spec_digest is not None and not is_digest_of(spec_digest, job):
+    if spec_digest is not None and spec_digest != digest_model(job):
         raise Conflict(f"{path} is not the job this run was started for", "cancel the run and start it again")
     return job
 
@@ -301,4 +301,4 @@ def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequen
 
 
 def _is_finished(spec: StageSpec, directory: Path) -> bool:
-    return (directory / MANIFEST).exists() and is_digest_of(read_manifest(directory).spec_digest, spec)
+    return (directory / MANIFEST).exists() and read_manifest(directory).spec_digest == digest_model(spec)

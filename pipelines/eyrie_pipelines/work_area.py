@@ -24,12 +24,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, is_digest_of, parse_manifest, read_manifest
+from eyrie_api.artifacts import MANIFEST, digest_model, parse_manifest, read_manifest
 from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.retry import while_unavailable
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, while_unavailable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.full_disk import with_room
 from eyrie_api.v1alpha1.placement import Placement, S3Work
@@ -139,7 +138,7 @@ class WorkArea:
         self.download_manifest(directory)
         if (directory / MANIFEST).is_file():
             # A manifest of another spec: the stage program runs and refuses it, as on one machine.
-            yield not is_digest_of(read_manifest(directory).spec_digest, spec)
+            yield read_manifest(directory).spec_digest != digest_model(spec)
             return
         store = self._store
         # Shards and answers that are in the store already stay there, and so do the notes next to them.

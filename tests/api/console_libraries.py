@@ -28,8 +28,7 @@ from pathlib import Path
 
 import httpx
 
-from eyrie_api.errors import EyrieError, InvalidInput, Transient
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import EyrieError, InvalidInput, Transient, report_error
 
 CONSOLE = Path(__file__).parents[2] / "api/eyrie_api/http/console"
 PINS = CONSOLE / "libraries.json"

@@ -13,7 +13,7 @@ from eyrie_api.artifacts import MANIFEST, list_files, write_model
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.submission.target_facts import target_facts
 from eyrie_api.submission.weight_files import expected_tensors
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment

@@ -18,8 +18,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, RecordedAnswer, RecordedAnswers
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind, EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind, EngineSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec

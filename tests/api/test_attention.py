@@ -18,11 +18,11 @@ from eyrie_api.errors import DiskFull
 from eyrie_api.http.routes.attention import read_attention
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.attention import AttentionItem
+from eyrie_api.v1alpha1.endpoints import EndpointTraffic, LiveDrift
 from eyrie_api.v1alpha1.reports import PromotionDecision
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
 from tests.api.conftest import Running
 from tests.api.samples import NOW, job_spec
 from tests.api.test_cli_tables import rendered

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from eyrie_api import quantities
 from eyrie_api.cli import tables
 from eyrie_api.cli.watch import JobCancelled, JobFailed, closing_words, verdict, watch_view
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan

@@ -9,16 +9,14 @@ import pytest
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.compared_answers import RunSoFar
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject, Role
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting

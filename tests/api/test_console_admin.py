@@ -6,11 +6,10 @@ from re import sub
 import httpx
 import pytest
 
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.scope import Scope
-from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app

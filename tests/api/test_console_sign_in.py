@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.access.sessions import (
+from eyrie_api.access.browser_sign_in import (
     CHANGE_HEADER,
     COOKIE,
     LIFETIME_S,
@@ -19,9 +19,9 @@ from eyrie_api.access.sessions import (
     signed_in_at,
     verify_cookie,
 )
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.projects import ApiKeys, KeyRequest
 from eyrie_api.errors import Unauthorized
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings

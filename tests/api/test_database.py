@@ -1,6 +1,5 @@
 """Migrations against the metadata, transactions that do not trip over each other, upserts."""
 
-import json
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -9,19 +8,14 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text
-from sqlalchemy.exc import IntegrityError, StatementError
+from sqlalchemy.exc import IntegrityError, OperationalError, StatementError
 
-from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.migrations import downgrade, upgrade
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.migrations import schema_state, upgrade
 from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
-from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from tests.api.samples import NOW, job_body, job_spec
+from eyrie_api.errors import InvalidInput, TablesTooOld
+from tests.api.samples import NOW, job_spec
 
 
 def test_the_migrated_tables_equal_the_metadata(database: Database) -> None:
@@ -30,68 +24,25 @@ def test_the_migrated_tables_equal_the_metadata(database: Database) -> None:
         assert compare_metadata(context, Base.metadata) == []
 
 
-def test_every_migration_is_undone_by_its_downgrade_and_can_be_made_again(database: Database) -> None:
-    downgrade(database)
-    assert set(inspect(database.engine).get_table_names()) == {"alembic_version"}
-    upgrade(database)
-    assert set(inspect(database.engine).get_table_names()) == {*Base.metadata.tables, "alembic_version"}
-
-
-def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: Database) -> None:
-    downgrade(database, "v0001")
-    write = ("INSERT INTO revisions (endpoint, number, reason, checkpoint, tree, drafter_dir, created_at) "
-             "VALUES ('default', :number, :reason, :checkpoint, :tree, :drafter_dir, :now)")
-    tree = '{"num_steps": 3, "top_k": 2, "num_draft_tokens": 8}'
-    rows: list[dict[str, object]] = [
-        {"number": 1, "reason": "the target without a drafter", "checkpoint": None, "tree": None, "drafter_dir": None},
-        {"number": 2, "reason": "better; rejected: HealthTimeout: not healthy after 60 s", "checkpoint": "a",
-         "tree": tree, "drafter_dir": "/d/a"},
-        {"number": 3, "reason": "better", "checkpoint": "b", "tree": tree, "drafter_dir": "/d/b"},
-        {"number": 4, "reason": "by hand", "checkpoint": "c", "tree": None, "drafter_dir": "/d/c"}]
+def test_tables_of_a_version_before_0_2_are_refused_and_left_as_they_are(database: Database) -> None:
     with database.writing() as session:
-        target, serve = (json.dumps(one.model_dump(mode="json"))
-                         for one in (TargetSpec(model="m"), EndpointServeSpec()))
-        session.execute(text(
-            "INSERT INTO endpoints (name, target, serve, model, desired, active_revision, candidate_revision, "
-            "conditions, created_at, updated_at) VALUES ('default', :target, :serve, 'm', 'on', 3, 4, '[]', :now, "
-            ":now)"), {"target": target, "serve": serve, "now": NOW.replace(tzinfo=None)})
-        for row in rows:
-            session.execute(text(write), row | {"now": NOW.replace(tzinfo=None)})
-    upgrade(database)
-    endpoints = Endpoints(database)
-    seen = endpoints.get("default").revisions
-    assert [one.state for one in seen] == ["retired", "rejected", "active", "proposed"]
-    assert (seen[1].reason, seen[1].rejected_reason) == ("better", "HealthTimeout: not healthy after 60 s")
-    assert [one.use.setting.label() for one in seen] == ["off", "3/2/8", "3/2/8", "5/1/6"]
-    assert [one.use.drafter_dir for one in seen] == [None, "/d/a", "/d/b", "/d/c"]
-    assert endpoints.roll_back("default").candidate_revision == 1
-    downgrade(database, "v0001")
+        session.execute(text("UPDATE alembic_version SET version_num = 'v0011'"))
+    for use in (upgrade, schema_state):
+        with pytest.raises(TablesTooOld, match="by a version before") as refused:
+            use(database)
+        assert "new database, or another EYRIE_HOME" in refused.value.hint
     with database.reading() as session:
-        result = session.execute(text("SELECT reason FROM revisions ORDER BY number")).scalars().all()
-    assert result == [row["reason"] for row in rows]
+        assert session.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == "v0011"
 
 
-def test_jobs_of_tables_without_what_was_submitted_stay_and_have_none(database: Database) -> None:
-    jobs = Jobs(database)
-    planned = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=1, hours=1.5),))
-    job = jobs.submit(job_spec(name="kept"), planned=planned)
-    assert jobs.planned((job.id, "job-none")) == {job.id: planned}
-    downgrade(database, "v0010")
-    assert "submission" not in {column["name"] for column in inspect(database.engine).get_columns("jobs")}
-    upgrade(database)
-    assert jobs.get(job.id) == job
-    assert (jobs.submitted(job.id), jobs.planned((job.id,))) == (None, {})
-    again = jobs.submit(job_spec(name="new"))
-    assert jobs.submitted(again.id) == job_body(name="new")
-
-
-def test_endpoints_of_older_tables_count_the_replicas_they_name(database: Database) -> None:
-    endpoints = Endpoints(database)
-    for name, serve in (("three", EndpointServeSpec(replicas=3)), ("unnamed", EndpointServeSpec())):
-        endpoints.create(name, TargetSpec(model="m"), serve, "m")
-    downgrade(database, "v0005")
-    upgrade(database)
-    assert Projects(database).get("default").live_replicas == 4
+def test_tables_of_another_program_are_not_taken_over(tmp_path: Path) -> None:
+    other = Database(f"sqlite:///{tmp_path / 'other.db'}")
+    with other.writing() as session:
+        session.execute(text("CREATE TABLE stages (name TEXT)"))
+    with pytest.raises(OperationalError, match="already exists"):
+        upgrade(other)
+    assert inspect(other.engine).get_table_names() == ["stages"]
+    other.close()
 
 
 @pytest.mark.parametrize(("index", "query"), [

@@ -18,7 +18,7 @@ from eyrie_api.decisions.attention import UsedUp
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from tests.api.figures.endpoint_values import serve_drafter, watch
 from tests.api.samples import ManualClock, job_spec
 

@@ -19,8 +19,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.submission.devices import local_device
 from eyrie_api.submission.preflight import check
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from tests.api.samples import job_body, job_spec, target_directory
 

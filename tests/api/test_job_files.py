@@ -10,10 +10,9 @@ import yaml
 from starlette.testclient import TestClient
 
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.artifacts.directories import upload_dir
+from eyrie_api.artifacts.directories import StageManifest, upload_dir
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.stage_manifests import StageManifest
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade

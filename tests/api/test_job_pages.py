@@ -9,10 +9,9 @@ import pytest
 
 from eyrie_api.access.scope import Scope
 from eyrie_api.clock import utc_now
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_pages import Difference, differences

@@ -14,11 +14,10 @@ from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.storage_usage import files_in_home
 from eyrie_api.artifacts.store import StoredObject
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter, StorageNotMeasured

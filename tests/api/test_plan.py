@@ -17,7 +17,7 @@ from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
 from eyrie_api.decisions.plan_stages import tree_shapes
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
-from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
+from eyrie_api.v1alpha1.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.v1alpha1.data import FEW_ROWS, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan

@@ -16,7 +16,7 @@ from sqlalchemy import make_url, text
 
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.database.engine import Database
-from eyrie_api.database.migrations import downgrade, schema_state, upgrade
+from eyrie_api.database.migrations import schema_state, upgrade
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.replica import TablesMissing, await_tables, migrate_when_there, serve
 from eyrie_api.processes import free_port
@@ -48,13 +48,15 @@ def make_newer(database: Database) -> None:
         session.execute(text("UPDATE alembic_version SET version_num = 'v9999'"))
 
 
-def test_tables_are_behind_until_migrated_and_ahead_after_a_newer_program(database: Database) -> None:
-    assert schema_state(database) == "current"
-    downgrade(database)
+def test_tables_are_behind_until_migrated_and_ahead_after_a_newer_program(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'new.db'}")
     assert schema_state(database) == "behind"
-    upgrade(database)
+    for _ in range(2):
+        upgrade(database)
+        assert schema_state(database) == "current"
     make_newer(database)
     assert schema_state(database) == "ahead"
+    database.close()
 
 
 def test_tables_of_a_newer_program_are_left_alone_so_that_a_rollback_serves(database: Database) -> None:
@@ -65,8 +67,8 @@ def test_tables_of_a_newer_program_are_left_alone_so_that_a_rollback_serves(data
     assert await_tables(database, 0.0) == "ahead"
 
 
-def test_whoever_waits_for_tables_sees_them_once_they_are_made(database: Database) -> None:
-    downgrade(database)
+def test_whoever_waits_for_tables_sees_them_once_they_are_made(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'new.db'}")
     waits = []
 
     def pause(seconds: float) -> None:
@@ -75,6 +77,7 @@ def test_whoever_waits_for_tables_sees_them_once_they_are_made(database: Databas
 
     assert await_tables(database, 60.0, pause=pause) == "current"
     assert len(waits) == 1
+    database.close()
 
 
 def test_waiting_for_tables_ends_with_the_hint(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Claim, Idempotency
+from eyrie_api.database.idempotency import Idempotency, Once
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.settings import Settings
@@ -165,10 +165,8 @@ def test_a_job_marked_for_deletion_disappears_once_it_has_stopped(frequent: Sett
 def test_retention_sweeps_what_has_expired(frequent: Settings, database: Database) -> None:
     settings = frequent.model_copy(update={"outbox_ttl_s": 1e-6, "idempotency_ttl_s": 1e-6})
     idempotency, jobs = Idempotency(database, 1e-6), Jobs(database)
-    claim = idempotency.claim("k", "r", "d")
-    assert isinstance(claim, Claim)
     with database.writing() as session:
-        idempotency.complete(session, claim, 202, {})
+        idempotency.store(session, Once("k", "r", "d"), 202, {})
     jobs.submit(job_spec())
     advanced = Seen()
     with running(settings, database, advanced):

@@ -7,19 +7,17 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import event, inspect
+from sqlalchemy import event
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.database.engine import Database
-from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.migrations import downgrade, upgrade
-from eyrie_api.database.waiting import WaitingObjects
+from eyrie_api.database.quotas import WaitingObjects
 from eyrie_api.decisions.attention import attention
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from tests.api.conftest import Running
-from tests.api.samples import NOW, job_spec
+from tests.api.samples import NOW
 
 
 def waiting(name: str = "night", minutes: float = 0.0, **changes: Any) -> WaitingObject:
@@ -108,13 +106,3 @@ def test_one_more_is_said_in_the_singular_and_none_not_at_all() -> None:
 
     assert titles(2) == ["DrafterJob team-a/night waits: QuotaReached", "1 more DrafterJob waits"]
     assert titles(1) == ["DrafterJob team-a/night waits: QuotaReached"]
-
-
-def test_tables_of_the_version_before_are_upgraded_and_restored_with_their_jobs(database: Database) -> None:
-    job = Jobs(database).submit(job_spec())
-    WaitingObjects(database).record(waiting())
-    downgrade(database, "v0009")
-    assert "waiting" not in inspect(database.engine).get_table_names()
-    upgrade(database)
-    assert Jobs(database).get(job.id) == job
-    assert WaitingObjects(database).all() == (), "the operator writes it again at its next attempt"

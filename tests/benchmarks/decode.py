@@ -17,8 +17,7 @@ from statistics import median
 
 import torch
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.intervals import interleaved
 from eyrie_workers.speculation.cache import TreeAttention

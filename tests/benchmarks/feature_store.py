@@ -37,11 +37,10 @@ import torch
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, StoreOptions
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.codecs import BEST_FIRST
+from eyrie_api.v1alpha1.capture import BEST_FIRST
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.features.shard_format import StoreFormat, plan_shards
 from eyrie_workers.features.storage_backend import ObjectStoreBackend

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.store_prices import STORES
 from eyrie_api.decisions.plan import make_plan
 from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts

@@ -29,8 +29,7 @@ from pathlib import Path
 import torch
 
 from eyrie_api.artifacts import write_model
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, StoreOptions
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.catalog import STORE_ADDRESS_FILE

@@ -12,10 +12,9 @@ import pytest
 import uvicorn
 
 from eyrie_api.access.scope import Scope
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port

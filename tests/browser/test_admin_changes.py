@@ -6,11 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.database.api_keys import ApiKeys
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.v1alpha1.access import CreateMember, CreateWebhook
 from eyrie_pipelines.processes import wait_until

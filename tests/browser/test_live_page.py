@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.projects import ApiKeys, KeyRequest
 from eyrie_api.database.tables import JobRow
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Progress, StageStatus

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from eyrie_api.artifacts import MANIFEST
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.errors import EyrieError
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.settings import Settings

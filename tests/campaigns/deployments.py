@@ -21,8 +21,7 @@ import boto3
 import httpx
 
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, StoreOptions
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_operator.embedded.processes import stop_endpoints

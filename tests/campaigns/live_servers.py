@@ -40,7 +40,7 @@ import uvicorn
 from eyrie_api.database.engine import Database
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.short_waits import prefer_short_waits
+from eyrie_api.web_server import prefer_short_waits
 settings = Settings.from_env()
 app = create_app(settings, database=Database(settings.resolved_database_url))
 prefer_short_waits()

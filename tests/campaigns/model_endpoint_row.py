@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Any
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.endpoints import plan as act

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from eyrie_api.errors import GpuTooSmall
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.family import family_named, open_drafter

@@ -284,7 +284,7 @@ def test_no_variable_that_can_hold_a_secret_is_written_out(rendered: Rendered) -
 
 
 def test_every_variable_the_chart_sets_is_one_the_programs_read(rendered: Rendered) -> None:
-    from eyrie_api.artifacts.options import StoreOptions
+    from eyrie_api.artifacts.store import StoreOptions
 
     known = {f"EYRIE_{name.upper()}" for name in Settings.model_fields}
     known |= {f"EYRIE_ARTIFACTS_{name.upper()}" for name in StoreOptions.model_fields}

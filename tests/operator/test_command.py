@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eyrie_api.cli.running_plane import running_plane
+from eyrie_api.cli.verbs import running_plane
 from eyrie_api.processes import free_port
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from eyrie_api.cli.chat import Reply
-from eyrie_api.cli.screen import Screen
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.cli.verbs import Screen
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
 from eyrie_operator.cli import demo

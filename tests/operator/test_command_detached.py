@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eyrie_api.cli.commands import app
-from eyrie_api.cli.running_plane import PLANE_FILE, running_plane
+from eyrie_api.cli.verbs import PLANE_FILE, running_plane
 from eyrie_api.errors import Conflict, PortInUse
 from eyrie_api.processes import free_port
 from eyrie_operator.cli import detached

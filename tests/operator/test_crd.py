@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field
 
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import check
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.resources import DraftEndpointSpec, DrafterJobSpec

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.cli.screen import Screen
+from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.cli.verbs import Screen
 from eyrie_api.errors import InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_operator.cli.files import destination, push

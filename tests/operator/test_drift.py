@@ -8,11 +8,10 @@ import pytest
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -44,7 +43,7 @@ def reported(database: Database, directory: Path, traffic_file: str | None, stor
     endpoints.propose("chat", job_id=promoted.id, checkpoint="base-step-9", tree=DraftTreeShape(),
                       drafter_dir=str(HEAD), reason="better", tau=3.0)
     serving = endpoints.get("chat").revisions[-1]
-    Drift(histories, jobs, Idempotency(database, 60.0), stored).report(
+    Drift(histories, jobs, stored).report(
         ReportDrift(serving.number, (2.0,), 3.0, "tau stays low"), "chat", directory, promoted, serving)
     found = histories.latest("chat", "drift")
     assert found is not None

@@ -21,22 +21,19 @@ from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Interval, IsDefault
 from eyrie_api.v1alpha1.records import ProgressRecord
-from eyrie_api.v1alpha1.reports import LeaderboardEntry
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
-from eyrie_operator.jobs.driver import Driver, as_stored
+from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.jobs.events import changes
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, identify, wait_until
 from eyrie_pipelines.tasks import load_job
-from tests.api.test_cli_tables import ENTRY
 from tests.pipelines.conftest import Rehearsal, spec_of
 
 LIMIT_S = 240.0
@@ -108,14 +105,6 @@ def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
     assert {"Promoted", "Succeeded"} <= set(reasons)
     series = {(one.stage, one.key, one.name) for one in harness.jobs.metrics(job_id)}
     assert ("train", "base", "train/loss") in series
-
-
-def test_a_status_is_stored_without_fields_that_an_earlier_version_could_not_read() -> None:
-    entry = ENTRY.model_copy(update={"axes": {"train.seed": 1}, "speedup_interval": Interval(low=2, high=3)})
-    first = {name for name, field in LeaderboardEntry.model_fields.items()
-             if not isinstance(field.exclude_if, IsDefault)}
-    assert entry.model_dump().keys() > first
-    assert as_stored(entry).model_dump().keys() == first
 
 
 def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_there(

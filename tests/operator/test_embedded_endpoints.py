@@ -20,7 +20,7 @@ from eyrie_api.decisions.sweep import expand
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec, PromotionPolicy
 from eyrie_api.v1alpha1.serving import EndpointServeSpec

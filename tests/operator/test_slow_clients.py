@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from eyrie_api import connection_limits
+from eyrie_api import web_server
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.processes import free_port
@@ -23,8 +23,8 @@ from eyrie_pipelines.processes import wait_until
 
 LIMIT_S = 180.0
 HEADER_S = 0.5
-SHORTER = f"from eyrie_api import connection_limits; connection_limits.HEADER_S = {HEADER_S}; "\
-          "connection_limits.BODY_S = 600.0; import sys; "
+SHORTER = f"from eyrie_api import web_server; web_server.HEADER_S = {HEADER_S}; "\
+          "web_server.BODY_S = 600.0; import sys; "
 PROGRAMS = {
     "control plane": "from pathlib import Path; from eyrie_api.settings import Settings; "
                      "from eyrie_operator.control_plane import run; "
@@ -106,7 +106,7 @@ def test_half_a_header_is_closed_and_slow_callers_delay_no_other(served: tuple[i
 @pytest.mark.parametrize("begun", [b"", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: h"])
 def test_the_operator_s_port_closes_a_request_that_does_not_arrive(begun: bytes,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "HEADER_S", HEADER_S)
+    monkeypatch.setattr(web_server, "HEADER_S", HEADER_S)
     server = serve_probes("127.0.0.1", 0, {"/healthz": lambda: (200, b"ok\n")})
     port = int(server.server_address[1])
     try:

@@ -15,7 +15,7 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure, ProgressRecord
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting

@@ -20,14 +20,13 @@ from eyrie_api.artifacts import digest_model, read_manifest
 from eyrie_api.artifacts.directories import download_dir
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreUnavailable
+from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreOptions, StoreUnavailable
 from eyrie_api.errors import Transient
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveSpec

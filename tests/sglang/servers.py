@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.sglang.checkpoints import checkpoint_algorithm

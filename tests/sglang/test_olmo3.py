@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment

@@ -13,10 +13,9 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec, SamplingSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, read_rows

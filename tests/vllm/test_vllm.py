@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.suites import load_suite
 from eyrie_workers.drafters.export import to_speculators

@@ -36,16 +36,14 @@ from pydantic import ValidationError
 from eyrie_api.artifacts import (
     code_version,
     digest_model,
-    is_digest_of,
     list_files,
     read_manifest,
     verify_part,
     write_model,
     write_sealed,
 )
-from eyrie_api.errors import Conflict, DiskFull, EyrieError, InvalidInput, Transient
+from eyrie_api.errors import Conflict, DiskFull, EyrieError, InvalidInput, Transient, report_error
 from eyrie_api.full_disk import disk_full, is_full
-from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
 from eyrie_api.v1alpha1.rules import rule_of
@@ -201,7 +199,7 @@ def open_stage(kind: type[SpecT], stage: Stage, spec_file: Path, out: Path,
             # Only under the lock: another program may be writing the manifest until then.
             spec = _read_spec(kind, spec_file)
             before = read_manifest(out) if out.exists() else None
-            if before is not None and not is_digest_of(before.spec_digest, spec):
+            if before is not None and before.spec_digest != digest_model(spec):
                 raise Conflict(f"{out} was made from another spec",
                                "give an empty directory, or delete the old output")
             finished = before is not None and is_whole(stage.out_dir)

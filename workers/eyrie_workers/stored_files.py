@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.retry import while_unavailable
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, while_unavailable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 

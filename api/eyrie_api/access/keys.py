@@ -1,4 +1,4 @@
-"""API keys: creation and verification. Pure but for the random generator.
+"""API keys: creation and verification; and the keys that encrypt stored secrets. Pure but for the random generator.
 
     eyk_<id>_<secret><check>       id 12 and secret 43 characters of base 62, check 6
 
@@ -13,12 +13,14 @@ import re
 import secrets
 import string
 import zlib
+from collections.abc import Sequence
 from datetime import datetime
 
+from cryptography.fernet import Fernet, InvalidToken
 from pydantic import Field
 
 from eyrie_api.access.roles import ACTIONS, Principal
-from eyrie_api.errors import InvalidInput, Unauthorized
+from eyrie_api.errors import Conflict, InvalidInput, Unauthorized
 from eyrie_api.v1alpha1.access import Action, Role
 from eyrie_api.v1alpha1.model import Frozen
 
@@ -68,7 +70,8 @@ def create_key(name: str, creator: Principal, roles: dict[str, Role], now: datet
                        created_by=creator.subject, created_at=now, expires_at=expires_at)
     held = principal_of(record)
     for project in roles:
-        beyond = sorted(action for action in held_actions(held, project) if not creator.allows(action, project))
+        beyond = sorted(action for action in ACTIONS
+                        if held.allows(action, project) and not creator.allows(action, project))
         if beyond:
             raise InvalidInput(f"roles[{project!r}]: {creator.subject} may not {beyond[0]} there, nor may its keys",
                                "give a lower role, or scopes within your own rights")
@@ -105,11 +108,6 @@ def principal_of(record: KeyRecord) -> Principal:
                      expires_at=record.expires_at)
 
 
-def held_actions(principal: Principal, project: str) -> frozenset[Action]:
-    """Every action the principal may take in a project."""
-    return frozenset(action for action in ACTIONS if principal.allows(action, project))
-
-
 def _random(length: int) -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(length))
 
@@ -124,3 +122,66 @@ def _check(body: str) -> str:
         number, rest = divmod(number, len(_ALPHABET))
         text = _ALPHABET[rest] + text
     return text
+
+
+NEW_KEY = "export EYRIE_SECRET_KEY=$(openssl rand -base64 32 | tr '+/' '-_')"
+"""Shell command that makes a key."""
+
+
+class SecretKeyMissing(Conflict):
+    """The server has no key to encrypt or decrypt stored secrets with."""
+
+    exit_code = 78  # EX_CONFIG
+    reason = "SecretKeyMissing"
+
+
+class SecretUnreadable(Conflict):
+    """None of the server's keys decrypts a stored secret."""
+
+    exit_code = 78  # EX_CONFIG
+    reason = "SecretUnreadable"
+
+
+class SecretKeys:
+    """The Fernet keys that encrypt stored secrets: the first encrypts, all decrypt. There may be none.
+
+    Webhook secrets are the only stored secrets that must be read back, because deliveries are signed with them. The
+    keys come from `Settings.required_secret_keys` and are never in the database. Several keys are a rotation: at its
+    start the control plane encrypts again, with the first key, what another one has encrypted
+    (`webhooks.encrypt_again`).
+    """
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._keys = tuple(Fernet(key) for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def encrypt(self, plain: str) -> str:
+        """Raises SecretKeyMissing."""
+        if not self._keys:
+            raise SecretKeyMissing("EYRIE_SECRET_KEY is not set on this server, and secrets are stored only encrypted",
+                                   f"ask its administrator to set it: {NEW_KEY}")
+        return self._keys[0].encrypt(plain.encode()).decode()
+
+    def decrypt(self, encrypted: str, owner: str, remedy: str) -> str:
+        """The secret of `owner`. Raises SecretKeyMissing or SecretUnreadable, whose hints name the remedy for a lost
+        key."""
+        if not self._keys:
+            raise SecretKeyMissing(f"the secret of {owner} is encrypted, and this server's EYRIE_SECRET_KEY is not set",
+                                   f"set it to the key in use before; if that is lost: {remedy}")
+        for key in self._keys:
+            try:
+                return key.decrypt(encrypted).decode()
+            except InvalidToken:
+                continue
+        raise SecretUnreadable(f"the secret of {owner} is encrypted with a key that EYRIE_SECRET_KEY does not contain",
+                               f"append that key to it after a comma; if it is lost: {remedy}")
+
+    def is_current(self, encrypted: str) -> bool:
+        """Whether the first key has encrypted it."""
+        try:
+            self._keys[0].decrypt(encrypted)
+        except (InvalidToken, IndexError):
+            return False
+        return True

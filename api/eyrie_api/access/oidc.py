@@ -123,7 +123,8 @@ class Issuer:
         if algorithm not in ALGORITHMS:
             raise jwt.InvalidAlgorithmError(f"algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
         with self._lock:
-            if self._should_fetch(key_id):
+            since = None if self._fetched_at is None else self._elapsed() - self._fetched_at
+            if since is None or since > _KEYS_TTL_S or (since > _MIN_REFETCH_S and key_id not in self._keys):
                 self._refresh()
             if not self._keys:
                 raise self._unavailable()
@@ -144,12 +145,6 @@ class Issuer:
     def _unavailable(self) -> IssuerUnavailable:
         return IssuerUnavailable(f"no keys could be fetched from the OIDC issuer {self.url}",
                                  "check EYRIE_OIDC_ISSUER; the next request tries again")
-
-    def _should_fetch(self, key_id: str) -> bool:
-        if self._fetched_at is None:
-            return True
-        since = self._elapsed() - self._fetched_at
-        return since > _KEYS_TTL_S or (since > _MIN_REFETCH_S and key_id not in self._keys)
 
     def _fetch(self) -> tuple[dict[str, Any], dict[str, jwt.PyJWK]]:
         """The discovery document, and the keys by id."""

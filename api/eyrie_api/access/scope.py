@@ -5,7 +5,7 @@ control plane itself: drivers, chores and the operator access all rows and are n
 record what they do. For the scope of a request:
 
 - rows of projects that its principal may not read are treated as missing: `sees` in every query, `check` on every row;
-- `check` also authorizes a change, and `audit_rows` returns the audit entry for the transaction that makes it.
+- `check` also authorizes a change.
 
 A request may name one project (`Eyrie-Project`); its scope is then restricted to that project. Otherwise it reads all
 projects that its principal may read, and creates new rows in `home`.
@@ -17,14 +17,11 @@ from typing import Any
 from sqlalchemy import ColumnElement, false, true
 
 from eyrie_api.access.roles import ALL_PROJECTS, Principal, refusal
-from eyrie_api.clock import Clock
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action
 
 DEFAULT_PROJECT = "default"
 """The project of everything that names no project."""
-
-DONE = "done"
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,6 @@ class Scope:
 
     @property
     def is_system(self) -> bool:
-        """Whether this is the control plane itself."""
         return self.principal is None
 
     def sees(self, project: Any, action: Action) -> ColumnElement[bool]:
@@ -86,26 +82,17 @@ class Scope:
         when the action is not allowed there."""
         if self.principal is None:
             return DEFAULT_PROJECT
-        project = self.project or self._own()
+        project, roles = self.project, self.principal.roles
+        if project is None:
+            if len(roles) == 1 and ALL_PROJECTS not in roles:
+                project = next(iter(roles))
+            elif ALL_PROJECTS in roles or DEFAULT_PROJECT in roles:
+                project = DEFAULT_PROJECT
+            else:
+                raise InvalidInput(f"{self.principal.subject} is in {len(roles)} projects and the request names none",
+                                   "send the header Eyrie-Project with the one that is meant")
         self.check(action, project, NotFound(f"no project {project!r}", "list the projects you are in"))
         return project
-
-    def _own(self) -> str:
-        assert self.principal is not None
-        roles = self.principal.roles
-        if len(roles) == 1 and ALL_PROJECTS not in roles:
-            return next(iter(roles))
-        if ALL_PROJECTS in roles or DEFAULT_PROJECT in roles:
-            return DEFAULT_PROJECT
-        raise InvalidInput(f"{self.principal.subject} is in {len(roles)} projects and the request names none",
-                           "send the header Eyrie-Project with the one that is meant")
-
-    def audit_rows(self, clock: Clock, verb: str, thing: str, project: str | None) -> tuple[dict[str, Any], ...]:
-        """The audit entry of a change, by column; empty for the control plane itself."""
-        if self.principal is None:
-            return ()
-        return ({"time": clock(), "actor": self.principal.subject, "verb": verb, "object": thing, "project": project,
-                 "outcome": DONE, "request_id": self.request_id},)
 
 
 SYSTEM = Scope()

@@ -4,14 +4,12 @@ A stage's output is a directory. Every file in it is written under a temporary n
 comes last: a directory without a manifest is unfinished, a directory with one is immutable. The functions for that are
 in this file, since every program needs them. The modules transfer such directories:
 
-    store            the interface of a store
+    store            the interface of a store, and its location and access from EYRIE_ARTIFACTS_*
     open_store       the store of a URL
     local            a directory as a store
-    s3               a bucket as a store; with s3_client and s3_parts the only importers of boto3
-    directories      upload and download of whole stage directories, manifest last
-    options          location of the store and access to it, from EYRIE_ARTIFACTS_*
+    s3               a bucket as a store; with s3_client, its requests, the only importer of boto3
+    directories      upload and download of whole stage directories, manifest last; the finished stages of a job
     fetch            a program that downloads a part of a finished stage
-    stage_manifests  the finished stages of a job
     storage_usage    what jobs hold on disk, and what may be removed
 """
 
@@ -20,16 +18,14 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_jsonable_python
 
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_api.v1alpha1.model import LATEST, IsDefault
 from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_api.v1alpha1.stages import FileEntry, Manifest
 
@@ -59,34 +55,7 @@ def digest_file(path: Path) -> str:
 
 def digest_model(value: BaseModel) -> str:
     """Digest of a contract value's JSON with sorted keys, so that field order does not matter."""
-    return _digest_json(value.model_dump(mode="json"))
-
-
-def is_digest_of(digest: str, value: BaseModel) -> bool:
-    """Whether a digest is that of the value, computed by this version or by one before `v1alpha1.model.later`, which
-    included every field that it had."""
-    return digest == digest_model(value) or any(
-        digest == _digest_json(_with_defaults(value, value.model_dump(mode="json"), since))
-        for since in range(1, LATEST + 1))
-
-
-def _digest_json(data: object) -> str:
-    return digest_bytes(json.dumps(data, sort_keys=True).encode())
-
-
-def _with_defaults(value: object, data: Any, since: int) -> Any:
-    """`data`, the JSON of `value`, with the fields added up to `since` that it leaves out."""
-    if isinstance(value, BaseModel):
-        full = {name: _with_defaults(getattr(value, name), data[name], since) for name in data}
-        for name, field in type(value).model_fields.items():
-            if name not in data and isinstance(field.exclude_if, IsDefault) and field.exclude_if.since <= since:
-                full[name] = to_jsonable_python(field.exclude_if.default)
-        return full
-    if isinstance(value, Mapping):
-        return {name: _with_defaults(one, data[name], since) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_with_defaults(one, found, since) for one, found in zip(value, data, strict=True)]
-    return data
+    return digest_bytes(json.dumps(value.model_dump(mode="json"), sort_keys=True).encode())
 
 
 def digest_directory(directory: Path) -> str:
@@ -126,11 +95,8 @@ def write_sealed(path: Path, value: BaseModel) -> None:
 
 
 def read_sealed(data: bytes, kind: type[ModelT]) -> ModelT:
-    """The value that `write_sealed` or, in earlier versions, `write_model` wrote.
-
-    The digest is of the members as they were written, so that a later version with more fields reads them too. Raises
-    ValueError for another digest, or for what is no such value (pydantic's ValidationError).
-    """
+    """The value that `write_sealed` or `write_model` wrote. The digest is of the members as they were written. Raises
+    ValueError for another digest, or for what is no such value (pydantic's ValidationError)."""
     members = json.loads(data)
     seal = members.pop(_SEAL, None) if isinstance(members, dict) else None
     if seal is not None and seal != _digest_members(members):

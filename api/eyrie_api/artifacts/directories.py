@@ -14,6 +14,7 @@ Hidden files (temporary files, locks) are not transferred.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_api.v1alpha1.stages import FileEntry
+from eyrie_api.v1alpha1.stages import STAGES, FileEntry, Manifest, StageName
 
 
 @dataclass(frozen=True)
@@ -125,3 +126,27 @@ def _move(parallel: int, move: Callable[[str], int | None], names: Iterable[str]
             raise
     sent = [size for size in sizes if size is not None]
     return TransferStats(len(sent), sum(sent), len(sizes) - len(sent))
+
+
+@dataclass(frozen=True)
+class StageManifest:
+    """One finished stage."""
+
+    stage: StageName
+    key: str
+    directory: Path
+    manifest: Manifest
+
+
+def read_manifests(job_dir: Path) -> tuple[StageManifest, ...]:
+    """Every finished stage of a job, in order of stage and key. A directory without a manifest is unfinished and is
+    skipped."""
+    found = []
+    for stage in STAGES:
+        home = job_dir / "stages" / stage
+        # Race: the files of a job that is being deleted vanish between a listing and a read.
+        with suppress(FileNotFoundError, ArtifactMissing):
+            for path in sorted((*home.glob(MANIFEST), *home.glob(f"*/{MANIFEST}"))):
+                key = "" if path.parent == home else path.parent.name
+                found.append(StageManifest(stage, key, path.parent, read_manifest(path)))
+    return tuple(found)

@@ -14,8 +14,7 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.errors import ArtifactMissing, EyrieError
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import ArtifactMissing, EyrieError, report_error
 
 
 def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) -> int:
@@ -41,7 +40,6 @@ def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     parser = argparse.ArgumentParser(description="Fetch one directory of a finished stage from the artifact store.")
     parser.add_argument("--prefix", required=True, help="the stage's directory in the store")
     parser.add_argument("--part", default="", help="the directory wanted inside it; default: all of it")

@@ -39,29 +39,24 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """See `ArtifactStore`."""
         return self._root.as_uri()
 
     @property
     def parallel(self) -> int:
-        """See `ArtifactStore`."""
         return self._parallel
 
     def check(self) -> StoreCheck:
-        """See `ArtifactStore`."""
         self._root.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._root, prefix=".check."):
             return StoreCheck(conditional_writes=True)
 
     def stat(self, key: str) -> StoredObject | None:
-        """See `ArtifactStore`."""
         path = self._path(key)
         if not path.is_file():
             return None
         return StoredObject(key, path.stat().st_size, digest_file(path))
 
     def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """See `ArtifactStore`."""
         try:
             with self._path(key).open("rb") as file:
                 file.seek(start)
@@ -70,14 +65,12 @@ class LocalStore:
             raise self._missing(key) from None
 
     def write(self, key: str, data: bytes) -> StoredObject:
-        """See `ArtifactStore`."""
         with self._aside(key) as (file, aside, path):
             _finish(file, data)
             os.replace(aside, path)
         return StoredObject(key, len(data), digest_bytes(data))
 
     def write_once(self, key: str, data: bytes) -> bool:
-        """See `ArtifactStore`."""
         with self._aside(key) as (file, aside, path):
             _finish(file, data)
             try:
@@ -90,7 +83,6 @@ class LocalStore:
         return True
 
     def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
-        """See `ArtifactStore`."""
         with self._aside(key) as (file, aside, path):
             size, digest = _copy(source, file)
             os.replace(aside, path)
@@ -98,7 +90,6 @@ class LocalStore:
         return StoredObject(key, size, digest)
 
     def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
-        """See `ArtifactStore`."""
         with self._aside(key) as (file, aside, path):
             sha, written = hashlib.sha256(), 0
             for chunk in chunks:
@@ -122,7 +113,6 @@ class LocalStore:
             os.replace(aside, target)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """See `ArtifactStore`."""
         root = self._root / directory_prefix(prefix)
         found = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
         keys = {path.relative_to(self._root).as_posix(): path for path in found}
@@ -132,7 +122,6 @@ class LocalStore:
                     yield StoredObject(key, keys[key].stat().st_size)
 
     def delete(self, key: str) -> None:
-        """See `ArtifactStore`."""
         self._path(key).unlink(missing_ok=True)
 
     def delete_all(self, prefix: str) -> int:
@@ -147,7 +136,6 @@ class LocalStore:
         return len(doomed)
 
     def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
-        """See `ArtifactStore`."""
         root, before, swept = self._root / directory_prefix(prefix), time.time() - older_than_s, 0
         for path in root.rglob(".*") if root.is_dir() else ():
             if path.is_file() and path.stat().st_mtime < before:

@@ -4,8 +4,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from eyrie_api.artifacts.local import LocalStore
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, StoreOptions
 from eyrie_api.errors import InvalidInput
 
 

@@ -2,7 +2,7 @@
 
 - Requests carry an MD5, which servers verify (the newer checksums are not used: not every server supports them); the
   SHA-256 of the object is stored in its metadata and compared whenever the whole object is read.
-- Large files are uploaded in parts (`s3_parts`) and downloaded as ranges into one file; each range resumes after a
+- Large files are uploaded in parts (`s3_client`) and downloaded as ranges into one file; each range resumes after a
   broken connection.
 - `write_once` is a conditional write where the server honours If-None-Match, which `check` tests.
 
@@ -25,15 +25,26 @@ from urllib.parse import unquote, urlsplit
 from botocore.exceptions import ClientError
 
 from eyrie_api.artifacts import digest_bytes, digest_file
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.s3_client import ALREADY_EXISTS, Bucket, RangeNotSatisfiable, code_of, run_all
-from eyrie_api.artifacts.s3_parts import abort, changed, in_parts, md5_base64, upload_in_parts, upload_stream
+from eyrie_api.artifacts.s3_client import (
+    ALREADY_EXISTS,
+    Bucket,
+    RangeNotSatisfiable,
+    abort,
+    changed,
+    code_of,
+    in_parts,
+    md5_base64,
+    run_all,
+    upload_in_parts,
+    upload_stream,
+)
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
     StoreAccessDenied,
     StoreCheck,
     StoredObject,
+    StoreOptions,
     StoreUnavailable,
     checked_key,
     directory_prefix,
@@ -68,12 +79,10 @@ class S3Store:
 
     @property
     def url(self) -> str:
-        """See `ArtifactStore`."""
         return self._url
 
     @property
     def parallel(self) -> int:
-        """See `ArtifactStore`."""
         return self._bucket.options.parallel
 
     def check(self) -> StoreCheck:
@@ -92,7 +101,6 @@ class S3Store:
         return StoreCheck(conditional_writes=self._conditional)
 
     def stat(self, key: str) -> StoredObject | None:
-        """See `ArtifactStore`."""
         try:
             with self._bucket.translating_errors(key):
                 found = self._bucket.client.head_object(**self._place(key))
@@ -101,7 +109,6 @@ class S3Store:
         return StoredObject(key, found["ContentLength"], _digest_of(found))
 
     def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """See `ArtifactStore`."""
         read: list[bytes] = []
         stop = None if length is None else start + length
         expected = self._fetch(key, start, stop, lambda _, chunk: read.append(chunk)) if length != 0 else None
@@ -111,12 +118,10 @@ class S3Store:
         return data
 
     def write(self, key: str, data: bytes) -> StoredObject:
-        """See `ArtifactStore`."""
         with self._bucket.translating_errors(key):
             return self._put(key, data)
 
     def write_once(self, key: str, data: bytes) -> bool:
-        """See `ArtifactStore`."""
         if self._conditional is None:
             self.check()
         if not self._conditional:
@@ -135,7 +140,6 @@ class S3Store:
         return False
 
     def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
-        """See `ArtifactStore`."""
         digest, size = digest_file(source), source.stat().st_size
         if size > self._bucket.options.part_size_bytes:
             upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest}, sent)
@@ -148,7 +152,6 @@ class S3Store:
         return written
 
     def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
-        """See `ArtifactStore`."""
         if size_bytes > self._bucket.options.part_size_bytes:
             upload_stream(self._bucket, self._place(key)["Key"], chunks, size_bytes, sha256, {DIGEST: sha256})
             return StoredObject(key, size_bytes, sha256)
@@ -158,7 +161,6 @@ class S3Store:
         return self.write(key, data)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
-        """See `ArtifactStore`."""
         found = self.stat(key)
         if found is None:
             raise self._bucket.missing(key)
@@ -167,7 +169,12 @@ class S3Store:
         try:
             with os.fdopen(handle, "r+b"):
                 os.fchmod(handle, 0o644)
-                self._fetch_in_parts(key, found.size_bytes, handle)
+                os.truncate(handle, found.size_bytes)
+                step = self._bucket.options.part_size_bytes
+                run_all(self.parallel, [
+                    partial(self._fetch, key, start, min(start + step, found.size_bytes),
+                            lambda at, chunk: os.pwrite(handle, chunk, at))
+                    for start in range(0, found.size_bytes, step)])
                 os.fsync(handle)
             self._compare(key, digest_file(Path(name)), sha256 or found.sha256)
             os.replace(name, target)
@@ -175,7 +182,6 @@ class S3Store:
             Path(name).unlink(missing_ok=True)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """See `ArtifactStore`."""
         below = self._prefix + directory_prefix(prefix)
         pages = self._bucket.client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket.name, Prefix=below, PaginationConfig={"PageSize": PAGE})
@@ -185,12 +191,10 @@ class S3Store:
                     yield StoredObject(found["Key"].removeprefix(self._prefix), found["Size"])
 
     def delete(self, key: str) -> None:
-        """See `ArtifactStore`."""
         with self._bucket.translating_errors(key):
             self._bucket.client.delete_object(**self._place(key))
 
     def delete_all(self, prefix: str) -> int:
-        """See `ArtifactStore`."""
         doomed = [{"Key": self._place(found.key)["Key"]} for found in self.list(prefix)]
         for start in range(0, len(doomed), PAGE):
             batch = {"Objects": doomed[start:start + PAGE], "Quiet": True}
@@ -202,7 +206,6 @@ class S3Store:
         return len(doomed)
 
     def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
-        """See `ArtifactStore`."""
         before, swept = datetime.fromtimestamp(time.time() - older_than_s, UTC), 0
         below = self._prefix + directory_prefix(prefix)
         pages = self._bucket.client.get_paginator("list_multipart_uploads").paginate(
@@ -254,7 +257,8 @@ class S3Store:
         while True:
             try:
                 with self._bucket.translating_errors(key):
-                    answer = self._bucket.client.get_object(**self._place(key), **_range(at, stop))
+                    part = {"Range": f"bytes={at}-{'' if stop is None else stop - 1}"} if at or stop else {}
+                    answer = self._bucket.client.get_object(**self._place(key), **part)
                     digest = _digest_of(answer)
                     for chunk in answer["Body"].iter_chunks(_CHUNK):
                         take(at, chunk)
@@ -267,21 +271,6 @@ class S3Store:
                 if attempt >= self._bucket.options.max_attempts:
                     raise
                 time.sleep(min(2.0**attempt / 10, 20.0))
-
-    def _fetch_in_parts(self, key: str, size: int, handle: int) -> None:
-        def take(at: int, chunk: bytes) -> None:
-            os.pwrite(handle, chunk, at)
-
-        os.truncate(handle, size)
-        step = self._bucket.options.part_size_bytes
-        run_all(self.parallel, [partial(self._fetch, key, start, min(start + step, size), take)
-                                 for start in range(0, size, step)])
-
-
-def _range(start: int, stop: int | None) -> dict[str, str]:
-    if start == 0 and stop is None:
-        return {}
-    return {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
 
 
 def _digest_of(answer: dict[str, Any]) -> str | None:

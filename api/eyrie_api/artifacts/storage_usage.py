@@ -84,7 +84,6 @@ class StorageUsage(Frozen):
 
 
 def facts_of(jobs: Iterable[Job]) -> dict[str, JobFacts]:
-    """Job id -> facts."""
     return {job.id: JobFacts(job.status.phase, job.status.best.checkpoint if job.status.best else None) for job in jobs}
 
 
@@ -102,7 +101,11 @@ def read_by(jobs: Iterable[Job]) -> set[tuple[str, str]]:
 
 def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
     """(job, checkpoint) of every drafter that the specs name by its path."""
-    return {(found["job"], found["name"]) for spec in specs for path in _drafters_named(spec)
+    paths: list[str | None] = []
+    for spec in specs:
+        paths += [spec.drafter.init_from, *(rival.path for rival in spec.rivals)]
+        paths += [str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values]
+    return {(found["job"], found["name"]) for path in paths if path is not None
             for found in (_CHECKPOINT.search(path),) if found is not None}
 
 
@@ -130,20 +133,16 @@ def states_of(jobs: Iterable[str]) -> set[tuple[str, str]]:
     return {(job_id, "") for job_id in jobs}
 
 
-def _drafters_named(spec: JobSpec) -> Iterator[str]:
-    yield from (rival.path for rival in spec.rivals if rival.path is not None)
-    yield from (str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values)
-    if spec.drafter.init_from is not None:
-        yield spec.drafter.init_from
-
-
 def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
     """Files and their sizes grouped into items, in order of job, kind and name. Files outside `jobs/` are ignored."""
     gathered: dict[tuple[str, StoredKind, str], list[tuple[str, int]]] = defaultdict(list)
     for place, size in files:
         parts = place.split("/", 2)
         if len(parts) == 3 and parts[0] == "jobs":
-            gathered[parts[1], *_kind_of(parts[2])].append((place, size))
+            matches = ((kind, pattern.match(parts[2])) for kind, pattern in _KINDS)
+            kind, name = next(((kind, match.groupdict().get("name", "")) for kind, match in matches if match),
+                              ("record", ""))
+            gathered[parts[1], kind, name].append((place, size))
     return [StoredItem(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in found),
                     files=tuple(sorted(place for place, _ in found)))
             for (job_id, kind, name), found in sorted(gathered.items())]
@@ -188,14 +187,6 @@ def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[st
     if item.kind == "checkpoint" and item.name == job.best:
         return "the job's best"
     return None
-
-
-def _kind_of(place: str) -> tuple[StoredKind, str]:
-    for kind, pattern in _KINDS:
-        match = pattern.match(place)
-        if match is not None:
-            return kind, match.groupdict().get("name", "")
-    return "record", ""
 
 
 def files_in_home(home: Path) -> Iterator[tuple[str, int]]:

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 
 from eyrie_api.artifacts import verify_part
-from eyrie_api.errors import EyrieError
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import EyrieError, report_error
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     parser = argparse.ArgumentParser(description="Compare files of a finished stage with its manifest.")
     parser.add_argument("--path", type=Path, required=True, help="a file or directory of a stage's output")
     options = parser.parse_args(argv)

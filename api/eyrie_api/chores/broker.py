@@ -129,7 +129,6 @@ class TaskLocks:
             return bool(taken) or self._client.get(_lock_key(name)) == tag.encode()
 
     def renew(self, name: str, tag: str) -> None:
-        """Extend the lock."""
         with _translating_errors():
             self._client.zadd("unacked_index", {tag: time.time()}, xx=True)
             self._client.set(_lock_key(name), tag, px=self._ttl_ms)
@@ -140,7 +139,6 @@ class TaskLocks:
             self._client.delete(_lock_key(name))
 
     def is_held(self, name: str) -> bool:
-        """Whether the lock is taken."""
         with _translating_errors():
             return bool(self._client.exists(_lock_key(name)))
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from celery import Celery
 
-from eyrie_api.access.secret_keys import SecretKeys
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.chores.broker import SHARD_QUEUE, messages_waiting, transport_settings
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Endpoints

@@ -43,7 +43,6 @@ class Ticker:
         self._thread = threading.Thread(target=self._tick, name="eyrie-ticker", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -51,14 +50,12 @@ class Ticker:
         self._woken.set()
 
     def stop(self) -> None:
-        """Stop the thread."""
         self._stopping.set()
         self._woken.set()
         self._thread.join(_STOP_TIMEOUT_S)
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is alive."""
         return self._thread.is_alive()
 
     def _tick(self) -> None:
@@ -118,7 +115,6 @@ class ChoreLoop:
 
     @property
     def is_running(self) -> bool:
-        """Whether both threads are alive."""
         return self._thread.is_alive() and self._ticker.is_running
 
 

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.cli.screen import Screen
-from eyrie_api.cli.verbs import Json, Server, connect, verb
+from eyrie_api.cli.verbs import Json, Screen, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.access import (
@@ -73,11 +72,8 @@ def keys_create(
                       **({} if days is None else {"expires_in_days": days or None}))
     with connect(server, project) as client:
         made = client.create_key(wanted)
-    if as_json:
-        screen.show({"key": made.key, "secret": made.secret}, "")
-        return
-    screen.line(None, Text(made.secret))
-    screen.note(f"key {made.key.id} of {made.key.project or 'every project'}: shown only once; use it as EYRIE_TOKEN")
+    _show_once(screen, {"key": made.key}, made.secret, f"key {made.key.id} of {made.key.project or 'every project'}: "
+                                                       "shown only once; use it as EYRIE_TOKEN")
 
 
 @keys_app.command("list")
@@ -113,11 +109,7 @@ def keys_rotate(
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         made = client.rotate_key(key, overlap_s)
-    if as_json:
-        screen.show({"key": made.key, "secret": made.secret}, "")
-        return
-    screen.line(None, Text(made.secret))
-    screen.note(f"key {made.key.id} replaces {key}; shown only once")
+    _show_once(screen, {"key": made.key}, made.secret, f"key {made.key.id} replaces {key}; shown only once")
 
 
 @projects_app.command("list")
@@ -236,7 +228,7 @@ def webhooks_create(
     events = [cast(WebhookEvent, _one_of(one, WebhookEvent, "--event")) for one in event or ()]
     wanted = _checked(CreateWebhook, url=url, **({"events": tuple(events)} if events else {}))
     with connect(server, project) as client:
-        _show_once(client.create_webhook(wanted), Screen(as_json=as_json))
+        _show_webhook(client.create_webhook(wanted), Screen(as_json=as_json))
 
 
 @webhooks_app.command("list")
@@ -257,7 +249,7 @@ WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Id.")]
 def webhooks_rotate(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Replace a webhook's secret. The new one, shown only once, signs every attempt from now on."""
     with connect(server) as client:
-        _show_once(client.rotate_webhook(webhook), Screen(as_json=as_json))
+        _show_webhook(client.rotate_webhook(webhook), Screen(as_json=as_json))
 
 
 @webhooks_app.command("delete")
@@ -290,12 +282,17 @@ def webhooks_ping(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: 
     Screen(as_json=as_json).show(sent, Text(f"Sent {sent.id}. How it went: eyrie webhooks deliveries {webhook}"))
 
 
-def _show_once(made: CreatedWebhook, screen: Screen) -> None:
+def _show_webhook(made: CreatedWebhook, screen: Screen) -> None:
+    _show_once(screen, {"webhook": made.webhook}, made.secret,
+               f"webhook {made.webhook.id} of {made.webhook.project}; its secret is shown only once")
+
+
+def _show_once(screen: Screen, made: dict[str, Any], secret: str, note: str) -> None:
     if screen.as_json:
-        screen.show({"webhook": made.webhook, "secret": made.secret}, "")
+        screen.show({**made, "secret": secret}, "")
         return
-    screen.line(None, Text(made.secret))
-    screen.note(f"webhook {made.webhook.id} of {made.webhook.project}; its secret is shown only once")
+    screen.line(None, Text(secret))
+    screen.note(note)
 
 
 def _one_of(given: str, kind: Any, flag: str) -> str:

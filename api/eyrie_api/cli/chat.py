@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from rich.text import Text
 
-from eyrie_api.cli.screen import Screen, printable
+from eyrie_api.cli.verbs import Screen, printable
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient
 from eyrie_api.v1alpha1.status import Endpoint
 
@@ -74,7 +74,6 @@ class Reply:
         return words
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
         return {
             "content": self.content, "tool_calls": self.tool_calls, "finish_reason": self.finish_reason,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens},

@@ -2,7 +2,7 @@
 
 `app` here needs no control plane, no torch and no cluster on this machine, only a server's address (--server or
 EYRIE_SERVER). The whole command, with `up`, `down` and `demo`, is `eyrie_operator.command`, which adds its verbs to
-this one. Every verb takes --json (see `cli.screen`) and ends with the exit code of the EyrieError it met, 0
+this one. Every verb takes --json (see `verbs.Screen`) and ends with the exit code of the EyrieError it met, 0
 otherwise; 2 is a wrong command line.
 """
 
@@ -19,17 +19,20 @@ from urllib.parse import urlsplit
 import typer
 from rich.text import Text
 
-from eyrie_api.cli import access, history, plots, tables, watch
+from eyrie_api.cli import access, plots, tables, watch
 from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.cli.spec import build_job, comparison
 from eyrie_api.cli.verbs import Json, Server, connect, verb
+from eyrie_api.cli.reports import reports_app
+from eyrie_api.cli.spec import build_job
+from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
+from eyrie_api.v1alpha1.endpoints import HistoryKind
 from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.history import HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import Job
@@ -110,16 +113,6 @@ def find_job(client: Client, wanted: str) -> Job:
         if not found:
             raise
         return found[0]
-
-
-def newest_job(client: Client, wanted: str | None) -> Job:
-    """The given job, or the newest one by default. Raises NotFound."""
-    if wanted is not None:
-        return find_job(client, wanted)
-    listed = client.jobs().items
-    if not listed:
-        raise InvalidInput("there are no jobs", "start one: eyrie train --target <model> --data <chats.jsonl>")
-    return max(listed, key=lambda job: job.created_at)
 
 
 @app.command()
@@ -291,7 +284,12 @@ def watch_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Defa
            server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Watch a job until it ends, across restarts of the server."""
     with connect(server) as client:
-        follow_job(client, newest_job(client, job).id, Screen(as_json=as_json))
+        if job is None:
+            newest = client.jobs(limit=1).items
+            if not newest:
+                raise InvalidInput("there are no jobs", "start one: eyrie train --target <model> --data <chats.jsonl>")
+            job = newest[0].id
+        follow_job(client, find_job(client, job).id, Screen(as_json=as_json))
 
 
 @app.command()
@@ -506,14 +504,10 @@ def storage(
 
 
 @endpoints_app.callback(invoke_without_command=True)
-@verb
 def endpoints(context: typer.Context, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List endpoints; promote, roll back, switch off and on."""
-    if context.invoked_subcommand is not None:
-        return
-    with connect(server) as client:
-        listed = client.endpoints()
-    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, tables.utc_now()))
+    if context.invoked_subcommand is None:
+        endpoints_list(server=server, as_json=as_json)
 
 
 EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT")]
@@ -586,7 +580,7 @@ def endpoints_history(
     with connect(server) as client:
         read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
     every = windows or kind == "window"
-    Screen(as_json=as_json).show(read, history.history_view(read, endpoint, server, every_window=every))
+    Screen(as_json=as_json).show(read, tables.history_view(read, endpoint, server, every_window=every))
 
 
 @endpoints_app.command("off")
@@ -619,7 +613,13 @@ def chat(
 ) -> None:
     """Chat with an endpoint; shows tokens per second and acceptance length."""
     screen = Screen(as_json=as_json)
-    settings = _chat_settings(url, model, endpoint, server, temperature, max_tokens, seed)
+    if url is None:
+        with connect(server) as client:
+            picked = chatting.pick_endpoint(client.endpoints().items, endpoint)
+        url, model = picked.url or "", model or picked.model
+    if model is None:
+        raise InvalidInput("--url needs --model", "GET <url>/models lists what it serves")
+    settings = chatting.Settings(base_url=url, model=model, temperature=temperature, max_tokens=max_tokens, seed=seed)
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
@@ -629,14 +629,3 @@ def chat(
     if as_json:
         raise InvalidInput("--json needs one message", "eyrie chat --json 'your message'")
     chatting.talk(settings, opening, screen)
-
-
-def _chat_settings(url: str | None, model: str | None, endpoint: str | None, server: str, temperature: float,
-                   max_tokens: int | None, seed: int | None) -> chatting.Settings:
-    if url is None:
-        with connect(server) as client:
-            picked = chatting.pick_endpoint(client.endpoints().items, endpoint)
-        url, model = picked.url or "", model or picked.model
-    if model is None:
-        raise InvalidInput("--url needs --model", "GET <url>/models lists what it serves")
-    return chatting.Settings(base_url=url, model=model, temperature=temperature, max_tokens=max_tokens, seed=seed)

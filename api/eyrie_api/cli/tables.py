@@ -16,6 +16,7 @@ from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.decisions.sweep import axes_words
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.attention import AttentionItem
+from eyrie_api.v1alpha1.endpoints import History, HistoryEntry
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import Plan, PlannedStages, TimeLeft
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
@@ -47,12 +48,10 @@ def count(number: float) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """A speed-up."""
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def ago(moment: datetime, now: datetime) -> str:
-    """How long ago."""
     return f"{duration((now - moment).total_seconds())} ago"
 
 
@@ -65,7 +64,6 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def jobs_table(jobs: Sequence[Job], now: datetime) -> RenderableType:
-    """One line per job."""
     if not jobs:
         return Text("No jobs yet. Start one: eyrie train --target <model> --data <chats.jsonl>")
     table = _table("ID", "NAME", "PHASE", "STAGE", "SPEED-UP", "AGE", "TARGET", right=("SPEED-UP", "AGE"))
@@ -106,7 +104,6 @@ def attention_view(items: Sequence[AttentionItem], now: datetime) -> RenderableT
 
 
 def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> RenderableType:
-    """Everything about one job."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold")
     head.add_column()
@@ -133,7 +130,6 @@ def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> Renderabl
 
 
 def stages_table(stages: Sequence[StageStatus], now: datetime) -> RenderableType:
-    """One line per box of the pipeline."""
     if not stages:
         return Text("No stage has started yet.", "dim")
     table = _table("STAGE", "KEY", "STATE", "TIME", "PROGRESS", right=("TIME",))
@@ -183,7 +179,6 @@ def failure_text(stage: StageStatus) -> RenderableType:
 
 
 def conditions_table(conditions: Sequence[Condition], now: datetime) -> RenderableType:
-    """metav1 conditions."""
     table = _table("CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE", right=("SINCE",))
     for condition in conditions:
         table.add_row(condition.type, condition.status, condition.reason,
@@ -200,7 +195,6 @@ def entry_line(entry: LeaderboardEntry) -> str:
 
 
 def tree_words(entry: LeaderboardEntry) -> str:
-    """The setting a tau belongs to."""
     tree = entry.tree
     if tree is None:
         return "no drafter"
@@ -227,17 +221,15 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
         table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""),
                       *((axes_words(entry.axes) or "-",) if is_swept else ()),
                       entry.family + (", not trained here" if entry.rival else ""),
-                      times(entry.speedup), _within(entry.speedup_interval), times(entry.speedup_greedy),
+                      times(entry.speedup),
+                      f"{entry.speedup_interval.low:.2f}-{entry.speedup_interval.high:.2f}"
+                      if entry.speedup_interval else "-", times(entry.speedup_greedy),
                       times(entry.speedup_sampled), at_once or "-",
                       f"{entry.tau:.2f}", "-" if entry.tree is None else entry.tree.label(),
                       f"{entry.tokens_per_s:.0f}",
                       Text("yes", "green") if entry.lossless else Text("NO", "bold red"),
                       short_target(entry.target), entry.job_id)
     return table
-
-
-def _within(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.low:.2f}-{interval.high:.2f}"
 
 
 def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableType:
@@ -254,7 +246,6 @@ def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableT
 
 
 def endpoint_view(endpoint: Endpoint, now: datetime) -> RenderableType:
-    """One endpoint with its history."""
     table = _table("REVISION", "SERVES", "SPEED-UP", "TAU", "AGE", "WHY", right=("REVISION", "SPEED-UP", "TAU"))
     for revision in endpoint.revisions:
         mark = "*" if revision.number == endpoint.active_revision else ""
@@ -268,7 +259,6 @@ def endpoint_view(endpoint: Endpoint, now: datetime) -> RenderableType:
 
 
 def endpoint_state(endpoint: Endpoint) -> Text:
-    """on, off, or on its way."""
     if endpoint.desired == "off":
         return Text("off", "dim")
     if endpoint.active_revision is None or endpoint.url is None:
@@ -277,12 +267,10 @@ def endpoint_state(endpoint: Endpoint) -> Text:
 
 
 def active_revision(endpoint: Endpoint) -> Revision | None:
-    """What it serves now."""
     return next((r for r in endpoint.revisions if r.number == endpoint.active_revision), None)
 
 
 def revision_words(revision: Revision | None) -> str:
-    """A drafter with its tree, or none."""
     if revision is None:
         return "-"
     if revision.checkpoint is None:
@@ -377,7 +365,6 @@ def _mixes_table(candidate_rows: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def event_text(event: Event) -> Text:
-    """One event in a line."""
     where = f"{event.stage}{'/' + event.key if event.key else ''} " if event.stage else ""
     style = "yellow" if event.type == "Warning" else ""
     return Text.assemble((event.time.astimezone().strftime("%H:%M:%S "), "dim"), (where, "cyan"), (event.reason, style),
@@ -410,5 +397,49 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def utc_now() -> datetime:
-    """The clock, met once."""
     return datetime.now(UTC)
+
+
+_STYLE = {"rejected": "bold red", "rolled-back": "yellow", "drift": "yellow", "activated": "green", "canary": "cyan",
+          "window": "dim"}
+
+
+def history_view(history: History, endpoint: str, server: str, *, every_window: bool = False) -> RenderableType:
+    """The entries, oldest first."""
+    if not history.items:
+        return Text(f"No history of endpoint {endpoint} yet.")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("TIME", "KIND", "REVISION", "ACTOR", "REASON"):
+        table.add_column(name, justify="right" if name == "REVISION" else "left")
+    items = history.items if every_window else _thinned(history.items)
+    for entry in items:
+        why = Text(f"{entry.reason}: {entry.message}" if entry.message else entry.reason)
+        for line in _checks(entry):
+            why.append("\n").append(line)
+        table.add_row(entry.time.astimezone().strftime("%m-%d %H:%M:%S"),
+                      Text(entry.kind, _STYLE.get(entry.kind, "")), "-" if entry.revision is None else
+                      str(entry.revision), entry.actor, why)
+    parts: list[RenderableType] = [table]
+    if history.next_before is not None:
+        parts.append(Text("older entries: --limit, or GET .../history?before="
+                          f"{history.next_before}", "dim"))
+    if any("job" in entry.data for entry in items):
+        parts.append(Text("\nAccept the latest offer to retrain on recent traffic:\n"
+                          f"  eyrie endpoints history {endpoint} --kind drift --json | jq '.items[-1].data.job' | "
+                          f"curl -d @- -H 'content-type: application/json' {server}/v1alpha1/jobs"))
+    return Group(*parts)
+
+
+def _thinned(items: tuple[HistoryEntry, ...]) -> list[HistoryEntry]:
+    """Without windows directly followed by another window of the same revision."""
+    following = [*items[1:], None]
+    return [entry for entry, after in zip(items, following, strict=True)
+            if entry.kind != "window" or after is None or (after.kind, after.revision) != ("window", entry.revision)]
+
+
+def _checks(entry: HistoryEntry) -> list[Text]:
+    if "decision" not in entry.data:
+        return []
+    decision = PromotionDecision.model_validate(entry.data["decision"])
+    return [Text(f"{'ok ' if check.passed else 'NO '} {check.name}: {check.words}", "" if check.passed else "bold red")
+            for check in decision.checks]

@@ -1,17 +1,24 @@
-"""What all commands share: options for server and output, error handling, exit codes."""
+"""What all commands share: options for server and output, error handling, exit codes, the screen, and the control plane
+that runs on this machine."""
 
+import fcntl
 import functools
+import json
 import os
 import sys
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, ParamSpec
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
 from urllib.parse import urlsplit
 
 import typer
+from pydantic import BaseModel
+from rich.console import Console, RenderableType
+from rich.text import Text
 
-from eyrie_api.cli.running_plane import running_plane
-from eyrie_api.cli.screen import Screen
 from eyrie_api.client import DEFAULT_SERVER, Client, Unreachable
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
@@ -57,3 +64,111 @@ def connect(server: str, project: str | None = None) -> Client:
     if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
         raise InvalidInput(f"--server {server!r} is not an address", f"write it like {DEFAULT_SERVER}")
     return Client(server, project=project)
+
+
+# Width for pipes: rich would assume 80 and truncate tables.
+_PIPE_WIDTH = 160
+
+
+class Screen:
+    """One invocation's stdout and stderr: text or JSON, never both on one stream.
+
+    With --json, stdout carries only JSON (one document, or one per line for streams), and errors go to stderr as JSON
+    too. Otherwise stdout carries the result as text and stderr notes and errors. Colour and live redrawing follow the
+    stream: a pipe gets plain lines.
+    """
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.out = _console(stderr=False)
+        self.err = _console(stderr=True)
+
+    @property
+    def live(self) -> bool:
+        """Whether lines may be redrawn in place."""
+        return self.out.is_terminal and not self.as_json
+
+    def show(self, value: Any, words: RenderableType) -> None:
+        """The result: `value` as one JSON document, or `words`."""
+        if self.as_json:
+            self.out.file.write(json.dumps(plain(value), indent=2) + "\n")
+        else:
+            self.out.print(words)
+
+    def line(self, value: Any, words: RenderableType) -> None:
+        """One item of a stream: a JSON line, or a line of words."""
+        if self.as_json:
+            self.out.file.write(json.dumps(plain(value)) + "\n")
+            self.out.file.flush()
+        else:
+            self.out.print(words, soft_wrap=True)
+
+    def note(self, words: str) -> None:
+        """A note on stderr; omitted with --json."""
+        if not self.as_json:
+            self.err.print(words, soft_wrap=True)
+
+    def error(self, error: EyrieError) -> None:
+        if self.as_json:
+            payload = {"reason": error.reason, "message": error.message, "hint": error.hint,
+                       "exit_code": error.exit_code, "status": error.http_status}
+            self.err.file.write(json.dumps({"error": payload}) + "\n")
+            return
+        self.err.print(Text.assemble(("error: ", "bold red"), f"{error.reason}: {error.message}"), soft_wrap=True)
+        if error.hint:
+            self.err.print(Text.assemble(("hint:  ", "bold green"), error.hint), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a model's output or a log must not control the terminal."""
+    return "".join(character if character in "\n\t" or unicodedata.category(character) != "Cc" else "\ufffd"
+                   for character in text)
+
+
+def plain(value: Any) -> Any:
+    """Contract values as JSON-ready objects, also inside lists and dictionaries."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return Console(file=stream, width=width, highlight=False, emoji=False, markup=False)
+
+
+PLANE_FILE = "plane.json"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A control plane running on this machine."""
+
+    pid: int
+    url: str
+    home: Path
+
+
+def running_plane(home: Path) -> Plane | None:
+    """The control plane of a home of this machine; None when none is running.
+
+    A running control plane holds a lock on `<home>/plane.json`, which the kernel releases however the process ends. A
+    stale file is therefore never confused with a running plane, and a reused process id is never signalled. The file
+    contains the URL.
+    """
+    file = home / PLANE_FILE
+    try:
+        with file.open() as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                content = json.loads(opened.read())
+                return Plane(pid=content["pid"], url=content["url"], home=home)
+    except (FileNotFoundError, ValueError):
+        return None
+    return None

@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.cli.chat import curl_line
-from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import (
     STATE_STYLE,
     count,
@@ -33,6 +32,7 @@ from eyrie_api.cli.tables import (
     stage_seconds,
     utc_now,
 )
+from eyrie_api.cli.verbs import Screen
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.quantities import duration
 from eyrie_api.v1alpha1.status import Endpoint, Event, Job, StageStatus
@@ -68,7 +68,6 @@ class Source(Protocol):
     """The two requests of a watch, implemented by `eyrie_api.client.Client`."""
 
     def job(self, job_id: str) -> Job:
-        """The job now."""
         ...
 
     def events(self, job_id: str, last_id: int = 0) -> Iterator[Event]:
@@ -218,7 +217,6 @@ def _watch_lines(source: Source, job: Job, feed: _EventReader, screen: Screen) -
 
 
 def running(stages: Sequence[StageStatus]) -> list[StageStatus]:
-    """Stages that are running."""
     return [stage for stage in stages if stage.state == "Running"]
 
 

@@ -21,7 +21,7 @@ from eyrie_api.database.tables import EndpointRow, HistoryRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.decisions.promotion import decision_reason
 from eyrie_api.errors import InvalidInput, NotFound
-from eyrie_api.v1alpha1.history import Actor, History, HistoryEntry, HistoryKind
+from eyrie_api.v1alpha1.endpoints import Actor, History, HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.reports import PromotionDecision
 
 KEPT_WINDOWS = 200
@@ -87,7 +87,6 @@ class Histories:
         return History(items=items, next_before=items[0].id if len(rows) > limit else None)
 
     def latest(self, endpoint: str, kind: HistoryKind) -> HistoryEntry | None:
-        """The latest entry of that kind."""
         query = select(HistoryRow).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == kind)
         with self._database.reading() as session:
             row = session.scalars(query.order_by(HistoryRow.id.desc()).limit(1)).first()

@@ -2,19 +2,18 @@
 
 An endpoint is a URL and, on a cluster, a Kubernetes object: its name is unique in an installation, not in a project.
 The first job or promotion that names it claims it for its project, at submission, so that no job trains for hours
-towards a name of another project. A name stays with its project; names without a row belong to `default`, as all did
-before projects existed.
+towards a name of another project. A name stays with its project.
 """
 
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import ColumnElement, and_, literal, or_, select, true
+from sqlalchemy import ColumnElement, select, true
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
 from eyrie_api.clock import Clock
-from eyrie_api.database.tables import EndpointNameRow, EndpointRow
+from eyrie_api.database.tables import EndpointNameRow
 from eyrie_api.errors import Conflict
 from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.job import JobSpec
@@ -23,9 +22,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 def project_of(session: Session, name: str) -> str | None:
     """The project that owns a name; None when it is free."""
     row = session.get(EndpointNameRow, name)
-    if row is not None:
-        return row.project
-    return None if session.get(EndpointRow, name) is None else DEFAULT_PROJECT
+    return None if row is None else row.project
 
 
 def claim(session: Session, name: str, project: str, clock: Clock) -> None:
@@ -47,16 +44,14 @@ def visible_to(name: Any, scope: Scope, action: Action) -> ColumnElement[bool]:
     """The condition on a column of endpoint names for rows that the scope may see."""
     if scope.is_system:
         return true()
-    taken = select(EndpointNameRow.name)
-    mine = name.in_(taken.where(scope.sees(EndpointNameRow.project, action)))
-    return or_(mine, and_(scope.sees(literal(DEFAULT_PROJECT), action), name.not_in(taken)))
+    return cast("ColumnElement[bool]", name.in_(
+        select(EndpointNameRow.name).where(scope.sees(EndpointNameRow.project, action))))
 
 
 def in_project(name: Any, project: str) -> ColumnElement[bool]:
     """The condition on a column of endpoint names for rows of the project."""
-    taken = select(EndpointNameRow.name)
-    mine: ColumnElement[bool] = name.in_(taken.where(EndpointNameRow.project == project))
-    return mine if project != DEFAULT_PROJECT else or_(mine, name.not_in(taken))
+    return cast("ColumnElement[bool]", name.in_(
+        select(EndpointNameRow.name).where(EndpointNameRow.project == project)))
 
 
 def with_project_endpoint(spec: JobSpec, project: str) -> JobSpec:

@@ -30,8 +30,8 @@ from eyrie_api.database.tables import EndpointRow, HistoryRow, JobRow, RevisionR
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.history import Actor
+from eyrie_api.v1alpha1.endpoints import Actor
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -81,9 +81,9 @@ class Endpoints:
                     updated_at=now, num_replicas=num_replicas)
                 session.add(row)
                 session.flush()
-                session.add(RevisionRow(endpoint=name, number=1, job_id=None, checkpoint=None, tree=None,
-                                        drafter_dir=None, use=DrafterUse().model_dump(mode="json"), speedup=None,
-                                        tau=None, created_at=now, reason="the target without a drafter",
+                session.add(RevisionRow(endpoint=name, number=1, job_id=None, checkpoint=None,
+                                        use=DrafterUse().model_dump(mode="json"), speedup=None, tau=None,
+                                        created_at=now, reason="the target without a drafter",
                                         state="proposed", rejected_reason=None))
                 enqueue(session, "reconcile_endpoint", name, self._clock)
                 record_history(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
@@ -136,7 +136,10 @@ class Endpoints:
         use_json = use.model_dump(mode="json")
         with self._database.writing() as session:
             row = self._hold(session, name)
-            self._check_job(session, row, job_id)
+            job = None if job_id is None else session.get(JobRow, job_id)
+            if job is not None and job.project != endpoint_names.project_of(session, row.name):
+                raise Conflict(f"job {job_id} and endpoint {row.name!r} are in different projects",
+                               "promote a job of the endpoint's own project")
             proposed = None if once is None else session.scalars(select(HistoryRow.revision).where(
                 HistoryRow.endpoint == name, HistoryRow.once == once)).first()
             before = None if proposed is None else session.get(RevisionRow, (name, proposed))
@@ -148,10 +151,8 @@ class Endpoints:
                 if same is not None and same.use == use_json:
                     return render_revision(same)
             last = session.execute(select(func.max(RevisionRow.number)).where(RevisionRow.endpoint == name)).scalar()
-            shape = use.setting.tree
             revision = RevisionRow(endpoint=name, number=(last or 0) + 1, job_id=job_id, checkpoint=checkpoint,
-                                   tree=None if shape is None else shape.model_dump(mode="json"),
-                                   drafter_dir=use.drafter_dir, use=use_json, speedup=speedup, tau=tau, reason=reason,
+                                   use=use_json, speedup=speedup, tau=tau, reason=reason,
                                    state="proposed", rejected_reason=None, created_at=self._clock())
             session.add(revision)
             self._set_candidate(session, row, revision)
@@ -229,7 +230,9 @@ class Endpoints:
             revision.state, revision.rejected_reason = "active", None
             if row.active_revision != number:
                 self._announce(session, revision, before)
-                record_history(session, self._clock, name, "activated", "Activated", _serves(revision), revision=number,
+                label = DrafterUse.model_validate(revision.use).setting.label()
+                record_history(session, self._clock, name, "activated", "Activated",
+                               f"{revision.checkpoint} {label}" if revision.checkpoint else label, revision=number,
                                job_id=revision.job_id, actor="watch", figures=figures)
             row.active_revision = number
             row.url = url or row.url
@@ -300,13 +303,6 @@ class Endpoints:
                      "from_revision": None if before is None else before.number,
                      "reason": before.rejected_reason if back and before is not None else revision.reason}})
 
-    def _check_job(self, session: Session, row: EndpointRow, job_id: str | None) -> None:
-        """A drafter is never served by an endpoint of another project. Raises Conflict."""
-        job = None if job_id is None else session.get(JobRow, job_id)
-        if job is not None and job.project != (endpoint_names.project_of(session, row.name) or DEFAULT_PROJECT):
-            raise Conflict(f"job {job_id} and endpoint {row.name!r} are in different projects",
-                           "promote a job of the endpoint's own project")
-
     def _set_candidate(self, session: Session, row: EndpointRow, revision: RevisionRow) -> None:
         waiting = self._revision(session, row, row.candidate_revision)
         if waiting is not None and waiting is not revision and waiting.state in ("proposed", "canary"):
@@ -358,8 +354,3 @@ def _use(drafter_dir: str | None, tree: DraftTreeShape | None) -> DrafterUse:
     if drafter_dir is None:
         return DrafterUse(setting=OFF)
     return DrafterUse(drafter_dir=drafter_dir, setting=Setting(method="drafter", tree=tree or DraftTreeShape()))
-
-
-def _serves(revision: RevisionRow) -> str:
-    setting = DrafterUse.model_validate(revision.use).setting
-    return f"{revision.checkpoint} {setting.label()}" if revision.checkpoint else setting.label()

@@ -10,38 +10,18 @@ What SQLite needs:
 What PostgreSQL needs: `reading()` requests REPEATABLE READ, READ ONLY, since by default every statement would see a
 snapshot of its own. Writers are serialised by the rows they lock (`SELECT ... FOR UPDATE`), not by one lock.
 
-Upserts are UPDATE, then INSERT in a savepoint, then UPDATE again: three portable statements instead of one dialect's.
 Only the repositories of this package open sessions.
 """
 
-import json
-import select as sockets
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    URL,
-    ColumnElement,
-    Engine,
-    Executable,
-    bindparam,
-    create_engine,
-    event,
-    func,
-    insert,
-    literal,
-    make_url,
-    select,
-    text,
-    true,
-    update,
-)
+from sqlalchemy import URL, Engine, create_engine, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import ArgumentError, DisconnectionError, IntegrityError
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -51,12 +31,6 @@ from eyrie_api.errors import InvalidInput
 BUSY_TIMEOUT_MS = 10_000
 _WRITES = {"eyrie_writes": True}
 _POSTGRESQL_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-
-Rows = Sequence[tuple[type[Base], Mapping[str, Any]]]
-"""Rows to insert, of several tables, in this order; the values by column."""
-
-_Shape = tuple[tuple[type[Base], tuple[str, ...]], ...]
-
 
 class Database:
     """An engine and its two kinds of session. Thread-safe; one per process and URL."""
@@ -99,62 +73,21 @@ class Database:
             yield session
             session.commit()  # only flushes: the transaction is the connection's and is committed at the end of `with`
 
-    def insert_at_once(self, condition: ColumnElement[bool], given: Mapping[str, Any], rows: Rows) -> bool:
-        """On PostgreSQL: insert rows of several tables if `condition` holds, in one statement with autocommit; returns
-        whether it held. On SQLite, which has no such statement, returns False: use a session then.
-        """
-        if self.is_sqlite:
-            return False
-        shape = tuple((row, tuple(values)) for row, values in rows)
-        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            return bool(connection.execute(_statement_if(condition, shape), {**given, **_numbered(rows)}).scalar_one())
-
     def is_reachable(self) -> bool:
         """Whether a statement can be run. Raises what the driver raises when it cannot."""
         with self.reading() as session:
             return bool(session.execute(text("SELECT 1")).scalar_one())
 
-    def erase_free_space(self) -> bool:
-        """On SQLite: rewrite the file and empty its -wal file, so that neither contains values replaced before. Returns
-        whether nothing prevented it, such as an open reader or a full disk. On PostgreSQL does nothing."""
-        if not self.is_sqlite:
-            return True
-        connection = self.engine.raw_connection()
-        try:
-            cursor = connection.cursor()
-            cursor.execute("VACUUM")
-            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            return bool((cursor.fetchone() or [1])[0] == 0)  # the first column is "busy"
-        except self.engine.dialect.loaded_dbapi.Error:
-            return False
-        finally:
-            connection.close()
-
     def close(self) -> None:
-        """Close all connections."""
         self.engine.dispose()
 
 
 def upsert(session: Session, row: type[Base], key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Set `values` on the row with this primary key; insert the row if it does not exist."""
     session.flush()
-    for attempt in range(2):
-        if values and _update(session, row, key, values):
-            return
-        try:
-            with session.begin_nested():
-                session.execute(insert(row).values({**key, **values}))
-            return
-        except IntegrityError:  # race: another transaction inserted the row between the two statements
-            if attempt or not values:
-                raise
-
-
-def _update(session: Session, row: type[Base], key: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    statement = update(row).values(dict(values)).execution_options(synchronize_session=False)
-    for column, value in key.items():
-        statement = statement.where(getattr(row, column) == value)
-    return rowcount(session, statement) > 0
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    statement = dialect.insert(row).values({**key, **values})
+    session.execute(statement.on_conflict_do_update(index_elements=list(key), set_=dict(values)))
 
 
 def rowcount(session: Session, statement: Any) -> int:
@@ -162,73 +95,16 @@ def rowcount(session: Session, statement: Any) -> int:
     return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
 
 
-class JsonText(str):
-    """Serialized JSON, which a JSON column stores unchanged."""
-
-    __slots__ = ()
-
-
-def _to_json(value: Any) -> str:
-    return value if isinstance(value, JsonText) else json.dumps(value)
-
-
-def insert_all(session: Session, rows: Rows) -> None:
-    """Insert rows of several tables, in this order. On PostgreSQL as one statement, which saves a round trip and a
-    query plan per row; it checks foreign keys at the end of the statement."""
-    session.flush()
-    connection = session.connection()
-    shape = tuple((row, tuple(values)) for row, values in rows)
-    if connection.dialect.name == "postgresql":
-        connection.execute(_one_statement(shape), _numbered(rows))
-        return
-    for number, (_, values) in enumerate(rows):
-        connection.execute(_an_insert(*shape[number]), dict(values))
-
-
-@lru_cache(maxsize=64)
-def _an_insert(row: type[Base], columns: tuple[str, ...]) -> Executable:
-    return insert(row.__table__).values({column: bindparam(column) for column in columns}).inline()  # type: ignore[arg-type]
-
-
-def _numbered(rows: Rows) -> dict[str, Any]:
-    return {f"r{number}_{column}": value for number, (_, values) in enumerate(rows) for column, value in values.items()}
-
-
-@lru_cache(maxsize=64)
-def _one_statement(shape: _Shape) -> Executable:
-    return _statement_if(true(), shape)
-
-
-@lru_cache(maxsize=64)
-def _statement_if(condition: ColumnElement[bool], shape: _Shape) -> Executable:
-    # WITH held AS (SELECT 1 WHERE <condition>), part0 AS (INSERT INTO ... SELECT ... FROM held), part1 AS ...
-    # SELECT count(*) FROM held: every INSERT has one source row if the condition holds, else none.
-    held = select(literal(1).label("held")).where(condition).cte("held")
-    parts = []
-    for number, (row, columns) in enumerate(shape):
-        table = row.__table__
-        values = select(*(bindparam(f"r{number}_{column}", type_=table.c[column].type) for column in columns))
-        into = insert(table).from_select(list(columns), values.select_from(held))  # type: ignore[arg-type]
-        parts.append(into.inline().cte(f"part{number}"))
-    return select(func.count()).select_from(held).add_cte(*parts)
-
-
 _CONNECTIONS = 16
 """Size of the connection pool: more than the threads that handle requests. With a smaller pool each burst would open
 and close connections, and PostgreSQL starts a process for each."""
 
-_TRUSTED_S = 30.0
-"""A connection returned to the pool less than this ago is reused without a ping, which costs as much as a statement. It
-must have no unread input: a server that closes a connection sends a message first."""
-
-
 def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
     if not is_sqlite:
-        engine = create_engine(url, pool_size=_CONNECTIONS, pool_use_lifo=True, json_serializer=_to_json)
+        engine = create_engine(url, pool_size=_CONNECTIONS, pool_use_lifo=True, pool_pre_ping=True)
         _require_utf8(engine, str(url.database))
-        _ask_the_idle(engine)
         return engine
-    engine = create_engine(url, json_serializer=_to_json)
+    engine = create_engine(url)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -257,23 +133,3 @@ def _require_utf8(engine: Engine, name: str) -> None:
         if encoding not in (None, "UTF8"):  # None: of a proxy that does not pass it on
             raise InvalidInput(f"database {name!r} has the encoding {encoding}, and UTF8 is required",
                                "create it with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0")
-
-
-def _ask_the_idle(engine: Engine) -> None:
-    """Like `pool_pre_ping`, but only for connections idle for longer than `_TRUSTED_S`."""
-
-    @event.listens_for(engine, "checkin")
-    def _given_back(_connection: Any, entry: ConnectionPoolEntry) -> None:
-        entry.info["given_back"] = time.monotonic()
-
-    @event.listens_for(engine, "checkout")
-    def _taken(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
-        poll = sockets.poll()
-        poll.register(connection.fileno(), sockets.POLLIN)
-        try:
-            if poll.poll(0):
-                raise DisconnectionError("the server has ended the connection")
-            if time.monotonic() - entry.info.get("given_back", time.monotonic()) > _TRUSTED_S:
-                engine.dialect.do_ping(connection)
-        except (OSError, engine.dialect.loaded_dbapi.Error) as error:
-            raise DisconnectionError(str(error)) from error

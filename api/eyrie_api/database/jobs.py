@@ -23,7 +23,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import JsonValue
-from sqlalchemy import ColumnElement, Select, and_, bindparam, exists, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -31,9 +31,9 @@ from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
-from eyrie_api.database.engine import Database, JsonText, Rows, insert_all, rowcount, upsert
-from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
-from eyrie_api.database.outbox import enqueue, outbox_row
+from eyrie_api.database.engine import Database, rowcount, upsert
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
+from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import DEFAULT_DEMAND, Demand, check_job
 from eyrie_api.database.rendering import (
     ENDS,
@@ -43,20 +43,13 @@ from eyrie_api.database.rendering import (
     new_job_id,
     render_event,
     render_job,
-    stage_values,
 )
 from eyrie_api.database.tables import (
-    AuditRow,
-    Base,
-    EndpointNameRow,
     EndpointRow,
     EventRow,
-    IdempotencyRow,
     JobRow,
     LabelRow,
     MetricRow,
-    OutboxRow,
-    ProjectRow,
     RevisionRow,
     StageRow,
 )
@@ -82,16 +75,6 @@ from eyrie_api.v1alpha1.status import (
 MAX_PAGE = 200
 _END_EVENTS: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
                                      "Cancelled": "job.cancelled"}
-
-
-_QUOTAS = ("max_jobs", "max_endpoints", "max_gpus", "max_replicas", "priority_classes")
-"""Columns of the quotas that `check_job` checks."""
-
-_FAST_PATH = and_(
-    exists().where(EndpointNameRow.name == bindparam("endpoint"), EndpointNameRow.project == bindparam("project")),
-    not_(exists().where(ProjectRow.name == bindparam("project"),
-                        or_(*(getattr(ProjectRow, quota).is_not(None) for quota in _QUOTAS)))))
-"""The condition of `submit_once`'s single statement: the project owns the endpoint's name and has no quota."""
 
 
 _CLOCKS_DIFFER = 3
@@ -146,19 +129,6 @@ class NewEvent:
     key: str = ""
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What a job came with, which is kept with its spec."""
-
-    submitted: JobSpec
-    planned: PlannedStages | None
-
-    def as_json(self) -> JsonText:
-        """As it is stored."""
-        planned = "null" if self.planned is None else self.planned.model_dump_json(exclude_defaults=True)
-        return JsonText(f'{{"document":{self.submitted.model_dump_json(exclude_unset=True)},"planned":{planned}}}')
-
-
 class Jobs:
     """Job rows of one database, as `scope` sees them. `clock` stamps every change."""
 
@@ -169,41 +139,17 @@ class Jobs:
 
     # Requests.
 
-    def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None,
-               demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None,
-               planned: PlannedStages | None = None) -> Job:
-        """Accept a job: its row, its first event and the chore that starts it, in one transaction.
-
-        With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
-        the scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
-        `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
-        name belongs to another project, QuotaReached and PriorityClassRefused.
-        """
-        given = _Given(submitted or spec, planned)
-        with self.database.writing() as session:
-            job = self._accept(session, spec, project, None, demand, given)
-            if claim is not None and self._idempotency is not None:
-                self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
-        return job
-
-    def submit_once(self, spec: JobSpec, once: Once | None, project: str, demand: Demand = DEFAULT_DEMAND,
-                    submitted: JobSpec | None = None, planned: PlannedStages | None = None) -> Job | Replay:
+    def submit_once(self, spec: JobSpec, once: Once | None, project: str | None = None,
+                    demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None,
+                    planned: PlannedStages | None = None) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
-        This request is the one most often sent concurrently, so the usual case is tried first, in one statement: the
-        endpoint's name is the project's already, the project has no quota, the key is new. Race: of two requests with
-        the same key, the unique constraint on the key rejects the second one's transaction (IntegrityError); it then
-        returns the response that the first has stored.
+        Race: of two requests with the same key, the unique constraint on the key rejects the second one's transaction
+        (IntegrityError); it then returns the response that the first has stored.
         """
-        given = _Given(submitted or spec, planned)
         for attempt in range(2):
             try:
-                job, rows = self._draft(spec, project, once, demand, given)
-                bound = {"endpoint": spec.serve.endpoint, "project": project}
-                if self.database.insert_at_once(_FAST_PATH, bound, rows):
-                    return job
-                with self.database.writing() as session:
-                    return self._accept(session, spec, project, once, demand, given)
+                return self.submit(spec, project, demand, submitted, planned, once=once)
             except (IntegrityError, EyrieError) as error:  # refused now, a quota say, but perhaps accepted earlier
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
@@ -212,66 +158,68 @@ class Jobs:
                     raise
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None, demand: Demand,
-                given: "_Given") -> Job:
+    def submit(self, spec: JobSpec, project: str | None = None, demand: Demand = DEFAULT_DEMAND,
+               submitted: JobSpec | None = None, planned: PlannedStages | None = None, *,
+               once: Once | None = None) -> Job:
+        """Accept a job: its row, its first event and the chore that starts it, in one transaction.
+
+        With `once`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to the
+        scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
+        `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
+        name belongs to another project, QuotaReached and PriorityClassRefused.
+        """
+        with self.database.writing() as session:
+            job = self._accept(session, spec, project, demand, submitted or spec, planned)
+            if once is not None and self._idempotency is not None:
+                self._idempotency.store(session, once, 202, job.model_dump(mode="json"))
+        return job
+
+    def _accept(self, session: Session, spec: JobSpec, project: str | None, demand: Demand, submitted: JobSpec,
+                planned: PlannedStages | None) -> Job:
         asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
         project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
         if asked is not None:
             check_job(session, asked, spec, demand)
-        job, rows = self._draft(spec, project, once, demand, given)
-        insert_all(session, rows)
-        return job
-
-    def _draft(self, spec: JobSpec, project: str, once: Once | None, demand: Demand, given: "_Given"
-               ) -> tuple[Job, Rows]:
-        """A new job and all its rows. Columns that are NULL or have their default are omitted, because psycopg caches
-        the parsed form of a statement only up to 50 parameters."""
         now, job_id = self._clock(), new_job_id()
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)
         status = JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)
-        job = Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
-        rows: list[tuple[type[Base], Mapping[str, Any]]] = [(JobRow, {
-            "id": job_id, "name": spec.name, "target": spec.target.model, "spec": JsonText(spec.model_dump_json()),
-            "status": JsonText(status.model_dump_json()), "phase": status.phase, "ended": False, "generation": 1,
-            "attempt": 1, "cancel_requested": False, "delete_requested": False, "project": project, "created_at": now,
-            "updated_at": now, "submission": given.as_json()} | ({} if demand == DEFAULT_DEMAND else asdict(demand)))]
-        if once is not None and self._idempotency is not None:
-            rows.insert(0, (IdempotencyRow, self._idempotency.row(once, 202, JsonText(job.model_dump_json()))))
-        rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
-        event = _event_values(job_id, now, "Accepted", f"job {spec.name or job_id} accepted")
-        rows.append((EventRow, {column: value for column, value in event.items() if value is not None}))
-        rows.append((OutboxRow, outbox_row("advance_job", job_id, self._clock)))
-        rows += [(AuditRow, values)
-                 for values in self._scope.audit_rows(self._clock, "job.create", f"job/{job_id}", project)]
-        return job, rows
+        submission = {"document": submitted.model_dump(mode="json", exclude_unset=True),
+                      "planned": None if planned is None else planned.model_dump(mode="json", exclude_defaults=True)}
+        session.add(JobRow(
+            id=job_id, name=spec.name, target=spec.target.model, spec=spec.model_dump(mode="json"),
+            status=status.model_dump(mode="json"), phase=status.phase, ended=False, generation=1, attempt=1,
+            cancel_requested=False, delete_requested=False, project=project, created_at=now, updated_at=now,
+            submission=submission, **asdict(demand)))
+        session.flush()  # the rows below refer to it
+        session.add_all(LabelRow(job_id=job_id, key=key, value=value) for key, value in spec.labels.items())
+        self._note(session, job_id, "Accepted", f"job {spec.name or job_id} accepted")
+        enqueue(session, "advance_job", job_id, self._clock)
+        record_change(session, self._scope, self._clock, "job.create", f"job/{job_id}", project)
+        return Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
 
     def get(self, job_id: str) -> Job:
         """One job. Raises NotFound."""
         with self.database.reading() as session:
             return self._render(session, self._find(session, job_id))
 
-    def submitted(self, job_id: str) -> dict[str, JsonValue] | None:
-        """The document of a job as it was sent, without defaults. None for a job of a version that did not keep it.
-
-        A field that was added to the contract later (`v1alpha1.model.later`) is left out where it was sent with its
-        default. Raises NotFound.
-        """
+    def submitted(self, job_id: str) -> dict[str, JsonValue]:
+        """The document of a job as it was sent, without defaults. Raises NotFound."""
         with self.database.reading() as session:
-            kept = self._find(session, job_id).submission
-            return None if kept is None else kept["document"]
+            document: dict[str, JsonValue] = self._find(session, job_id).submission["document"]
+            return document
 
     def planned(self, job_ids: Collection[str]) -> dict[str, PlannedStages]:
         """What these jobs were planned to take, by id; without those that have no plan or are not visible."""
         if not job_ids:
             return {}
         query = select(JobRow.id, JobRow.submission).where(
-            JobRow.id.in_(job_ids), JobRow.submission.is_not(None), self._scope.sees(JobRow.project, "jobs:read"))
+            JobRow.id.in_(job_ids), self._scope.sees(JobRow.project, "jobs:read"))
         with self.database.reading() as session:
             return {job_id: PlannedStages.model_validate(kept["planned"])
-                    for job_id, kept in session.execute(query) if kept is not None and kept["planned"] is not None}
+                    for job_id, kept in session.execute(query) if kept["planned"] is not None}
 
     def project_of(self, job_id: str) -> str:
         """The project of a job. Raises NotFound."""
@@ -281,7 +229,8 @@ class Jobs:
     def demand(self, job_id: str) -> Demand:
         """What the job was accepted with. Raises NotFound."""
         with self.database.reading() as session:
-            return _demand(self._find(session, job_id))
+            row = self._find(session, job_id)
+            return Demand(row.num_gpus, row.num_replicas)
 
     def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
         """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
@@ -332,7 +281,7 @@ class Jobs:
                 raise Conflict(f"job {job_id} has not ended: {row.phase}", "cancel it first, or wait")
             if row.phase == "Succeeded":
                 raise Conflict(f"job {job_id} has succeeded", "submit a new job to train again")
-            check_job(session, row.project, JobSpec.model_validate(row.spec), _demand(row))
+            check_job(session, row.project, JobSpec.model_validate(row.spec), Demand(row.num_gpus, row.num_replicas))
             row.attempt += 1
             row.cancel_requested = row.ended = False
             row.phase = "Pending"
@@ -406,7 +355,6 @@ class Jobs:
         return self._set_lease(job_id, held, owner, now + timedelta(seconds=ttl_s))
 
     def release_lease(self, job_id: str, owner: str) -> bool:
-        """Release the lease."""
         return self._set_lease(job_id, JobRow.lease_owner == owner, None, None)
 
     def _set_lease(self, job_id: str, condition: Any, owner: str | None, until: datetime | None) -> bool:
@@ -468,7 +416,10 @@ class Jobs:
             if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
                 raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "its new driver continues")
             if is_over(status.conditions) and not row.ended:
-                self._announce_end(session, row, status)
+                end = next(one for one in status.conditions if one.type in _END_EVENTS and one.status == "True")
+                announce(session, self._clock, row.project, _END_EVENTS[end.type], {"job": {
+                    "id": row.id, "name": row.name, "target": row.target, "reason": end.reason,
+                    "message": end.message}})
             row.status = status.model_copy(update={"stages": ()}).model_dump(mode="json")
             row.phase, row.ended = status.phase, is_over(status.conditions)
             row.updated_at = now
@@ -535,11 +486,6 @@ class Jobs:
 
     # Inside a transaction.
 
-    def _announce_end(self, session: Session, row: JobRow, status: JobStatus) -> None:
-        end = next(one for one in status.conditions if one.type in _END_EVENTS and one.status == "True")
-        announce(session, self._clock, row.project, _END_EVENTS[end.type], {"job": {
-            "id": row.id, "name": row.name, "target": row.target, "reason": end.reason, "message": end.message}})
-
     def _request_cancel(self, session: Session, row: JobRow) -> None:
         row.cancel_requested = True
         row.phase = "Cancelling"
@@ -551,8 +497,8 @@ class Jobs:
     def _note(self, session: Session, job_id: str, reason: str, message: str, *,
               type: Literal["Normal", "Warning"] = "Normal", stage: StageName | None = None, key: str = "",
               data: Mapping[str, JsonValue] | None = None) -> EventRow:
-        row = EventRow(**_event_values(job_id, self._clock(), reason, message, type=type, stage=stage, key=key,
-                                       data=data))
+        row = EventRow(job_id=job_id, time=self._clock(), type=type, reason=reason, message=message, stage=stage,
+                       key=key, data=dict(data or {}))
         session.add(row)
         return row
 
@@ -607,25 +553,17 @@ def _missing(job_id: str) -> NotFound:
     return NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
 
 
-def _event_values(job_id: str, time: datetime, reason: str, message: str, *, type: str = "Normal",
-                  stage: StageName | None = None, key: str = "", data: Mapping[str, JsonValue] | None = None
-                  ) -> dict[str, Any]:
-    return {"job_id": job_id, "time": time, "type": type, "reason": reason, "message": message, "stage": stage,
-            "key": key, "data": dict(data or {})}
-
-
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
-    upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, stage_values(stage))
+    values = stage.model_dump(exclude={"stage", "key", "progress"})
+    if stage.progress is not None:  # else the stored one is kept: `Ingest` writes it from the stage's records
+        values["progress"] = stage.progress.model_dump(mode="json")
+    upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, values)
 
 
 def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metric) -> None:
     """Record one point in the running transaction."""
     upsert(session, MetricRow, {"job_id": job_id, "stage": stage, "key": key, "name": point.name, "step": point.step},
            {"time": point.time, "value": point.value})
-
-
-def _demand(row: JobRow) -> Demand:
-    return Demand(row.num_gpus, row.num_replicas)
 
 
 def _filtered(wanted: JobFilter) -> Select[Any]:

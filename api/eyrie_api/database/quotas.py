@@ -1,4 +1,4 @@
-"""Quotas of projects, checked inside the transaction that would use more.
+"""Quotas of projects, checked inside the transaction that would use more, and the DrafterJobs that wait for one.
 
 Usage is counted from the rows. GPUs and replicas depend on the cluster profile, which is not in the database:
 `eyrie_api.submission.demand` computes them when a request is accepted, and the rows keep them.
@@ -12,14 +12,17 @@ would charge for waiting.
 
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
+from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.database import endpoint_names
-from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow
-from eyrie_api.errors import EyrieError, Forbidden
+from eyrie_api.database.engine import Database, upsert
+from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow, WaitingRow
+from eyrie_api.errors import EyrieError, Forbidden, InvalidInput
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.requests import PlacementRequest
+from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 
 
 @dataclass(frozen=True)
@@ -82,62 +85,35 @@ def check_job(session: Session, project: str, spec: JobSpec, demand: Demand) -> 
     requests = {"placement.every": spec.placement.every}
     requests |= {f"placement.stages.{stage}": request for stage, request in spec.placement.stages.items()}
     check_priority_classes(session, project, requests)
-    check_jobs(session, project)
-    check_gpus(session, project, demand.num_gpus)
+    most = _held(session, project, "max_jobs")
+    if most is not None and live_jobs(session, project) >= most:
+        raise QuotaReached(f"project {project!r} has {most} jobs that have not ended, and may have no more",
+                           "wait until one ends, cancel one, or ask an administrator for more")
+    most = _held(session, project, "max_gpus") if demand.num_gpus else None
+    if most is not None and (used := live_gpus(session, project)) + demand.num_gpus > most:
+        raise QuotaReached(f"placement requests {demand.num_gpus} GPUs at one time; project {project!r} may have "
+                           f"{most} in jobs that have not ended, and has {used}",
+                           "lower placement.*.num_gpus or the number of candidates, wait until a job ends, or ask an "
+                           f"administrator of the installation: eyrie projects quotas {project} --gpus N")
     if spec.serve.enabled:
         check_endpoint(session, project, spec.serve.endpoint, demand.num_replicas, spec.serve.placement)
 
 
 def check_endpoint(session: Session, project: str, name: str, num_replicas: int, request: PlacementRequest) -> None:
-    """Raises QuotaReached when the endpoint may not be on with so many replicas; PriorityClassRefused."""
+    """Raises QuotaReached when the endpoint may not be on with so many replicas, of which one that is on keeps those
+    it has; PriorityClassRefused."""
     check_priority_classes(session, project, {"serve.placement": request})
-    check_endpoints(session, project, name)
-    check_replicas(session, project, name, num_replicas)
-
-
-def check_jobs(session: Session, project: str) -> None:
-    """Raises QuotaReached when the project may not have another job."""
-    most = _held(session, project, "max_jobs")
-    if most is not None and live_jobs(session, project) >= most:
-        raise QuotaReached(f"project {project!r} has {most} jobs that have not ended, and may have no more",
-                           "wait until one ends, cancel one, or ask an administrator for more")
-
-
-def check_endpoints(session: Session, project: str, name: str) -> None:
-    """Raises QuotaReached when the endpoint may not be switched on."""
-    most = _held(session, project, "max_endpoints")
-    if most is None:
-        return
-    row = session.get(EndpointRow, name)
-    if (row is None or row.desired != "on") and live_endpoints(session, project) >= most:
-        raise QuotaReached(f"project {project!r} has {most} endpoints that are on, and may have no more",
+    most_on, most_replicas = _held(session, project, "max_endpoints"), _held(session, project, "max_replicas")
+    row = session.get(EndpointRow, name)  # after the project's row is locked
+    is_on = row is not None and row.desired == "on"
+    if most_on is not None and not is_on and live_endpoints(session, project) >= most_on:
+        raise QuotaReached(f"project {project!r} has {most_on} endpoints that are on, and may have no more",
                            "switch one off, promote to one of them, or ask an administrator for more")
-
-
-def check_gpus(session: Session, project: str, num_gpus: int) -> None:
-    """Raises QuotaReached when the project's jobs may not request so many more GPUs."""
-    most = _held(session, project, "max_gpus")
-    if most is None or num_gpus == 0:
-        return
-    used = live_gpus(session, project)
-    if used + num_gpus > most:
-        raise QuotaReached(f"placement requests {num_gpus} GPUs at one time; project {project!r} may have {most} in "
-                           f"jobs that have not ended, and has {used}",
-                           "lower placement.*.num_gpus or the number of candidates, wait until a job ends, or ask an "
-                           f"administrator of the installation: eyrie projects quotas {project} --gpus N")
-
-
-def check_replicas(session: Session, project: str, name: str, num_replicas: int) -> None:
-    """Raises QuotaReached when the endpoint may not have so many replicas. One that is on keeps those it has."""
-    most = _held(session, project, "max_replicas")
-    if most is None:
-        return
-    row = session.get(EndpointRow, name)
-    own = row.num_replicas if row is not None and row.desired == "on" else 0
-    used = live_replicas(session, project)
-    if num_replicas > own and used - own + num_replicas > most:
+    own = row.num_replicas if row is not None and is_on else 0
+    if most_replicas is not None and num_replicas > own \
+            and (others := live_replicas(session, project) - own) + num_replicas > most_replicas:
         raise QuotaReached(f"serve.replicas of endpoint {name!r} is {num_replicas}; project {project!r} may have "
-                           f"{most} replicas of endpoints that are on, and its others have {used - own}",
+                           f"{most_replicas} replicas of endpoints that are on, and its others have {others}",
                            "lower serve.replicas, switch an endpoint off, or ask an administrator of the installation: "
                            f"eyrie projects quotas {project} --replicas N")
 
@@ -163,3 +139,59 @@ def _held(session: Session, project: str, limit: str) -> int | None:
     session.refresh(row, with_for_update=True)
     most: int | None = getattr(row, limit)
     return most
+
+
+MAX_LISTED = 1000
+
+
+class WaitingObjects:
+    """DrafterJobs that wait for a quota of their project, as `scope` sees them.
+
+    Such an object has no job yet, or one that is to be resumed. Its row is a copy of the operator's latest decision,
+    for REST and console: nothing else reads it. The operator compares before it writes
+    (`eyrie_operator.cluster.reconcile`) and deletes rows of objects that do not wait any more.
+    """
+
+    def __init__(self, database: Database, scope: Scope = SYSTEM) -> None:
+        self._database, self._scope = database, scope
+
+    def list(self, *, limit: int = 100) -> WaitingList:
+        """Those that have waited longest, and the number of all, in one statement. Raises InvalidInput for an invalid
+        limit."""
+        if not 1 <= limit <= MAX_LISTED:
+            raise InvalidInput(f"limit {limit} is out of range", f"request 1 to {MAX_LISTED} objects")
+        query = (select(WaitingRow, func.count().over()).where(self._scope.sees(WaitingRow.project, "jobs:read"))
+                 .order_by(WaitingRow.since, WaitingRow.namespace, WaitingRow.name).limit(limit))
+        with self._database.reading() as session:
+            rows = session.execute(query).all()
+            return WaitingList(items=tuple(_render(row) for row, _total in rows), total=rows[0][1] if rows else 0)
+
+    # For the operator.
+
+    def all(self) -> tuple[WaitingObject, ...]:
+        with self._database.reading() as session:
+            return tuple(_render(row) for row in session.scalars(select(WaitingRow)))
+
+    def find(self, namespace: str, name: str) -> WaitingObject | None:
+        """The row of an object; None when it does not wait."""
+        with self._database.reading() as session:
+            row = session.get(WaitingRow, (namespace, name))
+            return None if row is None else _render(row)
+
+    def record(self, waiting: WaitingObject) -> None:
+        values = waiting.model_dump(include=set(WaitingObject.model_fields) - {"namespace", "name"})
+        with self._database.writing() as session:
+            upsert(session, WaitingRow, {"namespace": waiting.namespace, "name": waiting.name}, values)
+
+    def remove(self, waiting: WaitingObject) -> None:
+        """Delete the row of an object, if it is still that of this uid: another one may have been applied under the
+        name meanwhile."""
+        with self._database.writing() as session:
+            session.execute(delete(WaitingRow).where(
+                WaitingRow.namespace == waiting.namespace, WaitingRow.name == waiting.name,
+                WaitingRow.uid == waiting.uid))
+
+
+def _render(row: WaitingRow) -> WaitingObject:
+    return WaitingObject(namespace=row.namespace, name=row.name, uid=row.uid, project=row.project, reason=row.reason,
+                         message=row.message, hint=row.hint, since=row.since)

@@ -9,10 +9,10 @@ from typing import Any
 
 from eyrie_api.database.tables import EndpointRow, EventRow, HistoryRow, JobRow, RevisionRow, StageRow
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.history import HistoryEntry
+from eyrie_api.v1alpha1.endpoints import HistoryEntry
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import STAGES
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Progress, Revision, StageStatus
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Revision
 
 ENDS = ("Succeeded", "Failed", "Cancelled")
 """Conditions that end a job."""
@@ -33,33 +33,19 @@ def is_over(conditions: Iterable[Condition]) -> bool:
 
 def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
     """A job as the API shows it; its stages come from their own rows."""
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    rendered = sorted((render_stage(stage) for stage in stages), key=lambda one: (order[one.stage], one.key))
+    order: dict[str, int] = {stage: place for place, stage in enumerate(STAGES)}
+    rendered = [{
+        "stage": stage.stage, "key": stage.key, "state": stage.state, "attempt": stage.attempt,
+        "started_at": stage.started_at, "finished_at": stage.finished_at, "progress": stage.progress,
+        "reason": stage.reason, "message": stage.message, "hint": stage.hint,
+    } for stage in sorted(stages, key=lambda stage: (order[stage.stage], stage.key))]
     status = JobStatus.model_validate({**row.status, "attempt": row.attempt, "observed_generation": row.generation,
                                        "phase": row.phase, "stages": rendered})
     return Job(id=row.id, generation=row.generation, created_at=row.created_at, updated_at=row.updated_at,
                spec=JobSpec.model_validate(row.spec), status=status)
 
 
-def render_stage(row: StageRow) -> StageStatus:
-    """The status of one stage."""
-    progress = None if row.progress is None else Progress.model_validate(row.progress)
-    return StageStatus.model_validate({
-        "stage": row.stage, "key": row.key, "state": row.state, "attempt": row.attempt, "started_at": row.started_at,
-        "finished_at": row.finished_at, "progress": progress, "reason": row.reason, "message": row.message,
-        "hint": row.hint})
-
-
-def stage_values(stage: StageStatus) -> dict[str, Any]:
-    """Columns of a stage row. Without progress the stored one is kept: `Ingest` writes it from the stage's records."""
-    values: dict[str, Any] = stage.model_dump(exclude={"stage", "key", "progress"})
-    if stage.progress is not None:
-        values["progress"] = stage.progress.model_dump(mode="json")
-    return values
-
-
 def render_event(row: EventRow) -> Event:
-    """One event."""
     return Event.model_validate({
         "id": row.id, "job_id": row.job_id, "time": row.time, "type": row.type, "reason": row.reason,
         "message": row.message, "stage": row.stage, "key": row.key, "data": row.data})
@@ -75,16 +61,15 @@ def render_endpoint(row: EndpointRow, revisions: Iterable[RevisionRow]) -> Endpo
 
 
 def render_revision(row: RevisionRow) -> Revision:
-    """One revision."""
     return Revision.model_validate({
-        "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint, "tree": row.tree,
-        "drafter_dir": row.drafter_dir, "use": row.use, "speedup": row.speedup, "tau": row.tau,
+        "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint,
+        "tree": row.use["setting"]["tree"], "drafter_dir": row.use["drafter_dir"], "use": row.use,
+        "speedup": row.speedup, "tau": row.tau,
         "created_at": row.created_at, "reason": row.reason, "state": row.state,
         "rejected_reason": row.rejected_reason, "url": row.url})
 
 
 def render_history(row: HistoryRow) -> HistoryEntry:
-    """One entry of an endpoint's history."""
     return HistoryEntry.model_validate({
         "id": row.id, "endpoint": row.endpoint, "time": row.time, "kind": row.kind, "revision": row.revision,
         "job_id": row.job_id, "reason": row.reason, "message": row.message, "actor": row.actor,

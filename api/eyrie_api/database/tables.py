@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
+    DDL,
     JSON,
     BigInteger,
     DateTime,
@@ -21,6 +22,7 @@ from sqlalchemy import (
     String,
     Text,
     UniqueConstraint,
+    event,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -78,21 +80,20 @@ class JobRow(Base):
     updated_at: Mapped[datetime] = mapped_column(index=True)
     lease_owner: Mapped[str | None] = mapped_column(String(255))
     lease_until: Mapped[datetime | None]
-    project: Mapped[str] = mapped_column(String(63), server_default="default")
+    project: Mapped[str] = mapped_column(String(63))
     # `records.WaitingPod`s of its run, which the operator writes and the driver reads.
     waiting_pods: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     # The job's `quotas.Demand`.
-    num_gpus: Mapped[int] = mapped_column(server_default="0")
-    num_replicas: Mapped[int] = mapped_column(server_default="1")
-    # `document` as it was sent, and `planned`, a `plan.PlannedStages` or null: in one column, because the statement of
-    # `submit_once` may have few parameters. NULL for jobs of versions that did not keep it.
-    submission: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
+    num_gpus: Mapped[int]
+    num_replicas: Mapped[int]
+    # `document` as it was sent, and `planned`, a `plan.PlannedStages` or null.
+    submission: Mapped[dict[str, Any]] = mapped_column(deferred=True)
     __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),
                       Index("ix_jobs_project_created_at_id", "project", "created_at", "id"))
 
 
 class WaitingRow(Base):
-    """One DrafterJob that waits for a quota of its project (`database.waiting`). `uid` is that of the object."""
+    """One DrafterJob that waits for a quota of its project (`database.quotas`). `uid` is that of the object."""
 
     __tablename__ = "waiting"
     namespace: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -190,14 +191,14 @@ class OutboxRow(Base):
 
 
 class IdempotencyRow(Base):
-    """An Idempotency-Key and the response of its request. `status` and `response` are NULL while it is in flight."""
+    """An Idempotency-Key and the response of its request."""
 
     __tablename__ = "idempotency"
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     route: Mapped[str] = mapped_column(String(255), primary_key=True)
     body_digest: Mapped[str] = mapped_column(String(80))
-    status: Mapped[int | None]
-    response: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    status: Mapped[int]
+    response: Mapped[dict[str, Any]]
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)
 
@@ -233,7 +234,7 @@ class EndpointRow(Base):
     conditions: Mapped[list[Any]]
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]
-    num_replicas: Mapped[int] = mapped_column(server_default="1")
+    num_replicas: Mapped[int]
 
 
 class RevisionRow(Base):
@@ -244,8 +245,6 @@ class RevisionRow(Base):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     job_id: Mapped[str | None] = mapped_column(String(63), index=True)
     checkpoint: Mapped[str | None] = mapped_column(String(63))
-    tree: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    drafter_dir: Mapped[str | None] = mapped_column(String(4096))
     speedup: Mapped[float | None]
     tau: Mapped[float | None]
     reason: Mapped[str] = mapped_column(Text)
@@ -278,8 +277,7 @@ class HistoryRow(Base):
 
 
 class EndpointNameRow(Base):
-    """The project that owns an endpoint name: that of the first job or promotion that names it, permanently. A name
-    without a row belongs to the project `default`."""
+    """The project that owns an endpoint name: that of the first job or promotion that names it, permanently."""
 
     __tablename__ = "endpoint_names"
     name: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -335,6 +333,9 @@ class MembershipRow(Base):
                       {"sqlite_autoincrement": True})
 
 
+_KEPT = "the audit is kept: rows are neither changed nor deleted"
+
+
 class AuditRow(Base):
     """One change or refused request. Triggers prevent UPDATE and DELETE."""
 
@@ -350,17 +351,49 @@ class AuditRow(Base):
     __table_args__ = (Index("ix_audit_project_id", "project", "id"), {"sqlite_autoincrement": True})
 
 
+# The triggers refuse changes by any client. The database's owner can drop them.
+for _dialect, _statement in (
+        ("sqlite", f"CREATE TRIGGER audit_is_kept_from_update BEFORE UPDATE ON audit "
+                   f"BEGIN SELECT RAISE(ABORT, '{_KEPT}'); END"),
+        ("sqlite", f"CREATE TRIGGER audit_is_kept_from_delete BEFORE DELETE ON audit "
+                   f"BEGIN SELECT RAISE(ABORT, '{_KEPT}'); END"),
+        ("postgresql", f"CREATE OR REPLACE FUNCTION eyrie_audit_is_kept() RETURNS trigger LANGUAGE plpgsql AS "
+                       f"$$ BEGIN RAISE EXCEPTION '{_KEPT}'; END $$"),
+        ("postgresql", "CREATE TRIGGER audit_is_kept BEFORE UPDATE OR DELETE ON audit FOR EACH ROW "
+                       "EXECUTE FUNCTION eyrie_audit_is_kept()"),
+        ("postgresql", "CREATE TRIGGER audit_is_kept_whole BEFORE TRUNCATE ON audit FOR EACH STATEMENT "
+                       "EXECUTE FUNCTION eyrie_audit_is_kept()")):
+    event.listen(AuditRow.__table__, "after_create",
+                 DDL(_statement).execute_if(dialect=_dialect))  # type: ignore[no-untyped-call]
+
+
+class ReportRow(Base):
+    """One pushed report. `report` and `page` are large, and read alone."""
+
+    __tablename__ = "reports"
+    id: Mapped[str] = mapped_column(String(20), primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    kind: Mapped[str] = mapped_column(String(16))
+    title: Mapped[str] = mapped_column(String(2000))
+    decision: Mapped[list[Any]]
+    size_bytes: Mapped[int]
+    created_by: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[datetime]
+    report: Mapped[str] = mapped_column(Text, deferred=True)
+    page: Mapped[str] = mapped_column(Text, deferred=True)
+    __table_args__ = (Index("ix_reports_created_at_id", "created_at", "id"),
+                      Index("ix_reports_project_created_at_id", "project", "created_at", "id"))
+
+
 class WebhookRow(Base):
-    """One webhook of a project. `secret` is NULL, except in rows of versions that stored it in plain text, until a
-    control plane with a key starts (`webhook_secrets`)."""
+    """One webhook of a project."""
 
     __tablename__ = "webhooks"
     id: Mapped[str] = mapped_column(String(16), primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"), index=True)
     url: Mapped[str] = mapped_column(String(2048))
     events: Mapped[list[Any]]
-    secret: Mapped[str | None] = mapped_column(String(63))
-    secret_encrypted: Mapped[str | None] = mapped_column(Text)
+    secret_encrypted: Mapped[str] = mapped_column(Text)
     failures: Mapped[int]
     disabled_reason: Mapped[str | None] = mapped_column(String(255))
     created_by: Mapped[str] = mapped_column(String(512))

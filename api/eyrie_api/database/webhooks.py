@@ -5,11 +5,13 @@ so that there is a delivery for every change and none without one. `deliver` is 
 with increasing delay (`BACKOFF_S`), and the tick finds it. A delivery may arrive twice, with the same id.
 
 A webhook is disabled after `MAX_FAILURES` failed deliveries in a row; a successful `ping` enables it again. Its secret
-is shown once, at its creation, and stored encrypted (`webhook_secrets`). An attempt whose secret cannot be decrypted
-fails before anything is sent.
+is shown once, at its creation, and stored encrypted. An attempt whose secret cannot be decrypted fails before anything
+is sent. Deliveries are signed as the Standard Webhooks specification says (standardwebhooks.com), by its library.
 """
 
+import base64
 import json
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,19 +21,20 @@ from typing import Any
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
+from standardwebhooks.webhooks import Webhook as Signer
 
+from eyrie_api import ssrf_safe_http
+from eyrie_api.access.keys import SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.access.scope import SYSTEM, Scope
-from eyrie_api.access.secret_keys import SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.tables import DeliveryRow, WebhookRow
-from eyrie_api.database.webhook_secrets import secret_of, set_secret
-from eyrie_api.egress import ssrf_safe_http
-from eyrie_api.egress.webhook_signatures import signed_headers
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import CreateWebhook, Delivery, Webhook, WebhookEvent
+
+log = logging.getLogger(__name__)
 
 BACKOFF_S = (10.0, 60.0, 300.0, 1800.0, 7200.0, 21600.0)
 """Pauses between attempts, in seconds: seven attempts within nine hours."""
@@ -98,10 +101,10 @@ class Webhooks:
         except OSError:
             raise InvalidInput("url names a host that cannot be resolved", "check its name") from None
         actor = "system" if self._scope.principal is None else self._scope.principal.subject
-        row = WebhookRow(id="whk_" + secrets.token_hex(6), project=project, url=wanted.url, events=list(wanted.events),
-                         failures=0, disabled_reason=None, created_by=actor, created_at=self._clock())
         secret = _new_secret()
-        set_secret(row, secret, self._keys)
+        row = WebhookRow(id="whk_" + secrets.token_hex(6), project=project, url=wanted.url, events=list(wanted.events),
+                         secret_encrypted=self._keys.encrypt(secret), failures=0, disabled_reason=None,
+                         created_by=actor, created_at=self._clock())
         with self._database.writing() as session:
             session.add(row)
             record_change(session, self._scope, self._clock, "webhook.create", f"webhook/{row.id}", project)
@@ -113,7 +116,7 @@ class Webhooks:
         secret = _new_secret()
         with self._database.writing() as session:
             row = self._find(session, webhook_id)
-            set_secret(row, secret, self._keys)
+            row.secret_encrypted = self._keys.encrypt(secret)
             record_change(session, self._scope, self._clock, "webhook.rotate", f"webhook/{webhook_id}", row.project)
             return _render(row), secret
 
@@ -143,7 +146,7 @@ class Webhooks:
         this server cannot decrypt."""
         with self._database.writing() as session:
             hook = self._find(session, webhook_id)
-            secret_of(hook, self._keys)
+            _secret_of(hook, self._keys)
             row = _add(session, self._clock, hook, "ping", {})
             record_change(session, self._scope, self._clock, "webhook.ping", f"webhook/{webhook_id}", hook.project)
             session.flush()
@@ -165,8 +168,10 @@ class Webhooks:
         if attempt.unreadable is not None:
             self._settle(delivery_id, None, attempt.unreadable)
             return
-        timestamp = int(self._clock().timestamp())
-        headers = signed_headers(attempt.secret, attempt.id, attempt.event, timestamp, attempt.body)
+        sent_at = self._clock()
+        headers = {"Content-Type": "application/json", "User-Agent": "eyrie", "Eyrie-Event": attempt.event,
+                   "Webhook-Id": attempt.id, "Webhook-Timestamp": str(int(sent_at.timestamp())),
+                   "Webhook-Signature": Signer(attempt.secret).sign(attempt.id, sent_at, attempt.body.decode())}
         status, failed = None, None
         try:
             status = ssrf_safe_http.post(attempt.url, attempt.body, headers, allow_private=self._allow_private)
@@ -199,7 +204,7 @@ class Webhooks:
             row.next_at = now + timedelta(seconds=_ATTEMPT_TIMEOUT_S)
             body = row.body.encode()
             try:
-                return Attempt(row.id, row.event, hook.url, body, secret_of(hook, self._keys))
+                return Attempt(row.id, row.event, hook.url, body, _secret_of(hook, self._keys))
             except (SecretKeyMissing, SecretUnreadable) as error:
                 return Attempt(row.id, row.event, hook.url, body, "", f"{error.message}; {error.hint}")
 
@@ -232,8 +237,30 @@ class Webhooks:
         return row
 
 
+def encrypt_again(database: Database, keys: SecretKeys) -> None:
+    """Encrypt with the first key what another one has encrypted: the control plane does so at its start. Logs what it
+    cannot read."""
+    unreadable = []
+    with database.writing() as session:
+        for row in session.scalars(select(WebhookRow).with_for_update()):
+            if not keys.is_current(row.secret_encrypted):
+                try:
+                    row.secret_encrypted = keys.encrypt(_secret_of(row, keys))
+                except (SecretKeyMissing, SecretUnreadable) as error:
+                    unreadable.append(error)
+    if unreadable:
+        log.error("the secrets of %d webhooks cannot be decrypted, and nothing is delivered to them: %s",
+                  len(unreadable), unreadable[0])
+
+
+def _secret_of(row: WebhookRow, keys: SecretKeys) -> str:
+    """The secret in plain text. Raises SecretKeyMissing or SecretUnreadable."""
+    return keys.decrypt(row.secret_encrypted, f"webhook {row.id}", f"eyrie webhooks rotate {row.id}")
+
+
 def _new_secret() -> str:
-    return "whsec_" + secrets.token_urlsafe(32)
+    """32 random bytes in base64, of the alphabet with + and /, as the specification says."""
+    return "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
 def _render(row: WebhookRow) -> Webhook:

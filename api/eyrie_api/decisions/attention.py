@@ -24,9 +24,9 @@ from typing import Literal
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.attention import AttentionItem, AttentionKind, AttentionList
+from eyrie_api.v1alpha1.endpoints import EndpointTraffic, LiveDrift
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
-from eyrie_api.v1alpha1.traffic import EndpointTraffic, LiveDrift
 
 _PODS: Mapping[str, tuple[AttentionKind, str]] = {
     "WaitingForNodes": ("waiting-for-nodes", "waits for a node"),

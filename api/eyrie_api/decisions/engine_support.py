@@ -15,8 +15,7 @@ from typing import Literal
 from eyrie_api.decisions.capture_support import require_block_capture, require_capture
 from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from eyrie_api.artifacts.stage_manifests import StageManifest
+from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.decisions.hardware_choice import hardware_of
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.prove import ProveReport

@@ -37,7 +37,7 @@ from eyrie_api.decisions.sweep import Candidate, families_of
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import size
-from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES
+from eyrie_api.v1alpha1.capture import ID_AND_MASK_BYTES
 from eyrie_api.v1alpha1.data import FEW_ROWS
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec

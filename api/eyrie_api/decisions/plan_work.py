@@ -1,6 +1,6 @@
 """Rows, tokens and bytes of a job, and what training takes of a GPU, as its plan estimates them. Pure.
 
-A captured token stores `A` aux hidden states, an answer token also the final one, in a codec (`v1alpha1.codecs`):
+A captured token stores `A` aux hidden states, an answer token also the final one, in a codec (`v1alpha1.capture`):
 
     bytes = tokens * (A * state + 5) + answer tokens * final state,     state ~ H * bytes per value
 
@@ -25,7 +25,7 @@ from eyrie_api.decisions.row_draw import expected_union, quotas, shares
 from eyrie_api.decisions.sweep import Candidate, may_train_together
 from eyrie_api.decisions.training_cost import eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
-from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
+from eyrie_api.v1alpha1.capture import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.requests import PlacementRequest

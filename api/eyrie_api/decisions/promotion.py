@@ -470,14 +470,8 @@ def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,
 
 
 def _comparison(load: LoadReport, variant: str, baseline: str, users: int) -> LoadComparison | None:
-    return next(
-        (
-            one
-            for one in load.comparisons
-            if (one.variant, one.baseline, one.mode, one.level) == (variant, baseline, "closed", float(users))
-        ),
-        None,
-    )
+    return next((one for one in load.comparisons if (one.variant, one.baseline, one.mode, one.level)
+                 == (variant, baseline, "closed", float(users))), None)
 
 
 def _cell(load: LoadReport, variant: str, users: int) -> LoadCell | None:

@@ -1,6 +1,6 @@
 """Authentication of bearer tokens: the installation's token, an API key, or a token of the OIDC issuer; and of the
-console's cookies, which an API key or the installation's token is exchanged for (`access.sessions`), or which somebody
-gets who signs in at the issuer (`access.browser_sign_in`).
+console's cookies (`access.browser_sign_in`), which an API key or the installation's token is exchanged for, or which
+somebody gets who signs in at the issuer.
 
 Every request is authenticated, so the principal of a token is cached for `CACHED_S` seconds (by the token's SHA-256, in
 this process): a request costs one hash, and a revoked key is refused by every server within that time. Refused tokens
@@ -16,14 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from eyrie_api.access.browser_sign_in import USER_SESSION, BrowserSignIn
-from eyrie_api.access.keys import PREFIX, id_of, principal_of, verify_key
-from eyrie_api.access.oidc import Claims, Issuer
-from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, Principal
-from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.access.sessions import (
+from eyrie_api.access.browser_sign_in import (
     INSTALLATION_TOKEN,
     RECENT_S,
+    USER_SESSION,
+    BrowserSignIn,
     create_change_token,
     create_cookie,
     is_due,
@@ -31,10 +28,12 @@ from eyrie_api.access.sessions import (
     verify_change_token,
     verify_cookie,
 )
+from eyrie_api.access.keys import PREFIX, SecretKeys, id_of, principal_of, verify_key
+from eyrie_api.access.oidc import Claims, Issuer
+from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, Principal
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.api_keys import ApiKeys
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Action
@@ -83,9 +82,11 @@ class Authenticator:
         if cached is not None:
             return cached
         if token.startswith(PREFIX + "_"):
-            principal = self._by_key(token)
+            key_id = id_of(token)
+            principal = verify_key(token, self._keys.find(key_id), self._clock())
+            self._keys.used(key_id)
         elif self._issuer is not None and token.count(".") == 2:
-            principal = self._by_issuer(self._issuer, token)
+            principal = self._of_claims(self._issuer, self._issuer.verify(token))
         else:
             raise Unauthorized("this server requires a bearer token",
                                "send Authorization: Bearer <API key>, a token of the OIDC issuer where one is set, or "
@@ -190,15 +191,6 @@ class Authenticator:
                 self._principals.clear()
             self._principals[key] = (principal, self._elapsed() + CACHED_S)
 
-    def _by_key(self, token: str) -> Principal:
-        key_id = id_of(token)
-        principal = verify_key(token, self._keys.find(key_id), self._clock())
-        self._keys.used(key_id)
-        return principal
-
-    def _by_issuer(self, issuer: Issuer, token: str) -> Principal:
-        return self._of_claims(issuer, issuer.verify(token))
-
     def _of_claims(self, issuer: Issuer, claims: Claims) -> Principal:
         roles = self._projects.roles_of(issuer.url, claims.subject, claims.groups)
         if issuer.admin_group is not None and issuer.admin_group in claims.groups:
@@ -211,7 +203,6 @@ class Authenticator:
         return (found[0],) if found is not None and found[1] > self._elapsed() else None
 
     def limit(self, project: str) -> int | None:
-        """The project's requests per minute."""
         found = self._projects.requests_per_minute(project)
         self._limits[project] = (found, self._elapsed() + CACHED_S)
         return found
@@ -221,7 +212,6 @@ class Authenticator:
         return True if name in self._known_projects else None
 
     def has_project(self, name: str) -> bool:
-        """Whether there is such a project."""
         if name not in self._known_projects and self._projects.exists(name):
             self._known_projects.add(name)
         return name in self._known_projects

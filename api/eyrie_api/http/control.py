@@ -10,10 +10,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
-from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.database.api_keys import ApiKeys
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
@@ -21,9 +20,11 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, Projects
+from eyrie_api.database.quotas import WaitingObjects
 from eyrie_api.database.results import Results
 from eyrie_api.database.waiting import WaitingObjects
+from eyrie_api.database.stored_reports import StoredReports
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
@@ -75,7 +76,6 @@ class Control:
     def over(cls, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
              checks: Mapping[str, Callable[[], bool]] | None = None,
              queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
-        """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         keys = SecretKeys(settings.required_secret_keys())
         profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)

@@ -3,14 +3,12 @@
 A stream that queried its own rows would cost statements at every poll; five hundred of them keep a database and an API
 server busy without finding anything. Here one task per process polls and puts new events into the subscribers' queues.
 
-    scan     which jobs have events above the last id seen: a few index entries, whatever is subscribed
-    fetch    for those of them with subscribers: the events after the last one delivered, and whether the job has ended;
-             every `_FULL_FETCH_EVERY` polls for all jobs with subscribers, to find what a scan has missed
+Each poll asks for the newest event id of every job with subscribers (one index entry each), and fetches the events of
+those that have more than was delivered, and whether the job has ended.
 
-Race: event ids are not committed in their order. Those of one job are, because its writers are serialised by its row
-(`Jobs`). So a job's events are fetched from where its last fetch ended, and none is skipped. A late commit can only
-make a scan miss the job; therefore a scan reaches `_OVERLAP` ids back, and the full fetch finds what was committed
-later still. Subscribers compare ids, so that receiving an event twice has no effect.
+Event ids are not committed in their order, but those of one job are, because its writers are serialised by its row
+(`Jobs`). So a job's events are fetched from where its last fetch ended, and none is skipped. Subscribers compare ids,
+so that receiving an event twice has no effect.
 
 Race: a reader subscribes before it reads the events that exist, and then reports the last id it has (`begin`), so that
 events written in between are in its queue. While the database is unavailable nothing is delivered and nothing is lost.
@@ -33,12 +31,6 @@ from eyrie_api.database.tables import EventRow, JobRow
 from eyrie_api.v1alpha1.status import Event
 
 log = logging.getLogger(__name__)
-
-_OVERLAP = 200
-"""Ids that a scan reaches back: at 500 events a second, what transactions of less than 0.4 s have written."""
-
-_FULL_FETCH_EVERY = 20
-"""Polls."""
 
 _MAX_BATCH = 500
 """Jobs in one statement, and events of one job in one fetch."""
@@ -114,15 +106,10 @@ class EventFanout:
 
     async def _poll(self) -> None:
         """Poll for as long as there are subscribers."""
-        polls, top = 0, 0
         while self._jobs:
             try:
-                newest = await to_thread.run_sync(self._scan, top, limiter=self._limiter)
-                top = max(newest.values(), default=top)
                 delivered = {job_id: job.delivered_id for job_id, job in self._jobs.items()
                              if job.delivered_id is not None}
-                if polls % _FULL_FETCH_EVERY:
-                    delivered = {job_id: last for job_id, last in delivered.items() if newest.get(job_id, 0) > last}
                 pending = list(delivered)
                 for part in (pending[at:at + _MAX_BATCH] for at in range(0, len(pending), _MAX_BATCH)):
                     wanted = {job_id: delivered[job_id] for job_id in part}
@@ -130,7 +117,6 @@ class EventFanout:
             except SQLAlchemyError as error:
                 log.warning("the database is unavailable (%s): event streams wait", type(error).__name__)
                 await asyncio.sleep(_RETRY_S)
-            polls += 1
             await asyncio.sleep(self._poll_s)
 
     def _deliver(self, batches: Mapping[str, EventBatch]) -> None:
@@ -150,14 +136,6 @@ class EventFanout:
     def _newest_id(self, job_id: str) -> int:
         with self._database.reading() as session:
             return session.execute(select(func.max(EventRow.id)).where(EventRow.job_id == job_id)).scalar() or 0
-
-    def _scan(self, top: int) -> dict[str, int]:
-        """Job -> id of its newest event, of the jobs with events above `top - _OVERLAP`."""
-        with self._database.reading() as session:
-            if not top:
-                top = session.execute(select(func.max(EventRow.id))).scalar() or 0
-            newest = select(EventRow.job_id, func.max(EventRow.id)).where(EventRow.id > top - _OVERLAP)
-            return {row[0]: row[1] for row in session.execute(newest.group_by(EventRow.job_id))}
 
     def _fetch(self, delivered: Mapping[str, int]) -> dict[str, EventBatch]:
         """The batch of each job after the id delivered last. A job with nothing to report is left out."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, digest_file, write_atomically
+from eyrie_api.artifacts.directories import StageManifest, read_manifests
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.stage_manifests import StageManifest, read_manifests
 from eyrie_api.artifacts.storage_usage import files_in_home, files_in_store, read_in_home
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
@@ -60,11 +60,6 @@ class JobFiles:
                 if stored.key.endswith(f"/{MANIFEST}"):
                     self._download(stored.key)
         return read_manifests(self._settings.job_dir(job_id))
-
-    @property
-    def are_in_store(self) -> bool:
-        """Whether the work area is a store."""
-        return self._store is not None
 
     @property
     def have_directory(self) -> bool:

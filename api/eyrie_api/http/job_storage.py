@@ -17,11 +17,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
+
+from sqlalchemy import select
 
 from eyrie_api.access.scope import Scope
 from eyrie_api.artifacts.storage_usage import (
+    MAY_READ,
+    JobFacts,
     RemovalDecision,
     group_files,
+    named_by,
     plan_removal,
     reused_by,
     served_by,
@@ -30,12 +36,13 @@ from eyrie_api.artifacts.storage_usage import (
 from eyrie_api.clock import utc_now
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.job_owners import JobOwner, JobOwners
 from eyrie_api.database.rendering import decode_size_cursor, encode_size_cursor
+from eyrie_api.database.tables import JobRow, StageRow
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.full_disk import total_and_free_bytes
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.storage import JobStorage, ProjectStorage, StoragePage, StoredFiles
 
 log = logging.getLogger(__name__)
@@ -59,6 +66,48 @@ class JobFilesUnavailable(Permanent):
     http_status = 503
     exit_code = 69  # EX_UNAVAILABLE
     reason = "JobFilesUnavailable"
+
+
+@dataclass(frozen=True)
+class JobOwner:
+    """Whose a job is, and the facts that the decision depends on."""
+
+    name: str | None
+    project: str
+    facts: JobFacts
+
+
+class JobOwners:
+    """All jobs of one database; not filtered by a scope."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def read(self) -> tuple[dict[str, JobOwner], set[tuple[str, str]], list[str]]:
+        """Job id -> owner; (job, checkpoint) of what jobs may still read, as `storage_usage.read_by`; and the jobs that
+        may still copy states of others, as `storage_usage.that_have_not`."""
+        columns = select(JobRow.id, JobRow.name, JobRow.project, JobRow.phase, JobRow.status)
+        with self._database.reading() as session:
+            rows = session.execute(columns).all()
+            owners = {row.id: JobOwner(row.name, row.project, JobFacts(row.phase, _best(row.status))) for row in rows}
+            capturing = [row.id for row in rows if row.phase in MAY_READ and not _has(row.status, "Captured")]
+            specs = session.scalars(select(JobRow.spec).where(JobRow.phase.in_(sorted(MAY_READ))))
+            return owners, named_by(JobSpec.model_validate(spec) for spec in specs), capturing
+
+    def have_run(self) -> bool:
+        """Whether a stage of a job has begun, and files must be somewhere."""
+        query = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
+        with self._database.reading() as session:
+            return session.scalars(query).first() is not None
+
+
+def _has(status: dict[str, Any], condition: str) -> bool:
+    return any(one["type"] == condition and one["status"] == "True" for one in status.get("conditions", ()))
+
+
+def _best(status: dict[str, object]) -> str | None:
+    best = status.get("best")
+    return str(best["checkpoint"]) if isinstance(best, dict) and best.get("checkpoint") else None
 
 
 @dataclass(frozen=True)
@@ -88,7 +137,7 @@ class JobStorageMeter:
         """What `scope` sees of the latest measurement. Raises InvalidInput for an invalid cursor, StorageNotMeasured,
         JobFilesUnavailable, StoreUnavailable and StoreAccessDenied."""
         after = None if cursor is None else decode_size_cursor(cursor)
-        return page_of(self.latest(), scope, self._files.are_in_store, limit, after)
+        return page_of(self.latest(), scope, self._files.store is not None, limit, after)
 
     def latest(self) -> Measurement:
         """The latest measurement, or the error that ended it. Raises as `page`."""
@@ -118,7 +167,7 @@ class JobStorageMeter:
     def _measure(self) -> Measurement:
         files, owners, measured_at = self._files, JobOwners(self._database), utc_now()
         disk = None
-        if not files.are_in_store:
+        if files.store is None:
             if not files.have_directory and owners.have_run():
                 raise JobFilesUnavailable("jobs have run, and the server has no directory `jobs` in its EYRIE_HOME",
                                           "mount the volume with the files there, or restore it from a backup")

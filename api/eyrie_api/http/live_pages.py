@@ -206,7 +206,6 @@ class LivePages:
             await asyncio.sleep(_POLL_S)
 
     async def _refresh(self, key: PageKey, page: _OpenPage, version: object) -> None:
-        """Render the page if that is due."""
         age = time.monotonic() - page.rendered_at
         stale_s = _REFRESH_S[key.job_id is not None and not page.is_broken]
         if is_due(version != page.version, age, stale_s, page.took_s):

@@ -8,7 +8,7 @@ Plain ASGI, because a streamed body has to be counted as it arrives and a live s
   page's proof in a header, both from this origin alone, so that no other web page can change anything by it; a browser
   without a cookie gets the page that asks for a key. What gives access that outlasts a session (`_RECENT_VERBS`) takes
   a recent sign-in.
-- Without a token (loopback) requests of web pages are refused (`eyrie_api.request_origin`): by Host, Origin and
+- Without a token (loopback) requests of web pages are refused (`eyrie_api.web_server`): by Host, Origin and
   Sec-Fetch-Site. A body must be declared as JSON everywhere.
 - A caller or project over its rate limit gets 429 with Retry-After.
 - A body over the limit is refused by its Content-Length, or at the byte that exceeds the limit.
@@ -37,10 +37,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
 
+from eyrie_api.access.browser_sign_in import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.database.audit import Audit
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, TooLarge, Unauthorized
 from eyrie_api.http.authentication import LOCAL, Authenticator
@@ -184,7 +184,8 @@ class AccessMiddleware:
         asks = isinstance(error, Unauthorized) and pages.is_asked_for(request["method"], Headers(scope=request),
                                                                      request["path"])
         if asks:
-            return self._sign_in_page(request)
+            sign_in = self._authenticator.sign_in
+            return pages.sign_in_page(None if sign_in is None else sign_in.issuer.url, request["path"])
         return pages.for_a_browser(HttpRequest(request), refuse(error, request["path"]))
 
     async def _caller(self, request: Request) -> Principal:
@@ -219,10 +220,6 @@ class AccessMiddleware:
         if cookie and _verb(request) in _RECENT_VERBS and not self._authenticator.signed_in_recently(cookie):
             raise Unauthorized(f"{_verb(request)} takes a sign-in within the last {RECENT_S // 60} minutes",
                                "sign out, sign in again, and repeat it")
-
-    def _sign_in_page(self, request: Request) -> Response:
-        sign_in = self._authenticator.sign_in
-        return pages.sign_in_page(None if sign_in is None else sign_in.issuer.url, request["path"])
 
     def _session(self, request: Request) -> str:
         """The console's cookie, where it is accepted."""

@@ -53,7 +53,6 @@ def title_of(reason: str) -> str:
 
 
 def problem_of(error: EyrieError, instance: str | None = None) -> Problem:
-    """The problem document of an error."""
     return Problem(type=TYPE_PREFIX + error.reason, title=title_of(error.reason), status=error.http_status,
                    detail=error.message, hint=error.hint, instance=instance)
 
@@ -66,16 +65,12 @@ def respond(problem: Problem, headers: dict[str, str] | None = None) -> Response
 
 def refuse(error: EyrieError, path: str) -> Response:
     """The response to a request on `path` that failed with `error`."""
-    return respond(problem_of(error, path), _headers_of(error))
-
-
-def _headers_of(error: EyrieError) -> dict[str, str] | None:
-    """Headers that some errors require."""
+    headers: dict[str, str] = {}
     if isinstance(error, Transient):
-        return {"Retry-After": str(math.ceil(error.after_s))}
-    if isinstance(error, Unauthorized):
-        return {"WWW-Authenticate": 'Bearer realm="eyrie"'}
-    return None
+        headers["Retry-After"] = str(math.ceil(error.after_s))
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = 'Bearer realm="eyrie"'
+    return respond(problem_of(error, path), headers)
 
 
 def install(app: FastAPI, page_of: Callable[[Request, Response], Response]) -> None:
@@ -136,19 +131,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return refuse(NotFound(f"no such route: {path}", "/docs lists the routes"), path)
     if error.status_code == 405:
-        allowed = ", ".join(_allowed(request))
+        # Of all routes on this path; the framework reports the methods of the first one only.
+        routes: list[Route] = request.app.state.routes
+        on_path = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+        allowed = ", ".join(sorted({method for route in on_path for method in route.methods or ()}))
         return respond(problem_of(MethodNotAllowed(f"{method} is not allowed on {path}", f"allowed: {allowed}"), path),
                        {"Allow": allowed})
     problem = Problem(type=TYPE_PREFIX + "HttpError", title="HTTP error", status=error.status_code,
                       detail=str(error.detail), hint="/docs lists the routes", instance=path)
     return respond(problem, headers)
-
-
-def _allowed(request: Request) -> list[str]:
-    """Methods of all routes on this path; the framework reports those of the first one only."""
-    routes: list[Route] = request.app.state.routes
-    on_path = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in on_path for method in route.methods or ()})
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
@@ -200,12 +191,8 @@ def _shown(value: Any) -> Any:
         return value
     if isinstance(value, int | float) and abs(value) < 2**63:
         return value
-    text = value if isinstance(value, str) else _as_json(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def _as_json(value: Any) -> str:
     try:
-        return json.dumps(value, default=str)
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
     except (ValueError, RecursionError):
-        return type(value).__name__
+        text = type(value).__name__
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

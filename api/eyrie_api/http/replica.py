@@ -16,17 +16,16 @@ from collections.abc import Callable
 import uvicorn
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from eyrie_api.access.secret_keys import SecretKeys
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.chores.worker import Ticker
-from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import SchemaState, schema_state, upgrade
-from eyrie_api.database.webhook_secrets import encrypt_stored
+from eyrie_api.database.webhooks import encrypt_again
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.short_waits import prefer_short_waits
+from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def serve(settings: Settings) -> None:
                            "set EYRIE_BROKER_URL to a Redis, or run `eyrie up`, which does its own chores")
     raise_descriptor_limit()
     database = Database(settings.resolved_database_url)
-    encrypt_stored(database, SecretKeys(settings.required_secret_keys()))
+    encrypt_again(database, SecretKeys(settings.required_secret_keys()))
     celery = make_celery(settings, _taken_elsewhere, reconcile_endpoint=_taken_elsewhere, database=database)
     ticker = Ticker(settings, celery)
     app = create_app(settings, database=database, wake=ticker.wake, checks={"the ticker": lambda: ticker.is_running},

@@ -16,9 +16,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from eyrie_api.data_files import S3, is_remote
-from eyrie_api.egress.ssrf_safe_http import is_allowed
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
+from eyrie_api.ssrf_safe_http import is_allowed
 from eyrie_api.v1alpha1.job import JobSpec
 
 _SYSTEM = tuple(Path(path) for path in ("/proc", "/sys", "/dev", "/etc", "/run", "/var/run", "/root"))

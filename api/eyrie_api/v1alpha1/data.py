@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from eyrie_api.v1alpha1.model import Frozen, Name, Probability, depends, later
+from eyrie_api.v1alpha1.model import Frozen, Name, Probability, depends
 
 SourceMix = dict[Name, Annotated[float, Field(ge=0.0, le=1e6)]]
 """Share of each source by its name, relative to the others; a source that is not named has none."""
@@ -48,7 +48,7 @@ class DataSource(Frozen):
     pattern (`chats/*.jsonl.gz`); the same in a bucket (`s3://bucket/chats/*.parquet`), a file of a web server
     (`https://...`); a Hub data set id, or `quickstart` for locally generated conversations."""
 
-    name: Name | None = later(None, 1)
+    name: Name | None = None
     """What `data.mix` calls it. Default: the last part of the path without wildcards and suffix, in lower case
     (`s3://bucket/chats/*.jsonl.gz`: `chats`), numbered where another source has that name (`chats-2`)."""
 
@@ -84,12 +84,12 @@ class DataSpec(Frozen):
     sources: tuple[DataSource, ...] = Field(min_length=1, max_length=64)
     """Where conversations come from; their weights are their shares of what is drawn, answered and captured."""
 
-    answered: bool = later(False, 1)
+    answered: bool = False
     """The answers of the data are used as they are, and nothing is generated: for data that the target has answered
     already, such as recorded traffic. A drafter learns the text it is trained on, so answers of another model lower
     tau. Answers end at `regenerate.max_new_tokens`; a row without one is quarantined."""
 
-    mix: SourceMix | None = later(None, 1)
+    mix: SourceMix | None = None
     """Shares of the captured rows that are trained on, by source: `{chats: 3, tools: 1}`. As many rows as the sources
     have in these shares; without it, all rows. As an axis of a sweep (`data.mix`), every candidate trains on the same
     number of rows. A row is an answered conversation; with `turns: all`, an answered turn."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.model import Frozen, Interval, Name, later
+from eyrie_api.v1alpha1.model import Frozen, Interval, Name
 from eyrie_api.v1alpha1.requests import PlacementRequest
 
 HardwareVariant = Literal["off", "drafted"]
@@ -112,10 +112,10 @@ class HardwareChoice(Frozen):
     """The cheapest per token; None when no variant is fast enough."""
 
     variant: HardwareVariant | None
-    money_ratio: float | None = later(None, 4)
+    money_ratio: float | None = None
     """Money per token over that of the baseline: off on the first profile."""
 
-    money_interval: Interval | None = later(None, 4)
+    money_interval: Interval | None = None
     """Of the ratio, 95 %."""
 
     indistinguishable: tuple[str, ...] = ()

@@ -9,18 +9,17 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS, sglang_families
-from eyrie_api.v1alpha1.model import Frozen, Name, later
+from eyrie_api.v1alpha1.model import Frozen, Name
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_api.v1alpha1.targets import JobTarget, TargetSpec, resolve_dtype
@@ -41,7 +40,7 @@ class JobSpec(Frozen):
     `capture.source`."""
 
     regenerate: RegenerateSpec = RegenerateSpec()
-    reuse: Literal["auto", "never"] = later("auto", 2)
+    reuse: Literal["auto", "never"] = "auto"
     """`auto`: answers that earlier jobs of the project have generated for the same prompts, by the same target with the
     same sampling and seed, are taken over, and so are hidden states of the same rows. `never`: every answer is
     generated and every state computed."""

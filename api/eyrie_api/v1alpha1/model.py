@@ -1,13 +1,6 @@
-"""The one base of every contract model: frozen, closed, documented field by field.
-
-A contract grows by optional fields (`later`) whose default means what versions without the field do. JSON leaves out
-such a field where it has its default. So a version without it reads what this one writes, as long as nobody uses the
-field, and the digest of a value does not change when its class gets one: a job that runs while Eyrie is upgraded, or
-taken back to the version before, keeps its finished stages.
-"""
+"""The one base of every contract model: frozen, closed, documented field by field."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
@@ -65,32 +58,6 @@ class FromVariables(Frozen):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler(source)
-
-
-@dataclass(frozen=True)
-class IsDefault:
-    """`exclude_if` of a field that was added later."""
-
-    default: object
-    since: int
-
-    def __call__(self, value: object) -> bool:
-        """Whether the field has its default."""
-        return value == self.default
-
-
-LATEST = 6
-"""The number of the latest addition."""
-
-
-def later(default: Any, since: int, **bounds: Any) -> Any:
-    """`Field(default, **bounds)` of a field that earlier versions do not have.
-
-    since   the number of the addition, 1 to LATEST. Versions before this mechanism wrote all fields that they had, so
-            the digest that one of them computed is that of the fields up to its own number
-            (`artifacts.is_digest_of`).
-    """
-    return Field(default, exclude_if=IsDefault(default, since), **bounds)
 
 
 DEPENDS = "x-eyrie-depends"

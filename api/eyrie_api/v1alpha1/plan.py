@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.model import Frozen, Interval, later
+from eyrie_api.v1alpha1.model import Frozen, Interval
 
 
 class Assumption(Frozen):
@@ -40,7 +40,7 @@ class StagePlan(Frozen):
     """One stage's share."""
 
     stage: str
-    key: str = later("", 4)
+    key: str = ""
     """Of a profile of `prove.hardware`, its name: it has a row of its own."""
 
     tokens: int = Field(ge=0)
@@ -64,7 +64,7 @@ class StagePlan(Frozen):
     bound_by: Literal["", "compute", "memory bandwidth", "storage"] = ""
     """What the hours are limited by; empty on CPUs."""
 
-    store: StoreUse | None = later(None, 4)
+    store: StoreUse | None = None
     """None where files are exchanged on one machine or a volume."""
 
     @property
@@ -163,11 +163,11 @@ class Plan(Frozen):
     notes: tuple[str, ...] = ()
     """On each family of drafters that the job trains: what it suits and what it costs."""
 
-    candidate_rows: dict[str, dict[str, int]] = later({}, 1)
+    candidate_rows: dict[str, dict[str, int]] = {}
     """With `data.mix`: about how many rows of each source every candidate trains on, by candidate and source. All
     candidates have the same number of rows in total; a few of the captured rows are kept for evaluation."""
 
-    present: Present | None = later(None, 4)
+    present: Present | None = None
     """None: no earlier job has answers of this one."""
 
     bottleneck: str = ""
@@ -177,11 +177,11 @@ class Plan(Frozen):
     total_cost: float | None = None
     """Of all stages on GPUs; None where one has no price."""
 
-    total_store_cost: float | None = later(None, 4)
+    total_store_cost: float | None = None
     """Of all stages together, beside `total_cost`; None where the store's prices are not known."""
 
-    total_store_cost_range: Interval | None = later(None, 4)
-    store_month_cost: float | None = later(None, 4)
+    total_store_cost_range: Interval | None = None
+    store_month_cost: float | None = None
     """What the files cost for each month that they stay after the job. Most of it are hidden states, which `eyrie
     storage --clean` removes."""
 

@@ -9,11 +9,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.hardware import HardwareSpec
 from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.model import Frozen, Interval, later
+from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment
 from eyrie_api.v1alpha1.tuning import DrafterUse
 
@@ -104,7 +103,7 @@ class ProveSpec(Frozen):
     system_prompt: str = Field("You answer briefly and to the point.", max_length=65_536)
     """Another system prompt, with which the speed-up is measured again; empty skips that measurement."""
 
-    hardware: HardwareSpec | None = later(None, 4)
+    hardware: HardwareSpec | None = None
     """After the proof, measure the drafter and no drafter on several kinds of hardware: tokens per second for one user
     and for each GPU, time to first token, and money per million tokens at each load. The job ends when they are
     measured."""

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 
 
 class RegenerateSpec(Frozen):

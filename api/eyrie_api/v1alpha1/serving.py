@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.model import Frozen, Name, Probability, later
+from eyrie_api.v1alpha1.model import Frozen, Name, Probability
 from eyrie_api.v1alpha1.requests import PlacementRequest
 
 
@@ -40,13 +40,13 @@ class ServeSpec(Frozen):
     Privacy: the messages are written unencrypted to `traffic.jsonl` in the endpoint's directory, readable by the
     process's user only (mode 0600), never sent elsewhere, and replaced by newer ones. Inform your users."""
 
-    record_share: float = later(1.0, 1, gt=0.0, le=1.0)
+    record_share: float = Field(1.0, gt=0.0, le=1.0)
     """Share of the chat requests that are recorded, drawn at random."""
 
-    record_consented_only: bool = later(False, 1)
+    record_consented_only: bool = False
     """Record only requests with the header `Eyrie-Record: yes`."""
 
-    record_days: float = later(30.0, 1, gt=0.0, le=3650.0)
+    record_days: float = Field(30.0, gt=0.0, le=3650.0)
     """Recorded messages are deleted after this long, copies for retraining included."""
 
     replicas: int | None = Field(None, ge=1, le=1000)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
@@ -17,7 +17,7 @@ from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement, PlacedProfile
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_api.v1alpha1.model import Digest, Frozen, later
+from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import (
@@ -27,7 +27,6 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, TuneSpec
@@ -50,7 +49,7 @@ class RegenerateStage(Frozen):
     exclude_prompts: tuple[str, ...] = ()
     """Suite files or names whose prompts must not be trained on (same paths as `SuiteSpec.path`)."""
 
-    reuse: tuple[str, ...] = later((), 2)
+    reuse: tuple[str, ...] = ()
     """Output directories of regenerate of earlier jobs, in order of preference: their answers are taken over where they
     are what would be generated. One that is missing, damaged or of another target is left out."""
 
@@ -77,7 +76,7 @@ class CaptureStage(Frozen):
     aux_layers: tuple[int, ...] = ()
     """Layers that candidates name themselves (`drafter.aux_layers`), stored beside those."""
 
-    reuse: tuple[str, ...] = later((), 3)
+    reuse: tuple[str, ...] = ()
     """Output directories of capture of earlier jobs, in order of preference: the states of rows with the same tokens
     are copied from there where they are stored in the same format. One that is missing or damaged is left out."""
 
@@ -115,7 +114,7 @@ class TrainStage(Frozen):
     store_dir: str
     """Output directory of capture."""
 
-    rows: RowDraw | None = later(None, 1)
+    rows: RowDraw | None = None
     """Which rows of the store; None: all."""
 
 

@@ -8,11 +8,10 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.hardware import HardwareReport
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Frozen, later
+from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
@@ -281,13 +280,13 @@ class JobReport(Frozen):
     benchmark: tuple[BenchmarkReport, ...] = ()
     tune: TuneReport | None = None
     prove: ProveReport | None = None
-    hardware: HardwareReport | None = later(None, 4)
+    hardware: HardwareReport | None = None
     """Of a job with `prove.hardware`: the profiles that are measured so far."""
 
     leaderboard: tuple[LeaderboardEntry, ...] = ()
     decision: PromotionDecision | None = None
     endpoint: str | None = None
-    devices_per_server: int = later(1, 5)
+    devices_per_server: int = 1
     """GPUs of one server of `prove` (`engine.tp_size`); 1 where it computes on the CPU."""
 
 

@@ -16,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.artifacts import write_atomically
-from eyrie_api.artifacts.stage_manifests import read_manifests
+from eyrie_api.artifacts.directories import read_manifests
 from eyrie_api.cli import chat
 from eyrie_api.cli.plots import figures_of_job, write_figures
-from eyrie_api.cli.running_plane import running_plane
-from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import times
+from eyrie_api.cli.verbs import Screen, running_plane
 from eyrie_api.cli.watch import verdict, watch
 from eyrie_api.client import Client
 from eyrie_api.decisions.promotion import summarize_decision
@@ -31,15 +30,13 @@ from eyrie_api.quantities import duration
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import EngineKind, EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind, EngineSpec, SamplingSpec
 from eyrie_api.v1alpha1.figures import Figure
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec

@@ -1,6 +1,6 @@
 """A control plane in the background of this machine: lock its home, start and stop it.
 
-It is found by its lock on `<home>/plane.json` (`eyrie_api.cli.running_plane`).
+It is found by its lock on `<home>/plane.json` (`eyrie_api.cli.verbs`).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from eyrie_api.cli.running_plane import PLANE_FILE, Plane, running_plane
+from eyrie_api.cli.verbs import PLANE_FILE, Plane, running_plane
 from eyrie_api.errors import Conflict, Permanent, PortInUse
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings

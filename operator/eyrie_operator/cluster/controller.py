@@ -30,10 +30,9 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency, Once, Replay, RequestInFlight
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached
-from eyrie_api.database.waiting import WaitingObjects
+from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached, WaitingObjects
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy
@@ -285,8 +284,6 @@ class Controller:
             self.queue.forget(key)
         except NotLeader:
             log.info("%s %s/%s: this operator no longer leads", *key)
-        except RequestInFlight:  # race: another operator submits it, or died meanwhile; its claim expires in a minute
-            self.queue.add_after(key, STOPPING_CHECK_S)
         except ClusterConflict as conflict:
             # Race: the object changed after it was cached. The event of that change is expected; if it is lost, the
             # delayed retry reads the change.
@@ -385,7 +382,7 @@ class Controller:
         return JobHistory(waiting=waiting)
 
     def _submitted_as(self, uid: str) -> str | None:
-        """The job that was submitted for the object; None when there was none. Raises RequestInFlight."""
+        """The job that was submitted for the object; None when there was none."""
         replay = self._idempotency.find(Once(uid, _ROUTE, uid))
         return None if replay is None else str(replay.response["id"])
 
@@ -470,9 +467,10 @@ class Controller:
 
     def _submit(self, action: act.CreateJob, resource: JobResource) -> act.Actions:
         """Submit once per uid; returns the actions that report a rejection, if any."""
-        claimed = self._idempotency.claim(action.key, _ROUTE, action.key)
-        if isinstance(claimed, Replay):
-            job_id = self._job_of[action.key] = str(claimed.response["id"])
+        once = Once(action.key, _ROUTE, action.key)
+        earlier = self._idempotency.find(once)
+        if earlier is not None:
+            job_id = self._job_of[action.key] = str(earlier.response["id"])
             try:
                 self._jobs.get(job_id)
             except NotFound:
@@ -486,18 +484,17 @@ class Controller:
             spec_policy.check(spec, self._settings, self._belongs_to(project))
             spec = with_drafters_of_jobs(spec, Jobs(self._database, scope=_viewer_of(project)).get, self._settings.home)
             checked = preflight.check(spec, self._settings)
-            self._job_of[action.key] = self._jobs.submit(
-                checked.spec, claimed, project, demand_of(checked.spec, self._profile),
-                None if resource.spec is None else resource.spec.job, checked.planned).id
+            job = self._jobs.submit_once(
+                checked.spec, once, project, demand_of(checked.spec, self._profile),
+                None if resource.spec is None else resource.spec.job, checked.planned)
+            self._job_of[action.key] = str(job.response["id"]) if isinstance(job, Replay) else job.id
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
-            self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)
             return (*self._wait(resource.identity, project, full), *refused)
-        except BaseException as error:
-            self._idempotency.release(claimed)
-            if isinstance(error, EyrieError) and not isinstance(error, Transient):
-                return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
+        except Transient:
             raise
+        except EyrieError as error:
+            return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
         return ()
 
     def _wait(self, identity: Identity, project: str, full: QuotaReached) -> act.Actions:

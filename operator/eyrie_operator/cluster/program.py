@@ -24,7 +24,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from eyrie_api import connection_limits
+from eyrie_api import web_server
 from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -195,7 +195,7 @@ def serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[int
     """Serve these pages in threads of their own. A connection that sends nothing for as long as a header may take is
     closed."""
     class Probe(BaseHTTPRequestHandler):
-        timeout = connection_limits.HEADER_S
+        timeout = web_server.HEADER_S
 
         def do_GET(self) -> None:
             answer = answers.get(self.path.partition("?")[0])

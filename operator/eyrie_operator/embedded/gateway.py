@@ -20,7 +20,7 @@ While one engine is replaced by another that does not fit next to it (`RouteReco
 one, at most `HOLD_S` each and `_MOST_HELD` at once. Others get the 503, whose Retry-After tells clients to try again.
 
 Requests of web pages with another origin are refused, bodies that are not declared as JSON
-(`eyrie_api.request_origin`), and those with values that the embedded engine refuses (`read_object`): SGLang answers
+(`eyrie_api.web_server`), and those with values that the embedded engine refuses (`read_object`): SGLang answers
 some of them with 500, which would count against a canary. Only the paths of inference, health and metrics are forwarded
 (`is_inference`): engines have others that change weights or stop the server.
 
@@ -49,12 +49,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as PathRoute
 
 from eyrie_api.artifacts import write_sealed
-from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
-from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse, report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
-from eyrie_api.short_waits import prefer_short_waits
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 from eyrie_operator.embedded.routing import (
     COUNTERS_PATH,
     ROUTE_FILE,

@@ -50,9 +50,8 @@ from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import IsDefault
 from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry, TuneReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import Job, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -184,7 +183,7 @@ class Driver:
             delete_requested=intent.delete_requested, has_capacity=self._has_capacity(job),
             run=run, stages=tuple(observe_stages(job, job_dir)),
             waiting_pods=tuple(one for one in self._jobs.waiting_pods(job.id) if one.run_id == run.run_id),
-            decision=outcome.decision if outcome else None, best=as_stored(best[0]) if best else None,
+            decision=outcome.decision if outcome else None, best=best[0] if best else None,
             serving=self._observe_serving(outcome))
 
     def _has_capacity(self, job: Job) -> bool:
@@ -349,9 +348,3 @@ class Driver:
         """Stop every run; the next control plane resumes them. Their jobs keep their state."""
         for job_id in self._jobs.live():
             self._runner.pause(job_id)
-
-
-def as_stored(best: LeaderboardEntry) -> LeaderboardEntry:
-    """Without the fields that were added later: a version before these could not read a stored status that has them."""
-    return best.model_copy(update={name: field.exclude_if.default for name, field in type(best).model_fields.items()
-                                   if isinstance(field.exclude_if, IsDefault)})

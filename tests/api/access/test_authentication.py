@@ -13,11 +13,10 @@ from sqlalchemy.exc import DatabaseError
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.database.api_keys import USED_EVERY_S, ApiKeys, KeyRequest
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import USED_EVERY_S, ApiKeys, KeyRequest, Projects
 from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
 from eyrie_api.http.authentication import CACHED_S, LOCAL, Authenticator

@@ -10,16 +10,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from eyrie_api.access.browser_sign_in import (
+    CHANGE_HEADER,
+    COOKIE,
     PENDING_COOKIE,
     PENDING_S,
+    RECENT_S,
     SESSION_S,
     USER_SESSION,
     BrowserSignIn,
     local_path,
 )
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.oidc import Claims, Issuer
-from eyrie_api.access.secret_keys import SecretKeys
-from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.http.server import create_app

@@ -12,25 +12,20 @@ from typing import Any
 import pytest
 from cryptography.fernet import Fernet
 from fastapi.testclient import TestClient
-from sqlalchemy import make_url, text
+from sqlalchemy import make_url
 
-from eyrie_api.access.secret_keys import NEW_KEY, SecretKeyMissing, SecretKeys, SecretUnreadable
+from eyrie_api.access.keys import NEW_KEY, SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.database.engine import Database
-from eyrie_api.database.migrations import downgrade, upgrade
-from eyrie_api.database.tables import WebhookRow
-from eyrie_api.database.webhook_secrets import encrypt_stored
-from eyrie_api.database.webhooks import BACKOFF_S, Webhooks, announce
-from eyrie_api.egress.webhook_signatures import is_genuine
+from eyrie_api.database.webhooks import BACKOFF_S, Webhooks, announce, encrypt_again
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateWebhook
-from tests.api.access.receiver import Receiver, receiving
-from tests.api.samples import NOW, ManualClock
+from tests.api.access.receiver import Receiver, is_genuine, receiving
+from tests.api.samples import ManualClock
 from tests.servers.postgres import program
 
 OLD, NEW = Fernet.generate_key().decode(), Fernet.generate_key().decode()
-PLAIN = "whsec_of-a-row-that-an-older-version-has-written-1"
 
 
 @pytest.fixture
@@ -62,13 +57,6 @@ def stored_bytes(database: Database, settings: Settings, directory: Path) -> byt
     return dump.read_bytes()
 
 
-def add_plain_row(database: Database, receiver: Receiver) -> str:
-    with database.writing() as session:
-        session.add(WebhookRow(id="whk_old", project="default", url=receiver.url, events=["job.failed"], secret=PLAIN,
-                               failures=0, disabled_reason=None, created_by="someone", created_at=NOW))
-    return "whk_old"
-
-
 def test_neither_the_database_nor_a_dump_contains_a_webhooks_secret(
         database: Database, settings: Settings, clock: ManualClock, receiver: Receiver, tmp_path: Path) -> None:
     webhooks = webhooks_with(database, clock, NEW)
@@ -81,56 +69,10 @@ def test_neither_the_database_nor_a_dump_contains_a_webhooks_secret(
     assert [one for one in (first, second, NEW) if one.encode() in found] == []
 
 
-def test_a_secret_of_an_older_version_is_used_as_it_is_until_there_is_a_key_and_then_encrypted(
-        database: Database, settings: Settings, clock: ManualClock, receiver: Receiver, tmp_path: Path,
-        caplog: pytest.LogCaptureFixture) -> None:
-    hook = add_plain_row(database, receiver)
-    encrypt_stored(database, SecretKeys())
-    assert "1 webhooks are stored in plain text" in caplog.text
-    assert delivered_with(webhooks_with(database, clock), hook, receiver, clock, PLAIN)
-    assert PLAIN.encode() in stored_bytes(database, settings, tmp_path)
-    for _ in range(2):
-        encrypt_stored(database, SecretKeys([NEW]))
-    assert delivered_with(webhooks_with(database, clock, NEW), hook, receiver, clock, PLAIN)
-    assert PLAIN.encode() not in stored_bytes(database, settings, tmp_path)
-    assert PLAIN not in caplog.text
-
-
-def test_the_migration_keeps_webhooks_with_their_secrets_and_deliveries(
-        database: Database, clock: ManualClock, receiver: Receiver) -> None:
-    hook = add_plain_row(database, receiver)
-    webhooks_with(database, clock).ping(hook)
-    downgrade(database, "v0004")
-    with database.reading() as session:
-        assert session.execute(text("SELECT secret FROM webhooks")).scalars().all() == [PLAIN]
-    upgrade(database)
-    webhooks = webhooks_with(database, clock)
-    assert len(webhooks.deliveries(hook)) == 1
-    assert delivered_with(webhooks, hook, receiver, clock, PLAIN)
-
-
-def test_older_tables_get_only_the_webhooks_whose_secret_they_can_hold(
-        database: Database, clock: ManualClock, receiver: Receiver) -> None:
-    hook = add_plain_row(database, receiver)
-    encrypted, _secret = webhooks_with(database, clock, NEW).create(CreateWebhook(url=receiver.url))
-    downgrade(database, "v0004")
-    with database.reading() as session:
-        left = session.execute(text("SELECT id FROM webhooks")).scalars().all()
-    assert (hook in left, encrypted.id in left) == (True, False)
-    upgrade(database)
-
-
-def test_an_older_program_finds_no_secret_to_sign_with_in_an_encrypted_row(
-        database: Database, clock: ManualClock, receiver: Receiver) -> None:
-    webhooks_with(database, clock, NEW).create(CreateWebhook(url=receiver.url))
-    with database.reading() as session:
-        assert session.execute(text("SELECT secret FROM webhooks")).scalars().all() == [None]
-
-
 def test_keys_are_rotated_without_a_failed_delivery(database: Database, clock: ManualClock, receiver: Receiver) -> None:
     hook, secret = webhooks_with(database, clock, OLD).create(CreateWebhook(url=receiver.url))
     for keys in ((OLD, NEW), (NEW, OLD), (NEW,)):
-        encrypt_stored(database, SecretKeys(keys))
+        encrypt_again(database, SecretKeys(keys))
         assert delivered_with(webhooks_with(database, clock, *keys), hook.id, receiver, clock, secret), keys
     with pytest.raises(SecretUnreadable):
         webhooks_with(database, clock, OLD).ping(hook.id)
@@ -142,7 +84,7 @@ def test_with_a_wrong_or_lost_key_nothing_is_sent_and_the_error_names_the_remedy
         error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     right, wrong = webhooks_with(database, clock, OLD), webhooks_with(database, clock, *keys)
     hook, secret = right.create(CreateWebhook(url=receiver.url, events=("job.failed",)))
-    encrypt_stored(database, SecretKeys(keys))
+    encrypt_again(database, SecretKeys(keys))
     assert f"eyrie webhooks rotate {hook.id}" in caplog.text
     with pytest.raises(error, match=f"eyrie webhooks rotate {hook.id}") as refused:
         wrong.ping(hook.id)
@@ -234,22 +176,3 @@ def test_what_is_not_a_key_is_refused_without_being_repeated(tmp_path: Path) -> 
         Settings(home=tmp_path).required_secret_keys()
     assert "damaged" not in str(refused.value)
     assert NEW not in repr(Settings(secret_key=NEW))
-
-
-def test_a_reader_that_keeps_old_pages_of_the_file_does_not_prevent_encryption_and_is_reported(
-        database: Database, settings: Settings, receiver: Receiver, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture) -> None:
-    if not database.is_sqlite:
-        pytest.skip("PostgreSQL reclaims old rows by itself")
-    hook = add_plain_row(database, receiver)
-    monkeypatch.setattr("eyrie_api.database.engine.BUSY_TIMEOUT_MS", 20)
-    other = Database(settings.resolved_database_url)
-    with database.reading() as session:
-        session.execute(text("SELECT * FROM webhooks"))
-        encrypt_stored(other, SecretKeys([NEW]))
-    assert "run VACUUM" in caplog.text
-    with other.reading() as session:
-        row = session.get(WebhookRow, hook)
-        assert row is not None
-        assert row.secret is None
-    other.close()

@@ -8,12 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from eyrie_api.access.browser_sign_in import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.access.scope import Scope
-from eyrie_api.access.sessions import CHANGE_HEADER, COOKIE, RECENT_S
-from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import Projects
+from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings

@@ -12,8 +12,7 @@ import pytest
 from botocore.config import Config
 
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import MIN_PART_BYTES, StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import MIN_PART_BYTES, ArtifactStore, StoreOptions
 from tests.servers.s3 import S3Server
 
 

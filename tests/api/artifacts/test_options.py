@@ -6,8 +6,8 @@ import pytest
 
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.s3 import S3Store
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
 

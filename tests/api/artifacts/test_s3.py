@@ -11,9 +11,8 @@ import pytest
 
 from eyrie_api.artifacts import digest_bytes, digest_file
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import MIN_PART_BYTES, StoreOptions
 from eyrie_api.artifacts.s3 import DIGEST
-from eyrie_api.artifacts.store import StoreAccessDenied, StoreUnavailable
+from eyrie_api.artifacts.store import MIN_PART_BYTES, StoreAccessDenied, StoreOptions, StoreUnavailable
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
 from tests.api.artifacts.conftest import Bucket, make_bucket
 from tests.servers.cutting import Relay, relaying
@@ -66,7 +65,7 @@ def test_an_upload_survives_broken_connections(bucket: Bucket, a_file: MakeFile)
 UPLOADING = """
 import sys
 from pathlib import Path
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.open_store import open_store
 open_store(sys.argv[1], StoreOptions.model_validate_json(sys.argv[2])).upload("a.bin", Path(sys.argv[3]))
 """

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_bytes, digest_file
-from eyrie_api.artifacts.options import MIN_PART_BYTES
-from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore, StoredObject, checked_key
+from eyrie_api.artifacts.store import MIN_PART_BYTES, AlreadyWritten, ArtifactStore, StoredObject, checked_key
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
 
 MakeFile = Callable[..., Path]

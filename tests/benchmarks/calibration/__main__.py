@@ -8,7 +8,7 @@ import torch
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.measurement.tuner.draft_replay import whole_tree

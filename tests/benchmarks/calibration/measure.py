@@ -32,10 +32,9 @@ from pathlib import Path
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import Environment
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.conversations.suites import load_suite, select
 from eyrie_workers.machine import environment
 from eyrie_workers.speculation.engine import Engine, Request

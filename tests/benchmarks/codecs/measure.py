@@ -23,14 +23,12 @@ import torch
 
 from eyrie_api.artifacts import read_report
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
-from eyrie_api.v1alpha1.capture import CaptureSpec
-from eyrie_api.v1alpha1.codecs import StoredAs, final_codec
+from eyrie_api.v1alpha1.capture import CaptureSpec, StoredAs, final_codec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import CaptureStage, RegenerateStage, TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec

@@ -24,7 +24,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eyrie_api.artifacts import digest_bytes, digest_directory
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.family import open_drafter

@@ -21,7 +21,7 @@ from statistics import fmean, median
 import torch
 from safetensors.torch import save_file
 
-from eyrie_api.v1alpha1.codecs import StoredAs
+from eyrie_api.v1alpha1.capture import StoredAs
 from eyrie_workers.conversations.rows import AnsweredRow
 from eyrie_workers.features.shard_format import StoreFormat, plan_shards, supervised_positions
 from eyrie_workers.features.writer import FeatureWriter

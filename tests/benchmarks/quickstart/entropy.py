@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.loading import load_target, resolve

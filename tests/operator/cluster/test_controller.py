@@ -12,7 +12,7 @@ from sqlalchemy.exc import OperationalError
 
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
-from eyrie_api.database.waiting import WaitingObjects
+from eyrie_api.database.quotas import WaitingObjects
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts.directories import upload_dir
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.settings import Settings

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings

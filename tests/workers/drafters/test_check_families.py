@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from eyrie_api.decisions.capture_support import Unlaunchable
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.card import Card, identify

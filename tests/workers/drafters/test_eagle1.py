@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.eagle1 import (

@@ -11,8 +11,8 @@ from eyrie_api.decisions.plan import make_plan
 from eyrie_api.decisions.plan_facts import TargetFacts
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.codecs import BEST_FIRST, BLOCK_VALUES, StoredAs, candidates, choose
+from eyrie_api.v1alpha1.capture import BEST_FIRST, BLOCK_VALUES, StoredAs, candidates, choose
 from eyrie_workers.features.codecs import decode_into, encode, relative_error, zero_share
 
 

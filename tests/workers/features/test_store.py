@@ -14,7 +14,7 @@ from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
-from eyrie_api.v1alpha1.codecs import BEST_FIRST
+from eyrie_api.v1alpha1.capture import BEST_FIRST
 from eyrie_workers.features.shard_format import (
     INDEX,
     StoreFormat,

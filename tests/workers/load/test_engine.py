@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine

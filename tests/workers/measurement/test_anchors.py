@@ -2,7 +2,7 @@
 
 import pytest
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measurement.benchmark.blocks import BlockRun
 from eyrie_workers.measurement.tuner.anchors import (

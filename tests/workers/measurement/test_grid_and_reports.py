@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting, TuneSpec
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.measurement.benchmark.reports import cell_report, rate

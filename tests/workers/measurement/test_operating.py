@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial
 from eyrie_workers.measurement.tuner.operating import adaptive, between, compile_map, predicted_point

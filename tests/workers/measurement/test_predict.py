@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Setting, StepTime
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.ngram import NgramDrafter

@@ -2,7 +2,7 @@
 
 
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,

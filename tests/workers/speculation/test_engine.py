@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Generation, Request, StepOutput
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel

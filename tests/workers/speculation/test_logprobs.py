@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.verify import TokenLogprobs, emitted_logprobs
 from eyrie_workers.targets.loading import load_target

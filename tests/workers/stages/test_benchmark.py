@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.v1alpha1.benchmark import RivalSpec
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.catalog import command
 from eyrie_workers.drafters.eagle3.family import load_drafter

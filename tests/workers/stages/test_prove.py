@@ -12,7 +12,7 @@ import pytest
 from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, MAX_PROMPT, RecordedAnswers
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.reports import TuneReport

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.artifacts import read_manifest, read_report, verify_files
 from eyrie_api.v1alpha1.data import FEW_ROWS, DataSource, DataSpec
+from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, read_rows

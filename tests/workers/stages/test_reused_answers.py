@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.artifacts import list_files, read_manifest, read_report, verify_files, write_sealed
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines.processes import wait_until

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
-from eyrie_api.v1alpha1.codecs import Codec
+from eyrie_api.v1alpha1.capture import Codec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, supervised_positions
 from eyrie_workers.features.storage_backend import LocalBackend

@@ -26,8 +26,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.artifacts import digest_file, write_atomically
-from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput, report_error
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.model import Digest, Frozen

@@ -46,7 +46,9 @@ from torch import Tensor, nn
 from eyrie_api.decisions.target_config import FULL
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.card import Card

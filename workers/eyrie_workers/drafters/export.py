@@ -24,6 +24,7 @@ from typing import Any
 from eyrie_api.decisions.capture_support import sglang_layer_ids
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.program_exit import report_error
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, report_error
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.card import CONFIG, read_card
 from eyrie_workers.drafters.check import check_directory

@@ -26,6 +26,9 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.kv_cache import RowLengths, attend_rows
+from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_workers.drafters.layers.kv_cache import RowLengths, attend_rows
+from eyrie_workers.drafters.layers.modules import PostAttention
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree

@@ -37,7 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.card import Card

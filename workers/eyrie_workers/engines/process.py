@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import DrafterUse, Method, OperatingMap
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal

@@ -42,7 +42,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eyrie_api.v1alpha1.codecs import BLOCK_VALUES, NARROW_VOCABULARY, Codec, FinalState, StoredAs, final_codec
+from eyrie_api.v1alpha1.capture import BLOCK_VALUES, NARROW_VOCABULARY, Codec, FinalState, StoredAs, final_codec
 from eyrie_api.v1alpha1.model import Digest, Frozen
 
 INDEX = "index.json"

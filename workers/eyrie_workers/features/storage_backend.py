@@ -21,8 +21,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyrie_api.artifacts.retry import while_unavailable
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, while_unavailable
 from eyrie_api.errors import ArtifactMissing, Permanent
 from eyrie_workers.catalog import DAMAGED_SUFFIX, SHARD_PATTERN
 from eyrie_workers.features.shard_format import MAGIC, TRAILER_BYTES, ShardEnd, ShardMap

@@ -101,7 +101,7 @@ class _Piece:
 
 
 def open_features(where: str | Path) -> "FeatureStore":
-    """The store in a directory, or below `s3://bucket/prefix` (credentials as in `artifacts.options`)."""
+    """The store in a directory, or below `s3://bucket/prefix` (credentials as in `artifacts.store`)."""
     return FeatureStore(open_backend(where))
 
 

@@ -3,7 +3,7 @@
     rows.jsonl -> shards planned -> target forward over whole rows, teacher forced -> features/
 
 The output is determined before the first forward pass, by the rows' lengths alone: which rows share a shard, which rows
-of a shard share a forward pass, and how states are stored (`v1alpha1.codecs`: the spec's codec, or the best that fits
+of a shard share a forward pass, and how states are stored (`v1alpha1.capture`: the spec's codec, or the best that fits
 `max_bytes`). A shard is the unit of work: a killed program loses the open shard and repeats exactly its passes, so the
 bytes do not depend on interruptions. A run over a finished store with damage notes writes the damaged shards again and
 no others. `sources.json` names the source of every row, for training runs on mixes of them (`features.row_sources`).
@@ -59,8 +59,15 @@ from eyrie_api.errors import (
     NoUsableData,
 )
 from eyrie_api.quantities import size
-from eyrie_api.v1alpha1.capture import CaptureSpec, StateSourceName
-from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, candidates, choose, final_codec
+from eyrie_api.v1alpha1.capture import (
+    ID_AND_MASK_BYTES,
+    CaptureSpec,
+    StateSourceName,
+    StoredAs,
+    candidates,
+    choose,
+    final_codec,
+)
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows

@@ -33,8 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyrie_api.errors import EyrieError, NoUsableData
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import EyrieError, NoUsableData, report_error
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import ROWS, read_rows
 from eyrie_workers.targets.config import choose_aux_layers

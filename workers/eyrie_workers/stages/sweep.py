@@ -40,8 +40,7 @@ from typing import Any
 
 import torch
 
-from eyrie_api.errors import DiskFull, EyrieError
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import DiskFull, EyrieError, report_error
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.stage_program import (

@@ -35,9 +35,16 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from eyrie_api.artifacts import digest_file, write_atomically, write_sealed
-from eyrie_api.errors import ArtifactCorrupt, DiskTooSmall, EyrieError, InvalidInput, TargetNotFound, Transient
+from eyrie_api.errors import (
+    ArtifactCorrupt,
+    DiskTooSmall,
+    EyrieError,
+    InvalidInput,
+    TargetNotFound,
+    Transient,
+    report_error,
+)
 from eyrie_api.full_disk import ROOM, is_full, total_and_free_bytes
-from eyrie_api.program_exit import report_error
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_workers.targets.model_cache import (

@@ -14,8 +14,8 @@ from typing import Annotated, get_args
 from fastapi import APIRouter, Query, Request
 from starlette.responses import HTMLResponse, Response
 
+from eyrie_api.access.browser_sign_in import COOKIE
 from eyrie_api.access.roles import ALL_PROJECTS
-from eyrie_api.access.sessions import COOKIE
 from eyrie_api.clock import utc_now
 from eyrie_api.errors import EyrieError
 from eyrie_api.http.console import pages

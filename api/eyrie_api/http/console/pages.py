@@ -6,7 +6,7 @@ live part follows a stream, and figures and curves are drawn by Vega-Lite with t
 page that has some. The libraries are the unchanged files of their npm packages (`static/LICENSES.md`). Each action is a
 button that calls the public REST route, next to the `eyrie` and the `curl` line that does the same.
 
-Where requests need a token, a page asks for an API key and exchanges it for a cookie (`access.sessions`), or sends the
+Where requests need a token, a page asks for an API key and exchanges it for a cookie, or sends the
 browser to the OIDC issuer and gives a cookie to whoever comes back (`access.browser_sign_in`). It reads; for a change,
 script sends the token in the page's text with it, and with both it may do what the key or the person may.
 
@@ -27,10 +27,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from eyrie_api.access.browser_sign_in import PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
+from eyrie_api.access.browser_sign_in import COOKIE, LIFETIME_S, PENDING_COOKIE, PENDING_S, BrowserSignIn, local_path
 from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
-from eyrie_api.access.sessions import COOKIE, LIFETIME_S
 from eyrie_api.clock import utc_now
 from eyrie_api.database.rendering import decode_cursor
 from eyrie_api.decisions.attention import drift_hint
@@ -48,6 +47,9 @@ from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.comparison import CompareRequest
 from eyrie_api.v1alpha1.history import History
 from eyrie_api.v1alpha1.status import Problem
+from eyrie_api.v1alpha1.endpoints import History
+from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
+from eyrie_api.v1alpha1.status import Job, Problem, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 

@@ -1,34 +1,43 @@
-"""Routes of API keys, projects with members and quotas, and `whoami`."""
+"""Routes of API keys, projects with members and quotas, the audit log, webhooks, and `whoami`."""
 
 from datetime import timedelta
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Path, Response
+from fastapi import APIRouter, Body, Path, Query, Response
 
 from eyrie_api.clock import utc_now
-from eyrie_api.database.api_keys import KeyRequest
+from eyrie_api.database.audit import MAX_PAGE
+from eyrie_api.database.projects import KeyRequest
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import Here
 from eyrie_api.v1alpha1.access import (
     ApiKey,
     ApiKeyList,
+    AuditPage,
     CreatedKey,
+    CreatedWebhook,
     CreateKey,
     CreateMember,
     CreateProject,
+    CreateWebhook,
+    Delivery,
+    DeliveryList,
     Member,
     MemberList,
     Project,
     ProjectList,
     Quotas,
     RotateKey,
+    WebhookList,
     WhoAmI,
 )
 from eyrie_api.v1alpha1.model import Name
 
 router = APIRouter(tags=["access"])
+webhooks_router = APIRouter(tags=["webhooks"])
 KEYS = "/v1alpha1/keys"
 PROJECTS = "/v1alpha1/projects"
+WEBHOOKS = "/v1alpha1/webhooks"
 
 
 @router.get("/v1alpha1/whoami")
@@ -121,3 +130,57 @@ def remove_member(project: Name, member_id: Annotated[int, Path(ge=1, le=2**53)]
     """Take a role back."""
     control.projects.remove_member(project, member_id)
     return Response(status_code=204)
+
+
+@router.get("/v1alpha1/audit")
+def read_audit(
+    control: Here,
+    actor: Annotated[str | None, Query(max_length=512, description="e.g. key:<id>")] = None,
+    verb: Annotated[str | None, Query(max_length=63, description="e.g. job.create")] = None,
+    thing: Annotated[str | None, Query(alias="object", max_length=512, description="e.g. job/<id>")] = None,
+    before: Annotated[int | None, Query(ge=1, le=2**53)] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+) -> AuditPage:
+    """Entries of the projects whose audit one may read, newest first."""
+    return control.audit.read(actor=actor, verb=verb, thing=thing, before=before, limit=limit)
+
+
+@webhooks_router.post(WEBHOOKS, status_code=201, name="webhook.create")
+def create_webhook(request: CreateWebhook, control: Here) -> CreatedWebhook:
+    """A new webhook of the project, with the secret its deliveries are signed with, shown this once."""
+    webhook, secret = control.webhooks.create(request)
+    return CreatedWebhook(webhook=webhook, secret=secret)
+
+
+@webhooks_router.get(WEBHOOKS)
+def list_webhooks(control: Here) -> WebhookList:
+    """Webhooks, without their secrets."""
+    return WebhookList(items=control.webhooks.list())
+
+
+@webhooks_router.delete(WEBHOOKS + "/{webhook_id}", status_code=204, name="webhook.delete")
+def delete_webhook(webhook_id: str, control: Here) -> Response:
+    """Delete a webhook with its deliveries."""
+    control.webhooks.delete(webhook_id)
+    return Response(status_code=204)
+
+
+@webhooks_router.post(WEBHOOKS + "/{webhook_id}/rotate", status_code=201, name="webhook.rotate")
+def rotate_webhook(webhook_id: str, control: Here) -> CreatedWebhook:
+    """Replace the secret: the new one, shown this once, signs every attempt from now on."""
+    webhook, secret = control.webhooks.rotate(webhook_id)
+    return CreatedWebhook(webhook=webhook, secret=secret)
+
+
+@webhooks_router.get(WEBHOOKS + "/{webhook_id}/deliveries")
+def list_deliveries(webhook_id: str, control: Here) -> DeliveryList:
+    """Its latest hundred deliveries, newest first. Ended ones are kept for two weeks."""
+    return DeliveryList(items=control.webhooks.deliveries(webhook_id))
+
+
+@webhooks_router.post(WEBHOOKS + "/{webhook_id}/ping", status_code=202, name="webhook.ping")
+def ping_webhook(webhook_id: str, control: Here) -> Delivery:
+    """Send it a test event, once. One that arrives switches a webhook on again that was switched off."""
+    delivery = control.webhooks.ping(webhook_id)
+    control.wake()
+    return delivery

@@ -9,8 +9,8 @@ from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.control import Control, Here
 from eyrie_api.v1alpha1.attention import AttentionList
+from eyrie_api.v1alpha1.endpoints import EndpointTraffic
 from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_api.v1alpha1.traffic import EndpointTraffic
 
 router = APIRouter(tags=["attention"])
 NEWEST_JOBS = 50

@@ -19,11 +19,10 @@ from eyrie_api.figures import endpoint_figures
 from eyrie_api.http.compared_answers import ServedEndpoint, compare, live_revision, read_recording
 from eyrie_api.http.control import Control, Here
 from eyrie_api.v1alpha1.comparison import CompareRequest, RecordedPrompts
+from eyrie_api.v1alpha1.endpoints import History, HistoryKind, TrafficList
 from eyrie_api.v1alpha1.figures import Figure, FigureList
-from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
-from eyrie_api.v1alpha1.traffic import TrafficList
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 
 router = APIRouter(tags=["endpoints"])

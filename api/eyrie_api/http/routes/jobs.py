@@ -15,7 +15,7 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
-from eyrie_api.database.waiting import MAX_LISTED
+from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.http.control import Here, scoped
 from eyrie_api.submission import preflight

@@ -1,10 +1,11 @@
-"""Operational routes: liveness, readiness, Prometheus metrics, version."""
+"""Operational routes: liveness, readiness, Prometheus metrics, version, and what the files of jobs occupy."""
 
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -15,7 +16,9 @@ from starlette.responses import Response
 from eyrie_api.artifacts import code_version
 from eyrie_api.errors import Transient
 from eyrie_api.http.control import Control, Here
+from eyrie_api.http.job_storage import MAX_PAGE
 from eyrie_api.v1alpha1.status import Version
+from eyrie_api.v1alpha1.storage import StoragePage
 
 router = APIRouter(tags=["operations"])
 PHASES = ("Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled")
@@ -98,3 +101,13 @@ def metrics(request: Request, control: Here) -> Response:
 def version() -> Version:
     """Which Eyrie answers."""
     return Version(version=importlib.metadata.version("eyrie"), code_version=code_version())
+
+
+@router.get("/v1alpha1/storage")
+def read_storage(
+    control: Here,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[str | None, Query(max_length=512, description="next_cursor of the page before")] = None,
+) -> StoragePage:
+    """What the files of jobs occupy, by project and by job, the largest first, and which may be removed."""
+    return control.storage.page(control.scope, limit=limit, cursor=cursor)

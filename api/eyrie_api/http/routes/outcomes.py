@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from eyrie_api.artifacts.stage_manifests import StageManifest
+from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.job_report import report_of

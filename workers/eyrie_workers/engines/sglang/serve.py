@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from eyrie_api.artifacts import write_atomically
-from eyrie_api.errors import EyrieError
+from eyrie_api.errors import EyrieError, report_error
 from eyrie_api.processes import free_port
-from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan, adaptive_config, launch_arguments, launch_environment

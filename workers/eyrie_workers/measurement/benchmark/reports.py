@@ -12,6 +12,8 @@ from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
+from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.v1alpha1.reports import CellReport
 from eyrie_workers.intervals import (
     Tally,
     acceptance_length,

@@ -12,8 +12,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from eyrie_api import connection_limits
-from eyrie_api.connection_limits import TimedProtocol
+from eyrie_api import web_server
+from eyrie_api.web_server import TimedProtocol
 
 POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 400000\r\n\r\n"
 GET = b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -42,7 +42,7 @@ async def app(scope: object, receive: object, send: object) -> None:
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     for name, value in (("HEADER_S", 0.4), ("BODY_S", 0.8), ("PACE_BYTES", 50_000)):
-        monkeypatch.setattr(connection_limits, name, value)
+        monkeypatch.setattr(web_server, name, value)
     LET_GO.clear()
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, http=TimedProtocol, log_level="critical", lifespan="off",
@@ -81,7 +81,7 @@ def test_a_request_that_does_not_arrive_is_closed_without_an_answer(port: int, p
 
 def test_headers_that_stop_half_way_on_a_used_connection_are_closed_too(
         port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "HEADER_S", 3.0)  # so long may this thread wait before the first request
+    monkeypatch.setattr(web_server, "HEADER_S", 3.0)  # so long may this thread wait before the first request
     answer, _ = received_until_closed(port, POST.replace(b"400000", b"2") + b"ok", b"GET / HT", pause_s=0.3)
     assert answer.endswith(b"2")
 
@@ -90,7 +90,7 @@ def test_a_body_that_makes_progress_and_an_answer_that_takes_time_are_not_cut(
         port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Long enough for a thread that is kept waiting between two pieces, and shorter than the whole body takes.
     for name, value in (("HEADER_S", 2.0), ("BODY_S", 4.0)):
-        monkeypatch.setattr(connection_limits, name, value)
+        monkeypatch.setattr(web_server, name, value)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(POST)
         for _ in range(20):
@@ -121,8 +121,8 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_above_the_limit_a_new_connection_takes_the_place_of_the_longest_idle_one(
         port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "HEADER_S", 60.0)
-    monkeypatch.setattr(connection_limits, "most_connections", lambda: 3)
+    monkeypatch.setattr(web_server, "HEADER_S", 60.0)
+    monkeypatch.setattr(web_server, "most_connections", lambda: 3)
     with contextlib.ExitStack() as held:
         idle = []
         for _ in range(3):  # one after the other is accepted: looking at it takes a while
@@ -134,8 +134,8 @@ def test_above_the_limit_a_new_connection_takes_the_place_of_the_longest_idle_on
 
 def test_with_all_connections_in_use_health_checks_alone_are_answered(
         port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "HEADER_S", 60.0)
-    monkeypatch.setattr(connection_limits, "most_connections", lambda: 2)
+    monkeypatch.setattr(web_server, "HEADER_S", 60.0)
+    monkeypatch.setattr(web_server, "most_connections", lambda: 2)
     with contextlib.ExitStack() as held:
         busy = [held.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
         for one in busy:
@@ -155,5 +155,5 @@ def test_with_all_connections_in_use_health_checks_alone_are_answered(
 
 
 def test_the_limit_leaves_descriptors_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda _kind: (1024, 4096))
-    assert connection_limits.most_connections() == (1024 - 128) // 2
+    monkeypatch.setattr(web_server.resource, "getrlimit", lambda _kind: (1024, 4096))
+    assert web_server.most_connections() == (1024 - 128) // 2

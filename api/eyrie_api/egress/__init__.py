@@ -1,1 +1,0 @@
-"""Requests to URLs given by users: address checks against SSRF, and signatures of webhook deliveries."""
