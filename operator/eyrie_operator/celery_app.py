@@ -24,8 +24,7 @@ from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.runner import Runner
-from eyrie_pipelines.unavailable_runner import UnavailableRunner, has_stage_programs
+from eyrie_pipelines.runner import Runner, UnavailableRunner, has_stage_programs
 
 log = logging.getLogger(__name__)
 

@@ -31,23 +31,18 @@ from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.decisions.sweep import expand, trains_together
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.submission.placement import resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import STAGES, StageName
 from eyrie_api.v1alpha1.targets import is_hub_id
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
-from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR, read_failure
-from eyrie_pipelines.run_records import read_record
-from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
-from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, job_file, run_parameters
+from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, read_failure, read_record, work_done
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
+from eyrie_pipelines.stage_specs import benchmarked
 from eyrie_pipelines.work_area import RUN_FAILURE
-from eyrie_pipelines.work_done import work_done
 from eyrie_workers.catalog import stage_dir
 
 _STATES: dict[str, RunState] = {
@@ -103,33 +98,32 @@ class KubeflowRunner:
         return ObservedRun(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
                            leftovers=alive and state == "failed")
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
-              reuse: tuple[str, ...] = ()) -> None:
+    def start(self, job: JobFile) -> None:
         """See `Runner`."""
-        seen = self.observe(job_id)
-        if seen.attempt == attempt and (seen.alive or seen.state == "succeeded"):
+        seen = self.observe(job.id)
+        if seen.attempt == job.attempt and (seen.alive or seen.state == "succeeded"):
             return
         from eyrie_pipelines.placement import compile_for  # imports kfp: one second and 80 MB
 
-        gpus = resolve_stage_placement(self._profile, spec.placement, "train").num_gpus
-        together = trains_together(spec, len(expand(spec)), gpus, on_cluster=True)
-        pipeline = compile_for(self._profile, spec.placement, together=together, hardware=spec.prove.hardware,
+        spec = job.spec
+        pipeline = compile_for(self._profile, spec.placement, together=job.resolved.trains_together,
+                               hardware=spec.prove.hardware,
                                prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
-        job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
-        self._remove_failure(job_id)
-        number = self._runs(job_id)[-1][1] + 1 if seen.attempt == attempt else 1
-        self._count_progress(job_id, spec, attempt, number)
-        self._api.create_run(f"{job_id}-{attempt}.{number}", pipeline, {
-            "job_dir": str(self._dir(job_id)), "spec_digest": digest_model(job), "code_version": code_version(),
-            **run_parameters(job)})
+        job = self._write_job(job)
+        self._remove_failure(job.id)
+        number = self._runs(job.id)[-1][1] + 1 if seen.attempt == job.attempt else 1
+        self._count_progress(job, number)
+        self._api.create_run(f"{job.id}-{job.attempt}.{number}", pipeline, {
+            "job_dir": str(self._dir(job.id)), "spec_digest": digest_model(job), "code_version": code_version(),
+            **job.run_parameters()})
 
-    def _count_progress(self, job_id: str, spec: JobSpec, attempt: int, number: int) -> None:
+    def _count_progress(self, job: JobFile, number: int) -> None:
         """Count deaths from this start on where the job has got further since the last count."""
-        self.refresh(job_id, spec)
-        done, counting = work_done(self._dir(job_id)), self._counting(job_id, attempt, fetch=True)
+        self.refresh(job.id, job.resolved)
+        done, counting = work_done(self._dir(job.id)), self._counting(job.id, job.attempt, fetch=True)
         if number == 1 or done > counting.work:
-            write_model(self._dir(job_id) / _COUNTING, Counting(attempt=attempt, first=number, work=done))
-            self.persist(job_id, _COUNTING)
+            write_model(self._dir(job.id) / _COUNTING, Counting(attempt=job.attempt, first=number, work=done))
+            self.persist(job.id, _COUNTING)
 
     def _counting(self, job_id: str, attempt: int, *, fetch: bool) -> "Counting":
         path = self._dir(job_id) / _COUNTING
@@ -171,14 +165,14 @@ class KubeflowRunner:
 
     # Files in the work area.
 
-    def refresh(self, job_id: str, spec: JobSpec) -> None:
+    def refresh(self, job_id: str, job: ResolvedJob) -> None:
         """See `Runner`: events and logs of unfinished stages, manifests of finished ones."""
         if self._store is None:
             return
         for name in (RUN_FAILURE, *_DRIVER_FILES):
             self._fetch(self._dir(job_id) / name)
         for stage in STAGES:
-            finished = [self._refresh_stage(job_id, stage, key) for key in self._keys(job_id, spec, stage)]
+            finished = [self._refresh_stage(job_id, stage, key) for key in self._keys(job_id, job, stage)]
             if not all(finished):
                 return  # later stages cannot have started
 
@@ -199,17 +193,15 @@ class KubeflowRunner:
             (directory / MANIFEST).unlink(missing_ok=True)
         return finished
 
-    def _keys(self, job_id: str, spec: JobSpec, stage: StageName) -> list[str]:
-        candidates = [candidate.name for candidate in expand(spec)]
+    def _keys(self, job_id: str, job: ResolvedJob, stage: StageName) -> list[str]:
+        names = [candidate.name for candidate in job.candidates]
         if stage == "train":
-            return candidates
+            return names
         if stage == "benchmark":
-            reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in candidates]
+            reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in names]
             trained = [report for report in reports if isinstance(report, TrainReport)]
-            return [checkpoint.name for checkpoint in benchmarked(spec, trained)]
-        if stage == "hardware":
-            return list(spec.prove.profile_names)
-        return [""]
+            return [checkpoint.name for checkpoint in benchmarked(job, trained)]
+        return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
 
     def persist(self, job_id: str, name: str) -> None:
         """See `Runner`."""
@@ -227,7 +219,7 @@ class KubeflowRunner:
         path = self._dir(new.id) / JOB_FILE
         self._fetch(path)
         before = read_record(path, JobFile)
-        job = job_file(before, new)
+        job = new.after(before)
         if job != before:
             write_model(path, job)
             self.persist(job.id, JOB_FILE)

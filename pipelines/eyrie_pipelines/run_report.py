@@ -12,7 +12,7 @@ from eyrie_api.v1alpha1.figures import Figure, FigureName
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
 from eyrie_api.v1alpha1.status import JobReport
-from eyrie_pipelines.steps import JobFile, run_parameters
+from eyrie_pipelines.runner import JobFile
 from eyrie_workers.report_page.page import ReportPage, Section, Table, render
 
 _SHOWN: dict[FigureName, str] = {"throughput": "Benchmark", "tuning": "Draft-tree shapes",
@@ -69,7 +69,7 @@ def _text(value: object) -> str:
 
 def _facts(job: JobFile, tuned: TuneReport) -> list[tuple[str, str]]:
     where = tuned.environment
-    return [("Job", job.id), *((name.capitalize(), value) for name, value in run_parameters(job).items()),
+    return [("Job", job.id), *((name.capitalize(), value) for name, value in job.run_parameters().items()),
             ("Machine", f"{where.hardware}, {where.threads} threads, torch {where.torch}, {where.dtype}"),
             ("Measured", f"{where.date[:10]}, code {where.code_version}"),
             ("Intervals", "95 %; speed-up is over the same engine without a drafter")]

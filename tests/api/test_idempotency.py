@@ -14,6 +14,7 @@ from eyrie_api.database.idempotency import (
     RequestInFlight,
 )
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.submission.resolve import derive
 from tests.api.samples import ManualClock, job_spec
 
 
@@ -26,7 +27,7 @@ def test_a_completed_claim_is_replayed_until_it_expires(
         idempotency: Idempotency, database: Database, clock: ManualClock) -> None:
     claim = idempotency.claim("k", "r", "d")
     assert isinstance(claim, Claim)
-    job = Jobs(database, clock, idempotency).submit(job_spec(), claim)
+    job = Jobs(database, clock, idempotency).submit(derive(job_spec()), claim)
     clock.pass_(3599)
     replay = idempotency.claim("k", "r", "d")
     assert isinstance(replay, Replay)
@@ -51,10 +52,10 @@ def test_a_job_that_could_not_be_written_leaves_its_claim_uncompleted(
     claim = idempotency.claim("k", "r", "d")
     assert isinstance(claim, Claim)
     jobs = Jobs(database, clock, idempotency)
-    first = jobs.submit(job_spec())
+    first = jobs.submit(derive(job_spec()))
     monkeypatch.setattr("eyrie_api.database.jobs.new_job_id", lambda: first.id)  # a real constraint failure
     with pytest.raises(Exception, match=r"(?i)unique"):
-        jobs.submit(job_spec(), claim)
+        jobs.submit(derive(job_spec()), claim)
     idempotency.release(claim)
     assert isinstance(idempotency.claim("k", "r", "d"), Claim)
     assert len(jobs.list().items) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import delete, event, make_url, update
+from sqlalchemy import delete, make_url, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -21,18 +21,18 @@ from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
 from eyrie_api.database.jobs import JobFilter, Jobs, Metric
 from eyrie_api.database.migrations import downgrade, schema_state, upgrade
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.quotas import Demand, QuotaReached
+from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.database.tables import Base, IdempotencyRow, ProjectRow
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.plan import PlannedStages
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
-from tests.api.samples import NOW, benchmark_report, ended, job_body, job_spec
+from tests.api.samples import NOW, benchmark_report, ended, job_spec
 from tests.servers.postgres import program
 
 URL = os.environ.get("EYRIE_TEST_POSTGRES_URL")
@@ -68,7 +68,7 @@ def test_a_restored_dump_has_the_jobs_and_continues_their_numbers(
     source, target, dump = server.create(), server.create(), str(tmp_path / "eyrie.dump")
     with_job = Database(server.url(source))
     upgrade(with_job)
-    job = Jobs(with_job).submit(job_spec(name="kept"))
+    job = Jobs(with_job).submit(derive(job_spec(name="kept")))
     with_job.close()
     url = make_url(server.url(source))
     where = ["--host", str(url.host), "--port", str(url.port), "--username", str(url.username)]
@@ -96,7 +96,7 @@ def test_of_many_requests_with_one_key_at_once_one_is_done_and_the_others_get_it
     seen: list[Job | Replay] = []
 
     def send(_number: int) -> None:
-        seen.append(jobs.submit_once(job_spec(labels={"a": "b"}), Once("k", "r", "d"), "default"))
+        seen.append(jobs.submit_once(derive(job_spec(labels={"a": "b"})), Once("k", "r", "d"), "default"))
 
     for _ in range(2):  # the first time the endpoint's name is taken on the way; then everything is as usual
         in_threads(send, 6)
@@ -112,30 +112,16 @@ def test_of_many_requests_with_one_key_at_once_one_is_done_and_the_others_get_it
     assert [one.argument for one in Outbox(postgres).pending()] == [one.id for one in done]
 
 
-def test_the_usual_submission_has_few_enough_parameters_that_its_parsed_form_is_kept(postgres: Database) -> None:
-    jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0), scope=Scope(LOCAL, request_id="r"))
-    jobs.submit_once(job_spec(), None, "default")  # takes the endpoint's name
-    seen: list[tuple[str, int]] = []
-    event.listen(postgres.engine, "before_cursor_execute", lambda *given: seen.append((given[2], len(given[3]))))
-    sent = job_spec(labels={"team": "search", "tier": "1"})
-    job = jobs.submit_once(sent, Once("k", "r", "d"), "default", Demand(num_gpus=1), sent,
-                           PlannedStages(stages=()))
-    assert isinstance(job, Job)
-    [(_, parameters)] = seen
-    assert parameters <= 50
-    assert jobs.submitted(job.id) == job_body(labels={"team": "search", "tier": "1"})
-
-
-def test_a_quota_and_a_name_of_another_project_hold_for_the_short_way_too(postgres: Database) -> None:
+def test_a_quota_and_a_name_of_another_project_hold_for_a_submission_with_a_key(postgres: Database) -> None:
     jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0))
     spec = job_spec()
-    jobs.submit_once(spec, None, "default")
+    jobs.submit_once(derive(spec), None, "default")
     with postgres.writing() as session:
         session.execute(update(ProjectRow).where(ProjectRow.name == "default").values(max_jobs=1))
     with pytest.raises(QuotaReached):
-        jobs.submit_once(spec, Once("k", "r", "d"), "default")
+        jobs.submit_once(derive(spec), Once("k", "r", "d"), "default")
     with pytest.raises(Conflict):
-        jobs.submit_once(spec, Once("k", "r", "d"), "other")
+        jobs.submit_once(derive(spec), Once("k", "r", "d"), "other")
     assert len(jobs.list().items) == 1
     assert Idempotency(postgres, 60.0).find(Once("k", "r", "d")) is None
 
@@ -150,7 +136,7 @@ def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None
     jobs = Jobs(postgres, idempotency=idempotency)
     claim = idempotency.claim("k", "r", "d")
     assert isinstance(claim, Claim)
-    job = jobs.submit(job_spec(labels={"a": "b"}), claim)
+    job = jobs.submit(derive(job_spec(labels={"a": "b"})), claim)
     assert isinstance(idempotency.claim("k", "r", "d"), Replay)
     assert jobs.list(JobFilter(labels={"a": "b"}, phase="Pending")).items == (job,)
 

@@ -17,6 +17,7 @@ from eyrie_api.database.migrations import downgrade, upgrade
 from eyrie_api.database.waiting import WaitingObjects
 from eyrie_api.decisions.attention import attention
 from eyrie_api.errors import InvalidInput
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from tests.api.conftest import Running
 from tests.api.samples import NOW, job_spec
@@ -111,7 +112,7 @@ def test_one_more_is_said_in_the_singular_and_none_not_at_all() -> None:
 
 
 def test_tables_of_the_version_before_are_upgraded_and_restored_with_their_jobs(database: Database) -> None:
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     WaitingObjects(database).record(waiting())
     downgrade(database, "v0009")
     assert "waiting" not in inspect(database.engine).get_table_names()

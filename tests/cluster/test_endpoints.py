@@ -143,7 +143,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of random weights for the quickstart target: its guesses are poor, its text is the target's."""
     import torch
 
-    from eyrie_api.submission.target_facts import quickstart_dir
+    from eyrie_api.submission.facts import quickstart_dir
     from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
     from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
     from eyrie_workers.targets.config import read_config

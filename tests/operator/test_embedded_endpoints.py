@@ -19,6 +19,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
@@ -74,9 +75,9 @@ class Harness:
 
     def submit(self, policy: PromotionPolicy) -> None:
         """The job that drafters are proposed from is another one now."""
-        self.job = self.jobs.submit(JobSpec(
+        self.job = self.jobs.submit(derive(JobSpec(
             target=self.target, data=DataSpec(sources=(DataSource(path="chats.jsonl"),)), promotion=policy,
-            serve=self.serve_spec))
+            serve=self.serve_spec)))
 
     def tend_until(self, holds: Callable[[Endpoint], bool]) -> Endpoint:
         def looked() -> bool:

@@ -27,10 +27,9 @@ from eyrie_pipelines.kfp_api import (
     PipelineRejected,
 )
 from eyrie_pipelines.kubeflow import KubeflowRunner
-from eyrie_pipelines.run_failure import RunFailure
-from eyrie_pipelines.runner import ObservedRun
-from eyrie_pipelines.steps import JobFile
-from tests.pipelines.conftest import spec_of
+from eyrie_pipelines.run_records import RunFailure
+from eyrie_pipelines.runner import JobFile, ObservedRun
+from tests.pipelines.conftest import job_file, spec_of
 from tests.pipelines.kfp_server import KfpServer
 
 SPEC = spec_of()
@@ -59,7 +58,7 @@ class Harness:
         return KubeflowRunner(self.profile, self.home, self.store)
 
     def start(self, attempt: int = 1, incumbent: DrafterUse | None = None) -> None:
-        self.runner.start("job-1", SPEC, attempt, incumbent)
+        self.runner.start(job_file(SPEC, attempt, incumbent))
 
     def put(self, name: str, text: str) -> None:
         self.store.write(f"jobs/job-1/{name}", text.encode())
@@ -83,7 +82,7 @@ def test_an_attempt_is_started_once_however_often_and_by_whomever_it_is_asked_fo
     assert harness.runner.observe("job-1") == ObservedRun()
     harness.start()
     harness.start()
-    harness.another().start("job-1", SPEC, 1, INCUMBENT)
+    harness.another().start(job_file(SPEC, 1, INCUMBENT))
     assert names(server) == ["job-1-1.1"]
     seen = harness.runner.observe("job-1")
     assert (seen.state, seen.attempt, seen.starts, seen.run_id) == ("running", 1, 1, server.runs[0]["run_id"])
@@ -237,7 +236,7 @@ def test_damaged_files_of_a_job_are_written_again_by_its_next_start(
     for name in ("job.json", "run/counting.json", "run/failure.json"):
         harness.put(name, damage)
     assert harness.runner.observe("job-1").state == "gone"
-    harness.another().start("job-1", SPEC, 1, None)
+    harness.another().start(job_file(SPEC))
     assert names(server) == ["job-1-1.1", "job-1-1.2"]
     assert JobFile.model_validate_json(harness.store.read("jobs/job-1/job.json")).spec == SPEC
     assert harness.runner.observe("job-1").state == "running"

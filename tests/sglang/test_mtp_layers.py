@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
-from eyrie_api.decisions.mtp_layers import MTP_ARCHITECTURES
+from eyrie_api.decisions.sglang_support import MTP_ARCHITECTURES
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import EngineSpec

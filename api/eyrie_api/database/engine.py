@@ -14,32 +14,14 @@ Upserts are UPDATE, then INSERT in a savepoint, then UPDATE again: three portabl
 Only the repositories of this package open sessions.
 """
 
-import json
 import select as sockets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    URL,
-    ColumnElement,
-    Engine,
-    Executable,
-    bindparam,
-    create_engine,
-    event,
-    func,
-    insert,
-    literal,
-    make_url,
-    select,
-    text,
-    true,
-    update,
-)
+from sqlalchemy import URL, Engine, create_engine, event, insert, make_url, text, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import ArgumentError, DisconnectionError, IntegrityError
 from sqlalchemy.orm import Session
@@ -51,11 +33,6 @@ from eyrie_api.errors import InvalidInput
 BUSY_TIMEOUT_MS = 10_000
 _WRITES = {"eyrie_writes": True}
 _POSTGRESQL_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-
-Rows = Sequence[tuple[type[Base], Mapping[str, Any]]]
-"""Rows to insert, of several tables, in this order; the values by column."""
-
-_Shape = tuple[tuple[type[Base], tuple[str, ...]], ...]
 
 
 class Database:
@@ -98,16 +75,6 @@ class Database:
               Session(connection, join_transaction_mode="rollback_only") as session):
             yield session
             session.commit()  # only flushes: the transaction is the connection's and is committed at the end of `with`
-
-    def insert_at_once(self, condition: ColumnElement[bool], given: Mapping[str, Any], rows: Rows) -> bool:
-        """On PostgreSQL: insert rows of several tables if `condition` holds, in one statement with autocommit; returns
-        whether it held. On SQLite, which has no such statement, returns False: use a session then.
-        """
-        if self.is_sqlite:
-            return False
-        shape = tuple((row, tuple(values)) for row, values in rows)
-        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            return bool(connection.execute(_statement_if(condition, shape), {**given, **_numbered(rows)}).scalar_one())
 
     def is_reachable(self) -> bool:
         """Whether a statement can be run. Raises what the driver raises when it cannot."""
@@ -162,57 +129,6 @@ def rowcount(session: Session, statement: Any) -> int:
     return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
 
 
-class JsonText(str):
-    """Serialized JSON, which a JSON column stores unchanged."""
-
-    __slots__ = ()
-
-
-def _to_json(value: Any) -> str:
-    return value if isinstance(value, JsonText) else json.dumps(value)
-
-
-def insert_all(session: Session, rows: Rows) -> None:
-    """Insert rows of several tables, in this order. On PostgreSQL as one statement, which saves a round trip and a
-    query plan per row; it checks foreign keys at the end of the statement."""
-    session.flush()
-    connection = session.connection()
-    shape = tuple((row, tuple(values)) for row, values in rows)
-    if connection.dialect.name == "postgresql":
-        connection.execute(_one_statement(shape), _numbered(rows))
-        return
-    for number, (_, values) in enumerate(rows):
-        connection.execute(_an_insert(*shape[number]), dict(values))
-
-
-@lru_cache(maxsize=64)
-def _an_insert(row: type[Base], columns: tuple[str, ...]) -> Executable:
-    return insert(row.__table__).values({column: bindparam(column) for column in columns}).inline()  # type: ignore[arg-type]
-
-
-def _numbered(rows: Rows) -> dict[str, Any]:
-    return {f"r{number}_{column}": value for number, (_, values) in enumerate(rows) for column, value in values.items()}
-
-
-@lru_cache(maxsize=64)
-def _one_statement(shape: _Shape) -> Executable:
-    return _statement_if(true(), shape)
-
-
-@lru_cache(maxsize=64)
-def _statement_if(condition: ColumnElement[bool], shape: _Shape) -> Executable:
-    # WITH held AS (SELECT 1 WHERE <condition>), part0 AS (INSERT INTO ... SELECT ... FROM held), part1 AS ...
-    # SELECT count(*) FROM held: every INSERT has one source row if the condition holds, else none.
-    held = select(literal(1).label("held")).where(condition).cte("held")
-    parts = []
-    for number, (row, columns) in enumerate(shape):
-        table = row.__table__
-        values = select(*(bindparam(f"r{number}_{column}", type_=table.c[column].type) for column in columns))
-        into = insert(table).from_select(list(columns), values.select_from(held))  # type: ignore[arg-type]
-        parts.append(into.inline().cte(f"part{number}"))
-    return select(func.count()).select_from(held).add_cte(*parts)
-
-
 _CONNECTIONS = 16
 """Size of the connection pool: more than the threads that handle requests. With a smaller pool each burst would open
 and close connections, and PostgreSQL starts a process for each."""
@@ -224,11 +140,11 @@ must have no unread input: a server that closes a connection sends a message fir
 
 def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
     if not is_sqlite:
-        engine = create_engine(url, pool_size=_CONNECTIONS, pool_use_lifo=True, json_serializer=_to_json)
+        engine = create_engine(url, pool_size=_CONNECTIONS, pool_use_lifo=True)
         _require_utf8(engine, str(url.database))
         _ask_the_idle(engine)
         return engine
-    engine = create_engine(url, json_serializer=_to_json)
+    engine = create_engine(url)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:

@@ -18,23 +18,23 @@ control plane itself.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import JsonValue
-from sqlalchemy import ColumnElement, Select, and_, bindparam, exists, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
-from eyrie_api.database.engine import Database, JsonText, Rows, insert_all, rowcount, upsert
+from eyrie_api.database.engine import Database, rowcount, upsert
 from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
-from eyrie_api.database.outbox import enqueue, outbox_row
-from eyrie_api.database.quotas import DEFAULT_DEMAND, Demand, check_job
+from eyrie_api.database.outbox import enqueue
+from eyrie_api.database.quotas import check_job
 from eyrie_api.database.rendering import (
     ENDS,
     decode_cursor,
@@ -46,17 +46,12 @@ from eyrie_api.database.rendering import (
     stage_values,
 )
 from eyrie_api.database.tables import (
-    AuditRow,
-    Base,
-    EndpointNameRow,
     EndpointRow,
     EventRow,
     IdempotencyRow,
     JobRow,
     LabelRow,
     MetricRow,
-    OutboxRow,
-    ProjectRow,
     RevisionRow,
     StageRow,
 )
@@ -64,8 +59,8 @@ from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action, WebhookEvent
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import PlannedStages
 from eyrie_api.v1alpha1.records import WaitingPod
+from eyrie_api.v1alpha1.resolved import Demand, ResolvedJob
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
     Condition,
@@ -82,16 +77,6 @@ from eyrie_api.v1alpha1.status import (
 MAX_PAGE = 200
 _END_EVENTS: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
                                      "Cancelled": "job.cancelled"}
-
-
-_QUOTAS = ("max_jobs", "max_endpoints", "max_gpus", "max_replicas", "priority_classes")
-"""Columns of the quotas that `check_job` checks."""
-
-_FAST_PATH = and_(
-    exists().where(EndpointNameRow.name == bindparam("endpoint"), EndpointNameRow.project == bindparam("project")),
-    not_(exists().where(ProjectRow.name == bindparam("project"),
-                        or_(*(getattr(ProjectRow, quota).is_not(None) for quota in _QUOTAS)))))
-"""The condition of `submit_once`'s single statement: the project owns the endpoint's name and has no quota."""
 
 
 _CLOCKS_DIFFER = 3
@@ -146,19 +131,6 @@ class NewEvent:
     key: str = ""
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What a job came with, which is kept with its spec."""
-
-    submitted: JobSpec
-    planned: PlannedStages | None
-
-    def as_json(self) -> JsonText:
-        """As it is stored."""
-        planned = "null" if self.planned is None else self.planned.model_dump_json(exclude_defaults=True)
-        return JsonText(f'{{"document":{self.submitted.model_dump_json(exclude_unset=True)},"planned":{planned}}}')
-
-
 class Jobs:
     """Job rows of one database, as `scope` sees them. `clock` stamps every change."""
 
@@ -169,41 +141,35 @@ class Jobs:
 
     # Requests.
 
-    def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None,
-               demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None,
-               planned: PlannedStages | None = None) -> Job:
+    def submit(self, resolved: ResolvedJob, claim: Claim | None = None, project: str | None = None,
+               submitted: JobSpec | None = None) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
         With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
         the scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
-        `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
-        name belongs to another project, QuotaReached and PriorityClassRefused.
+        `submitted` is the document as it was sent, of which the job was made; default: its spec. Raises Conflict when
+        the name belongs to another project, QuotaReached and PriorityClassRefused.
         """
-        given = _Given(submitted or spec, planned)
         with self.database.writing() as session:
-            job = self._accept(session, spec, project, None, demand, given)
+            job = self._accept(session, resolved, project, submitted)
             if claim is not None and self._idempotency is not None:
                 self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
         return job
 
-    def submit_once(self, spec: JobSpec, once: Once | None, project: str, demand: Demand = DEFAULT_DEMAND,
-                    submitted: JobSpec | None = None, planned: PlannedStages | None = None) -> Job | Replay:
+    def submit_once(self, resolved: ResolvedJob, once: Once | None, project: str,
+                    submitted: JobSpec | None = None) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
-        This request is the one most often sent concurrently, so the usual case is tried first, in one statement: the
-        endpoint's name is the project's already, the project has no quota, the key is new. Race: of two requests with
-        the same key, the unique constraint on the key rejects the second one's transaction (IntegrityError); it then
-        returns the response that the first has stored.
+        Race: of two requests with the same key, the unique constraint on the key rejects the second one's transaction
+        (IntegrityError); it then returns the response that the first has stored.
         """
-        given = _Given(submitted or spec, planned)
         for attempt in range(2):
             try:
-                job, rows = self._draft(spec, project, once, demand, given)
-                bound = {"endpoint": spec.serve.endpoint, "project": project}
-                if self.database.insert_at_once(_FAST_PATH, bound, rows):
-                    return job
                 with self.database.writing() as session:
-                    return self._accept(session, spec, project, once, demand, given)
+                    job = self._accept(session, resolved, project, submitted)
+                    if once is not None and self._idempotency is not None:
+                        session.add(IdempotencyRow(**self._idempotency.row(once, 202, job.model_dump(mode="json"))))
+                return job
             except (IntegrityError, EyrieError) as error:  # refused now, a quota say, but perhaps accepted earlier
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
@@ -212,41 +178,30 @@ class Jobs:
                     raise
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None, demand: Demand,
-                given: "_Given") -> Job:
-        asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
+    def _accept(self, session: Session, resolved: ResolvedJob, project: str | None, submitted: JobSpec | None) -> Job:
+        spec, asked = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
         project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
         if asked is not None:
-            check_job(session, asked, spec, demand)
-        job, rows = self._draft(spec, project, once, demand, given)
-        insert_all(session, rows)
-        return job
-
-    def _draft(self, spec: JobSpec, project: str, once: Once | None, demand: Demand, given: "_Given"
-               ) -> tuple[Job, Rows]:
-        """A new job and all its rows. Columns that are NULL or have their default are omitted, because psycopg caches
-        the parsed form of a statement only up to 50 parameters."""
+            check_job(session, asked, spec, resolved.demand)
         now, job_id = self._clock(), new_job_id()
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)
         status = JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)
-        job = Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
-        rows: list[tuple[type[Base], Mapping[str, Any]]] = [(JobRow, {
-            "id": job_id, "name": spec.name, "target": spec.target.model, "spec": JsonText(spec.model_dump_json()),
-            "status": JsonText(status.model_dump_json()), "phase": status.phase, "ended": False, "generation": 1,
-            "attempt": 1, "cancel_requested": False, "delete_requested": False, "project": project, "created_at": now,
-            "updated_at": now, "submission": given.as_json()} | ({} if demand == DEFAULT_DEMAND else asdict(demand)))]
-        if once is not None and self._idempotency is not None:
-            rows.insert(0, (IdempotencyRow, self._idempotency.row(once, 202, JsonText(job.model_dump_json()))))
-        rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
-        event = _event_values(job_id, now, "Accepted", f"job {spec.name or job_id} accepted")
-        rows.append((EventRow, {column: value for column, value in event.items() if value is not None}))
-        rows.append((OutboxRow, outbox_row("advance_job", job_id, self._clock)))
-        rows += [(AuditRow, values)
-                 for values in self._scope.audit_rows(self._clock, "job.create", f"job/{job_id}", project)]
-        return job, rows
+        kept = {"document": (submitted or spec).model_dump(mode="json", exclude_unset=True),
+                "resolved": resolved.model_dump(mode="json", exclude={"spec"})}  # the spec has a column of its own
+        session.add(JobRow(
+            id=job_id, name=spec.name, target=spec.target.model, spec=spec.model_dump(mode="json"),
+            status=status.model_dump(mode="json"), phase=status.phase, ended=False, generation=1, attempt=1,
+            cancel_requested=False, delete_requested=False, project=project, created_at=now, updated_at=now,
+            submission=kept, num_gpus=resolved.demand.num_gpus, num_replicas=resolved.demand.num_replicas))
+        session.flush()  # the rows below refer to it
+        session.add_all(LabelRow(job_id=job_id, key=key, value=value) for key, value in spec.labels.items())
+        self._note(session, job_id, "Accepted", f"job {spec.name or job_id} accepted")
+        enqueue(session, "advance_job", job_id, self._clock)
+        record_change(session, self._scope, self._clock, "job.create", f"job/{job_id}", project)
+        return Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
 
     def get(self, job_id: str) -> Job:
         """One job. Raises NotFound."""
@@ -263,15 +218,17 @@ class Jobs:
             kept = self._find(session, job_id).submission
             return None if kept is None else kept["document"]
 
-    def planned(self, job_ids: Collection[str]) -> dict[str, PlannedStages]:
-        """What these jobs were planned to take, by id; without those that have no plan or are not visible."""
-        if not job_ids:
-            return {}
-        query = select(JobRow.id, JobRow.submission).where(
+    def resolved(self, job_id: str) -> ResolvedJob:
+        """A job as it was resolved at its submission. Raises NotFound."""
+        with self.database.reading() as session:
+            return _resolved(self._find(session, job_id))
+
+    def all_resolved(self, job_ids: Collection[str]) -> dict[str, ResolvedJob]:
+        """These jobs by id, without those that are not visible."""
+        query = select(JobRow).options(undefer(JobRow.submission)).where(
             JobRow.id.in_(job_ids), JobRow.submission.is_not(None), self._scope.sees(JobRow.project, "jobs:read"))
         with self.database.reading() as session:
-            return {job_id: PlannedStages.model_validate(kept["planned"])
-                    for job_id, kept in session.execute(query) if kept is not None and kept["planned"] is not None}
+            return {row.id: _resolved(row) for row in session.scalars(query)}
 
     def project_of(self, job_id: str) -> str:
         """The project of a job. Raises NotFound."""
@@ -551,8 +508,8 @@ class Jobs:
     def _note(self, session: Session, job_id: str, reason: str, message: str, *,
               type: Literal["Normal", "Warning"] = "Normal", stage: StageName | None = None, key: str = "",
               data: Mapping[str, JsonValue] | None = None) -> EventRow:
-        row = EventRow(**_event_values(job_id, self._clock(), reason, message, type=type, stage=stage, key=key,
-                                       data=data))
+        row = EventRow(job_id=job_id, time=self._clock(), type=type, reason=reason, message=message, stage=stage,
+                       key=key, data=dict(data or {}))
         session.add(row)
         return row
 
@@ -607,13 +564,6 @@ def _missing(job_id: str) -> NotFound:
     return NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
 
 
-def _event_values(job_id: str, time: datetime, reason: str, message: str, *, type: str = "Normal",
-                  stage: StageName | None = None, key: str = "", data: Mapping[str, JsonValue] | None = None
-                  ) -> dict[str, Any]:
-    return {"job_id": job_id, "time": time, "type": type, "reason": reason, "message": message, "stage": stage,
-            "key": key, "data": dict(data or {})}
-
-
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
     upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, stage_values(stage))
 
@@ -624,8 +574,14 @@ def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metri
            {"time": point.time, "value": point.value})
 
 
+def _resolved(row: JobRow) -> ResolvedJob:
+    if row.submission is None:
+        raise NotFound(f"job {row.id} was accepted by a version that did not resolve it", "submit it again")
+    return ResolvedJob.model_validate(row.submission["resolved"] | {"spec": row.spec})
+
+
 def _demand(row: JobRow) -> Demand:
-    return Demand(row.num_gpus, row.num_replicas)
+    return Demand(num_gpus=row.num_gpus, num_replicas=row.num_replicas)
 
 
 def _filtered(wanted: JobFilter) -> Select[Any]:

@@ -8,7 +8,7 @@ least once, so chores are idempotent.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from sqlalchemy import BindParameter, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
@@ -37,12 +37,7 @@ class Chore:
 
 def enqueue(session: Session, task: ChoreName, argument: str, clock: Clock) -> None:
     """Enqueue a chore in the running transaction."""
-    session.add(OutboxRow(**outbox_row(task, argument, clock)))
-
-
-def outbox_row(task: ChoreName, argument: str, clock: Clock) -> dict[str, Any]:
-    """The chore's row by column, to be inserted together with other rows."""
-    return {"task": task, "argument": argument, "created_at": clock()}
+    session.add(OutboxRow(task=task, argument=argument, created_at=clock()))
 
 
 class Outbox:

@@ -1,7 +1,7 @@
 """Quotas of projects, checked inside the transaction that would use more.
 
 Usage is counted from the rows. GPUs and replicas depend on the cluster profile, which is not in the database:
-`eyrie_api.submission.demand` computes them when a request is accepted, and the rows keep them.
+`eyrie_api.submission.resolve` computes them when a request is accepted, and the rows keep them.
 
 Race: two concurrent requests could both pass as the last one allowed; so where a limit is set, the project's row is
 locked until the transaction ends. Without a limit the check costs one read.
@@ -9,8 +9,6 @@ locked until the transaction ends. Without a limit the check costs one read.
 GPU hours have no quota: the devices of a stage are not recorded, and an estimate from resource requests and wall time
 would charge for waiting.
 """
-
-from dataclasses import dataclass
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -20,20 +18,7 @@ from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow
 from eyrie_api.errors import EyrieError, Forbidden
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.requests import PlacementRequest
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a job uses of its project's quotas, besides one job and one endpoint."""
-
-    num_gpus: int = 0
-    """The most that its stages request at one time."""
-
-    num_replicas: int = 1
-    """Of its endpoint."""
-
-
-DEFAULT_DEMAND = Demand()
+from eyrie_api.v1alpha1.resolved import Demand
 
 
 class QuotaReached(EyrieError):

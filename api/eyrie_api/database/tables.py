@@ -84,8 +84,8 @@ class JobRow(Base):
     # The job's `quotas.Demand`.
     num_gpus: Mapped[int] = mapped_column(server_default="0")
     num_replicas: Mapped[int] = mapped_column(server_default="1")
-    # `document` as it was sent, and `planned`, a `plan.PlannedStages` or null: in one column, because the statement of
-    # `submit_once` may have few parameters. NULL for jobs of versions that did not keep it.
+    # `document` as it was sent, and `resolved`, a `resolved.ResolvedJob` without its spec. NULL for jobs of versions
+    # that did not keep it.
     submission: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
     __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),
                       Index("ix_jobs_project_created_at_id", "project", "created_at", "id"))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import PlannedStages, StageComparison, StagePlan, TimeLeft
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages, StageComparison, StagePlan, TimeLeft
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import StageStatus
 
@@ -33,7 +33,7 @@ def planned_and_actual(plan: PlannedStages, stages: Sequence[StageStatus], sizes
     return tuple(found)
 
 
-def time_left(planned: PlannedStages | None, stages: Sequence[StageStatus], now: datetime) -> TimeLeft | None:
+def time_left(planned: Plan | None, stages: Sequence[StageStatus], now: datetime) -> TimeLeft | None:
     """About what a running job will still take: for every stage what was planned less what it has taken, and of a
     running one at least what it expects of the phase that it is in. None without a plan, and for less than
     `LEAST_LEFT_S`."""
@@ -63,7 +63,7 @@ def _left_of(part: StagePlan, boxes: Sequence[StageStatus], now: datetime) -> Ti
                     high=None if ends is None else rest(ends.high))
 
 
-def _by_stage(plan: PlannedStages) -> dict[str, StagePlan]:
+def _by_stage(plan: Plan | PlannedStages) -> dict[str, StagePlan]:
     """The rows of a stage, one for each hardware profile, together, as their time is."""
     found: dict[str, StagePlan] = {}
     for one in plan.stages:

@@ -1,23 +1,20 @@
 """Which GPUs of a job cannot hold its target: the weights alone exceed all memory of the GPUs of one server. Pure.
 
 What may fit is not refused. Memory is at most what the label names (a GPU of "80GB" has a little less than 80 GiB), no
-KV cache and no workspace is counted, and weights are what is served (`submission.weight_files.served_bytes`). GPUs and
+KV cache and no workspace is counted, and weights are what is served (`submission.target_files.served_bytes`). GPUs and
 weights of an unknown size are not judged here: the stage that loads the target reports those.
-
-Placements are those of a job as it is placed (`submission.placement.as_placed`).
 """
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from eyrie_api.decisions.engine_support import fitting_sizes
 from eyrie_api.decisions.hardware import known_gpu
-from eyrie_api.decisions.plan_facts import TargetFacts
+from eyrie_api.decisions.plan_work import TargetFacts
 from eyrie_api.decisions.training_defaults import named_gb
 from eyrie_api.errors import GpuTooSmall
 from eyrie_api.quantities import size
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.requests import PlacementRequest, StageKey
+from eyrie_api.v1alpha1.requests import StageKey
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 
 _GIB = 2**30
 _LARGEST_GB = {"B200": 192, "L40S": 48, "L4": 24, "A10": 24}
@@ -47,7 +44,7 @@ def memory_of(gpu_type: str | None) -> int | None:
     return None if largest is None else largest * _GIB
 
 
-def too_small_gpus(spec: JobSpec, facts: TargetFacts, weights: int, *, serves: bool,
+def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, serves: bool,
                    memory: Callable[[str | None], int | None] = memory_of) -> list[GpuTooSmall]:
     """One error for each kind of GPUs that cannot hold the weights, naming the stages.
 
@@ -56,18 +53,24 @@ def too_small_gpus(spec: JobSpec, facts: TargetFacts, weights: int, *, serves: b
     memory    bytes of a GPU by its label; a job may name none
     """
     found: dict[_Holder, list[str]] = {}
-    for place, holder in _holders(spec, serves):
+    for place, holder in _holders(job, serves):
         device = memory(holder.gpu_type)
         if device is not None and weights > holder.num_gpus * device:
             found.setdefault(holder, []).append(place)
     return [_error(holder, places, facts, weights, memory(holder.gpu_type) or 0) for holder, places in found.items()]
 
 
+def fitting_sizes(facts: TargetFacts) -> list[int]:
+    """Numbers of GPUs that divide the target's heads."""
+    return [size for size in range(1, min(facts.num_heads, 64) + 1)
+            if facts.num_heads % size == 0 and (facts.num_kv_heads % size == 0 or size % facts.num_kv_heads == 0)]
+
+
 def _error(holder: _Holder, places: list[str], facts: TargetFacts, weights: int, device: int) -> GpuTooSmall:
     gpus = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}"
     has = "has" if holder.num_gpus == 1 else "have"
     larger = f"name a type of GPU with more than {size(weights / holder.num_gpus)}"
-    enough = next((one for one in fitting_sizes(facts) if one * device >= weights), None)
+    enough = next((number for number in fitting_sizes(facts) if number * device >= weights), None)
     if enough is None:
         hint = f"{larger}, or a smaller or quantised target"
     elif holder.is_server:
@@ -78,8 +81,8 @@ def _error(holder: _Holder, places: list[str], facts: TargetFacts, weights: int,
                        f"{size(holder.num_gpus * device)} (for {', '.join(places)})", hint)
 
 
-def _holders(spec: JobSpec, serves: bool) -> Iterator[tuple[str, _Holder]]:
-    engine = spec.engine
+def _holders(job: ResolvedJob, serves: bool) -> Iterator[tuple[str, _Holder]]:
+    spec, engine = job.spec, job.spec.engine
     server = (engine.tp_size, f"engine.tp_size is {engine.tp_size}", True)
     alone = (1, "engine.kind is 'embedded', which computes on one device", False)
     used = server if engine.kind == "sglang" else alone
@@ -94,12 +97,10 @@ def _holders(spec: JobSpec, serves: bool) -> Iterator[tuple[str, _Holder]]:
             1, f"capture.source is '{spec.capture.source}', which computes on one device", False)
     else:
         stages["capture"] = used  # a target larger than one GPU is captured by servers of SGLang
-    every = spec.placement.every
     for stage, (num_gpus, why, is_server) in stages.items():
-        request = spec.placement.stages.get(stage, PlacementRequest())
-        if (every.num_gpus if request.num_gpus is None else request.num_gpus) != 0:
-            yield stage, _Holder(why, num_gpus, request.gpu_type or every.gpu_type, is_server)
-    placed = spec.serve.placement
+        if job.gpus[stage].num_gpus != 0:
+            yield stage, _Holder(why, num_gpus, job.gpus[stage].gpu_type, is_server)
+    placed = job.serving_gpus
     if serves and placed.num_gpus != 0 and spec.promotion.mode != "never":
         num_gpus, why, is_server = used
         if is_server and (placed.num_gpus or 0) > num_gpus:

@@ -37,9 +37,9 @@ from eyrie_api.database.waiting import WaitingObjects
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy
-from eyrie_api.submission.demand import demand_of, replicas_of
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.submission.published_drafters import with_drafters_of_jobs
+from eyrie_api.submission.resolve import replicas_of
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
@@ -519,10 +519,9 @@ class Controller:
             # too: who may create objects there is not an administrator of the installation.
             spec_policy.check(spec, self._settings, self._belongs_to(project))
             spec = with_drafters_of_jobs(spec, Jobs(self._database, scope=_viewer_of(project)).get, self._settings.home)
-            checked = preflight.check(spec, self._settings)
             self._job_of[action.key] = self._jobs.submit(
-                checked.spec, claimed, project, demand_of(checked.spec, self._profile),
-                None if resource.spec is None else resource.spec.job, checked.planned).id
+                preflight.check(spec, self._settings), claimed, project,
+                None if resource.spec is None else resource.spec.job).id
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)

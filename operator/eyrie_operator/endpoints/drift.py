@@ -19,12 +19,12 @@ from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.quotas import Demand
-from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import EyrieError
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.status import Job, Revision
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_operator.endpoints.state import ReportDrift
@@ -64,13 +64,14 @@ class Drift:
             outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
                        _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
         else:
-            spec = retraining_job(promoted, endpoint, traffic, "" if serving is None else serving.checkpoint or "",
-                                  None if serving is None else self._head(serving))
-            data = {"job": spec.model_dump(mode="json"), "traffic_file": traffic}
+            retraining = retraining_job(promoted.id, self._jobs.resolved(promoted.id), endpoint, traffic,
+                                        "" if serving is None else serving.checkpoint or "",
+                                        None if serving is None else self._head(serving))
+            data = {"job": retraining.spec.model_dump(mode="json"), "traffic_file": traffic}
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":
                 try:
-                    started = self._start(spec, f"{endpoint}/{once}", self._jobs.demand(promoted.id))
+                    started = self._start(retraining, f"{endpoint}/{once}")
                 except RequestInFlight:
                     return  # race: a control plane died while it submitted; its key expires within a minute
                 outcome = f"{started} retrains on recent traffic"
@@ -100,37 +101,40 @@ class Drift:
         is_stored = self._stored is not None and head.is_relative_to(self._stored)
         return head if is_stored or head.is_dir() else None
 
-    def _start(self, spec: JobSpec, key: str, demand: Demand) -> str:
-        claim = self._idempotency.claim(key, ROUTE, digest_model(spec))
+    def _start(self, job: ResolvedJob, key: str) -> str:
+        claim = self._idempotency.claim(key, ROUTE, digest_model(job.spec))
         if isinstance(claim, Replay):
             return str(claim.response["id"])
         try:
-            return self._jobs.submit(spec, claim, demand=demand).id
+            return self._jobs.submit(job, claim).id
         except EyrieError:
             self._idempotency.release(claim)
             raise
 
 
-def retraining_job(promoted: Job, endpoint: str, traffic: str, checkpoint: str = "",
-                   head: Path | None = None) -> JobSpec:
-    """The promoted job on recent traffic, for the same endpoint. Pure.
+def retraining_job(job_id: str, promoted: ResolvedJob, endpoint: str, traffic: str, checkpoint: str = "",
+                   head: Path | None = None) -> ResolvedJob:
+    """The promoted job, of this id, on recent traffic, for the same endpoint. Pure. Placed and counted as that job was:
+    it has no defaults to fill in, and no plan.
 
     traffic      absolute path or URL of the requests
     checkpoint   what serves; of a sweep its candidate alone is trained again
     head         its directory, if training can read it
     """
-    winner = next((one for one in expand(promoted.spec) if checkpoint.startswith(f"{one.name}-step-")), None)
+    winner = next((candidate for candidate in promoted.candidates
+                   if checkpoint.startswith(f"{candidate.name}-step-")), None)
     spec, changes = promoted.spec, dict[str, Any]()
     if winner is not None:
-        spec, changes["sweep"] = winner.spec, SweepSpec()
+        spec, changes["sweep"] = winner.in_job(spec), SweepSpec()
         if head is not None and FAMILIES[spec.drafter.family].continues:
             changes["drafter"] = spec.drafter.model_copy(update={"init_from": str(head), "init_revision": None})
     sources = (DataSource(path=traffic, format="messages"),)
     changes |= {
         "data": spec.data.model_copy(update={"sources": sources, "mix": None}),
         "serve": spec.serve.model_copy(update={"endpoint": endpoint}),
-        "labels": {**spec.labels, "retrained-from": promoted.id}}
-    return spec.model_copy(update=changes)
+        "labels": {**spec.labels, "retrained-from": job_id}}
+    return derive(spec.model_copy(update=changes), promoted.gpus, promoted.serving_gpus,
+                  on_cluster=promoted.on_cluster, demand=promoted.demand)
 
 
 def _snapshot(spec: JobSpec, directory: Path, name: str) -> Path | None:

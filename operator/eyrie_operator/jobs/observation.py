@@ -5,19 +5,18 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, read_manifest
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.artifacts import MANIFEST, read_manifest, read_report
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import PromotionDecision, TrainReport
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
 from eyrie_operator.unscheduled import WAITS
-from eyrie_pipelines.run_failure import read_stage_failure
-from eyrie_pipelines.run_records import read_record
-from eyrie_pipelines.steps import benchmarked
+from eyrie_pipelines.run_records import read_record, read_stage_failure
+from eyrie_pipelines.stage_specs import benchmarked
 from eyrie_workers.catalog import stage_dir
 
 OUTCOME_FILE = "outcome.json"
@@ -53,9 +52,9 @@ def observe_serving(endpoint: Endpoint, revision: int) -> ObservedServing:
                            endpoint.name)
 
 
-def finished_manifests(job: Job, job_dir: Path) -> list[Manifest]:
+def finished_manifests(job: Job, resolved: ResolvedJob, job_dir: Path) -> list[Manifest]:
     """Manifests of every finished stage, in the pipeline's order: candidates as in the sweep, checkpoints by step."""
-    return [stage.manifest for stage in observe_stages(job, job_dir) if stage.manifest is not None]
+    return [stage.manifest for stage in observe_stages(job, resolved, job_dir) if stage.manifest is not None]
 
 
 def read_outcome(job_dir: Path, attempt: int, status: JobStatus) -> AttemptOutcome | None:
@@ -75,42 +74,29 @@ def outcome_of(status: JobStatus, attempt: int) -> AttemptOutcome | None:
     return AttemptOutcome(attempt=attempt, decision=status.decision)
 
 
-def observe_stages(job: Job, job_dir: Path) -> Iterator[ObservedStage]:
+def observe_stages(job: Job, resolved: ResolvedJob, job_dir: Path) -> Iterator[ObservedStage]:
     """Every stage of a job and each of its members known so far."""
-    candidates = candidate_names(job)
     for stage in STAGES:
-        for key in _keys(job, candidates, job_dir, stage):
+        for key in _keys(resolved, job_dir, stage):
             yield _observe_stage(job, job_dir, stage, key)
 
 
-def candidate_names(job: Job) -> list[str]:
-    """Names of the sweep's candidates."""
-    return [candidate.name for candidate in expand(job.spec)]
-
-
-def _keys(job: Job, candidates: list[str], job_dir: Path, stage: StageName) -> list[str]:
+def _keys(job: ResolvedJob, job_dir: Path, stage: StageName) -> list[str]:
     """Members of a stage known so far: the sweep's candidates; checkpoints and rivals once every candidate is trained.
     """
     if stage == "train":
-        return candidates
+        return [candidate.name for candidate in job.candidates]
     if stage == "benchmark":
         try:
-            return [checkpoint.name for checkpoint in benchmarked(job.spec, train_reports(candidates, job_dir))]
+            return [checkpoint.name for checkpoint in benchmarked(job, train_reports(job, job_dir))]
         except ArtifactMissing:
             return []
-    if stage == "hardware":
-        return list(job.spec.prove.profile_names)
-    return [""]
+    return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
 
 
-def train_reports(candidates: list[str], job_dir: Path) -> list[TrainReport]:
-    """The training reports of these candidates. Raises ArtifactMissing when one is not trained."""
-    reports = []
-    for candidate in candidates:
-        report = read_manifest(stage_dir(job_dir, "train", candidate)).report
-        assert isinstance(report, TrainReport)
-        reports.append(report)
-    return reports
+def train_reports(job: ResolvedJob, job_dir: Path) -> list[TrainReport]:
+    """The training reports of all candidates. Raises ArtifactMissing when one is not trained."""
+    return [read_report(stage_dir(job_dir, "train", candidate.name), TrainReport) for candidate in job.candidates]
 
 
 def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> ObservedStage:

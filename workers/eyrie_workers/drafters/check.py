@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eyrie_api.decisions.mtp_layers import holds_mtp_layers
+from eyrie_api.decisions.sglang_support import holds_mtp_layers
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.card import Card, read_card

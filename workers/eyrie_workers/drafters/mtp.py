@@ -2,14 +2,14 @@
 
 The directory has the target's config.json, marked as a drafter, and the tensors of the MTP layers alone: it can be
 uploaded, measured, tuned, proven and served without the target's other files. Eyrie does not compute these layers
-itself. Which targets have them: `eyrie_api.decisions.mtp_layers`.
+itself. Which targets have them: `eyrie_api.decisions.sglang_support`.
 """
 
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from eyrie_api.decisions.mtp_layers import MARK, mtp_tensors
+from eyrie_api.decisions.sglang_support import MARK, mtp_tensors
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.drafters.export import write_directory
 from eyrie_workers.targets.config import read_json

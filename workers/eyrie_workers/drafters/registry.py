@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
-from eyrie_api.decisions.mtp_layers import holds_mtp_layers
+from eyrie_api.decisions.sglang_support import holds_mtp_layers
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.families import FAMILIES, DrafterFamily
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, read_config

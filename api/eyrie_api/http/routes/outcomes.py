@@ -63,9 +63,9 @@ def compare_plan(job_id: str, control: Here) -> PlannedAndActual:
 
 def times_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
     """`time_left` of those that run and were planned to take so long that the plan has one, by id."""
-    running, now = [one for one in jobs if one.status.phase == "Running"], utc_now()
-    planned = control.jobs.planned([one.id for one in running])
-    found = {one.id: time_left(planned.get(one.id), one.status.stages, now) for one in running}
+    running, now = [job for job in jobs if job.status.phase == "Running"], utc_now()
+    resolved = control.jobs.all_resolved([job.id for job in running])
+    found = {job.id: time_left(resolved[job.id].plan, job.status.stages, now) for job in running if job.id in resolved}
     return {job_id: left for job_id, left in found.items() if left is not None}
 
 

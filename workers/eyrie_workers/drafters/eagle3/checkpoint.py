@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from eyrie_api.decisions.capture_support import captured_inputs, sglang_layer_ids
+from eyrie_api.decisions.sglang_support import captured_inputs, sglang_layer_ids
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_workers.drafters.checkpoint.card import Card, TargetIdentity, read_card
 from eyrie_workers.drafters.checkpoint.files import (

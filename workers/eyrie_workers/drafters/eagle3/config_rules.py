@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eyrie_api.decisions.capture_support import captured_inputs
+from eyrie_api.decisions.sglang_support import captured_inputs
 from eyrie_workers.drafters.checkpoint.file_format import DTYPES
 from eyrie_workers.drafters.eagle3.directory_format import ARCHITECTURE, LAYER_IDS, nested, num_aux
 from eyrie_workers.drafters.validation.finding import Finding, error, warning

@@ -6,7 +6,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eyrie_api.decisions.capture_support import SGLANG_VERSION, SUPPORTED_BY_SGLANG
+from eyrie_api.decisions.sglang_support import SGLANG_VERSION, SUPPORTED_BY_SGLANG
 from eyrie_api.errors import EyrieError
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.eagle3.directory_format import LAYER_IDS, nested

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eyrie_api.decisions.mtp_layers import MTP_ARCHITECTURES
+from eyrie_api.decisions.sglang_support import MTP_ARCHITECTURES
 from eyrie_workers.drafters.validation.finding import Finding, error
 from eyrie_workers.drafters.validation.target import Target, vocabulary_rules
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
-from eyrie_api.decisions.mtp_layers import holds_mtp_layers
+from eyrie_api.decisions.sglang_support import SUPPORTED_BY_SGLANG, holds_mtp_layers
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.families import FAMILIES, SGLangAlgorithm
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds

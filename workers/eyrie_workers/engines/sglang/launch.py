@@ -24,7 +24,7 @@ and from no environment variable, and a flag is visible in process lists and man
 
 import json
 
-from eyrie_api.decisions.capture_support import PLUGIN_ARCHITECTURES
+from eyrie_api.decisions.sglang_support import PLUGIN_ARCHITECTURES
 from eyrie_workers.engines.sglang.launch_checks import check_launchable
 from eyrie_workers.engines.sglang.launch_plan import (
     LaunchPlan,

@@ -6,7 +6,7 @@ drafter of blocks drafts blocks of another length than it was trained for; a dra
 attention backends and in no tree. tests/sglang resolves such command lines with SGLang's own parser.
 """
 
-from eyrie_api.decisions.capture_support import require_block_capture, require_capture
+from eyrie_api.decisions.sglang_support import require_block_capture, require_capture
 from eyrie_api.v1alpha1.families import SGLangAlgorithm
 from eyrie_api.v1alpha1.tuning import OFF
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint

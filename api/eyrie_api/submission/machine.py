@@ -1,30 +1,24 @@
-"""What a job's engine will compute on, found without torch: device files of this machine, or what the job requests."""
+"""The GPUs and programs of this machine, found without torch: by device files, environment variables and the driver.
+
+GPUs of AMD, and GPUs under WSL, have one device file for all, which gives no number.
+"""
 
 import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
-from eyrie_api.decisions.engine_support import Device
+from eyrie_api.decisions.target_memory import memory_of
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
-from eyrie_api.v1alpha1.job import JobSpec
 
+DEVICES = Path("/dev")
+WITHOUT_A_NUMBER = ("kfd", "dxg")
+"""Device files of AMD GPUs, and of the GPUs of a Windows host."""
 
-def planned_device(spec: JobSpec, settings: Settings) -> Device:
-    """The device of the engine of a job as it is placed (`placement.as_placed`)."""
-    if settings.cluster_profile is None:
-        return local_device()
-    requests = (spec.placement.stages.get("prove"), spec.serve.placement)
-    return "gpu" if any(request is not None and request.num_gpus for request in requests) else "cpu"
-
-
-def computes_on_gpus(spec: JobSpec, settings: Settings) -> bool:
-    """Whether a target of a job as it is placed is on GPUs in any stage; `target.dtype: auto` depends on it."""
-    requests = (spec.placement.every, spec.serve.placement, *spec.placement.stages.values())
-    if any(request is not None and request.num_gpus for request in requests):
-        return True
-    return planned_device(spec, settings) == "gpu" and os.environ.get("EYRIE_DEVICE") != "cpu"
+Device = Literal["cpu", "gpu"]
+"""What an engine computes on."""
 
 
 def has_sglang(settings: Settings) -> bool:
@@ -34,14 +28,14 @@ def has_sglang(settings: Settings) -> bool:
             or importlib.util.find_spec("sglang") is not None)
 
 
-def local_device(devices: Path = Path("/dev")) -> Device:
+def local_device(devices: Path = DEVICES) -> Device:
     """Whether this process may use a GPU: an NVIDIA device that CUDA_VISIBLE_DEVICES does not hide, or an AMD one."""
     nvidia = any(devices.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     amd = (devices / "kfd").exists() and os.environ.get("HIP_VISIBLE_DEVICES") not in ("", "-1")
     return "gpu" if nvidia or amd else "cpu"
 
 
-def gpus_of(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
+def gpus_of(environment: Mapping[str, str], devices: Path = DEVICES) -> tuple[str, ...]:
     """Ids of this machine's NVIDIA GPUs for CUDA_VISIBLE_DEVICES, without loading torch; none with EYRIE_DEVICE=cpu."""
     if environment.get("EYRIE_DEVICE") == "cpu":
         return ()
@@ -49,3 +43,15 @@ def gpus_of(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tup
     if given is not None:
         return tuple(part for part in given.split(",") if part not in ("", "-1"))
     return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
+
+
+def gpu_memory_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | None:
+    """The most memory of a GPU of this machine by the names that NVIDIA's driver gives them; None where that of any is
+    not known, or this machine uses none."""
+    if not gpus_of(os.environ):
+        return None
+    names = [line.removeprefix("Model:").strip() for file in driver.glob("*/information")
+             for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("Model:")]
+    sizes = [memory_of(name) for name in names]
+    known = [size for size in sizes if size is not None]
+    return max(known) if known and len(known) == len(sizes) else None

@@ -1,24 +1,34 @@
-"""Facts about a target and its data that are cheap to read: from `config.json`, file sizes and the first rows.
+"""What the resolution of a job depends on besides its document: machine or cluster, and the files of target and data.
 
-Used by `preflight` to refuse a job and by plans to estimate it. Nothing here loads a model or a tokenizer. A Hub id is
-looked up in the local Hub cache only: the control plane contacts no model hub.
+`read_facts` reads all of it once, before `resolve`, which is pure. Of a target `config.json` is read, of data the size
+of the files and the first rows; nothing here loads a model or a tokenizer. A Hub id is looked up in the local Hub cache
+only: the control plane contacts no model hub.
 """
 
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
-from eyrie_api.decisions.plan_facts import DataFacts, Experts, TargetFacts
+from eyrie_api.decisions.plan_work import DataFacts, Experts, TargetFacts
 from eyrie_api.decisions.target_config import has_tied_embeddings, language_model
-from eyrie_api.errors import TargetNotFound, UnsupportedTarget
-from eyrie_api.submission.file_reading import read_object
+from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget
+from eyrie_api.settings import Settings
+from eyrie_api.submission.data_files import check_data_source
+from eyrie_api.submission.machine import Device, has_sglang, local_device
+from eyrie_api.submission.placement import read_profile
+from eyrie_api.submission.target_files import read_object
+from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, JobTarget, is_hub_id, trained_here
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.requests import StageKey
+from eyrie_api.v1alpha1.resolved import PlacedGpus
+from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTarget, is_hub_id, trained_here
 
 DATA_SUFFIXES = (*SUFFIXES, ".csv", ".txt")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -30,6 +40,77 @@ QUICKSTART_ROWS = 8192
 
 # Means over 300 conversations of the quickstart corpus under its own 2048-token vocabulary, template included.
 _QUICKSTART_PROMPT_TOKENS, _QUICKSTART_ANSWER_TOKENS = 97.0, 54.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Read once per submission. The default is a machine without GPUs that knows nothing of target and data."""
+
+    profile: ClusterProfile | None = None
+    """None: jobs run on this machine."""
+
+    local_device: Device = "cpu"
+    has_sglang: bool = False
+    target: Path | None = None
+    """Directory of the target on this machine; None: a Hub id that is not in the cache."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its `config.json`; empty where it is not here."""
+
+    data: DataFacts = field(default_factory=DataFacts)
+
+    @cached_property
+    def sizes(self) -> TargetFacts | None:
+        """Of the target; None where it is not here. Raises UnsupportedTarget."""
+        return None if self.target is None else target_facts(self.target)
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """Of the checkpoint's weights; None where it is not known."""
+        return stored_dtype(self.config)
+
+    def engine_device(self, gpus: Mapping[StageKey, PlacedGpus], serving: PlacedGpus) -> Device:
+        """The device of a job's engine, given the GPUs of its stages and its endpoint."""
+        if self.profile is None:
+            return self.local_device
+        return "gpu" if gpus["prove"].num_gpus or serving.num_gpus else "cpu"
+
+    def computes_on_gpus(self, gpus: Mapping[StageKey, PlacedGpus], serving: PlacedGpus) -> bool:
+        """Whether a job's target is on GPUs in any stage; `target.dtype: auto` depends on it."""
+        if any(placed.num_gpus for placed in (*gpus.values(), serving)):
+            return True
+        return self.engine_device(gpus, serving) == "gpu" and os.environ.get("EYRIE_DEVICE") != "cpu"
+
+
+def read_facts(spec: JobSpec, settings: Settings) -> Facts:
+    """Read target and data of a job, whose sources are checked first: reading may wait where a file is none. Raises
+    InvalidInput or NoUsableData for a source, TargetNotFound and UnsupportedTarget."""
+    profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
+    for number, source in enumerate(spec.data.sources):
+        try:
+            _check_source(source, spec.data.answered, profile is not None)
+        except InvalidInput as error:
+            raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
+    directory = target_dir(spec.target)
+    return Facts(profile, local_device(), has_sglang(settings), directory,
+                 {} if directory is None else read_config(directory), data_facts(spec.data))
+
+
+def _check_source(source: DataSource, answered: bool, elsewhere: bool) -> None:
+    """`elsewhere`: stages run in pods, which may have files that this server has not."""
+    if source.path == QUICKSTART or is_remote(source.path) or (elsewhere and is_missing(source.path)):
+        return
+    if local_path(source.path) is not None:
+        check_data_source(source, answered)
+    elif not is_hub_id(source.path):
+        raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
+                           "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
+                           "'quickstart'")
+
+
+def is_missing(path: str) -> bool:
+    """Whether it is an absolute path of which nothing is on this machine."""
+    return path.startswith("/") and not data_files(path) and not exists(path)
 
 
 def exists(path: str) -> bool:
@@ -52,6 +133,36 @@ def local_path(path: str) -> Path | None:
         return Path(path).expanduser().absolute()
     except RuntimeError:  # expanduser of an unknown user: ~nobody
         return Path(path)
+
+
+def with_absolute_paths(spec: JobSpec) -> JobSpec:
+    """The job with this server's absolute paths: stage programs run elsewhere."""
+    # A relative path and its absolute one may end in different names: those that the mixes use are kept.
+    named = spec.data.mix is not None or spec.sweep.varies_mix
+    sources = tuple(source.model_copy(update={"path": _absolute(source.path)} | ({"name": name} if named else {}))
+                    for source, name in zip(spec.data.sources, spec.data.source_names, strict=True))
+    benchmark = spec.benchmark
+    if "suites" in benchmark.model_fields_set:  # else still open: `resolve` chooses suites for the data
+        benchmark = benchmark.model_copy(update={"suites": tuple(
+            suite.model_copy(update={"path": _absolute(suite.path)}) for suite in benchmark.suites)})
+    rivals = tuple(rival if rival.path is None else rival.model_copy(update={"path": _absolute(rival.path)})
+                   for rival in spec.rivals)
+    head = spec.drafter.init_from
+    axes = tuple(axis.model_copy(update={"values": tuple(
+        _absolute(value) if isinstance(value, str) else value for value in axis.values)})
+        if axis.field == "drafter.init_from" else axis for axis in spec.sweep.axes)
+    return spec.model_copy(update={
+        "target": spec.target.model_copy(update={"model": _absolute(spec.target.model)}),
+        "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals,
+        "drafter": spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)}),
+        "sweep": spec.sweep.model_copy(update={"axes": axes}), "benchmark": benchmark})
+
+
+def _absolute(path: str) -> str:
+    if path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:"):
+        return path
+    found = local_path(path)
+    return path if found is None else str(found)
 
 
 @cache
@@ -146,22 +257,18 @@ def stored_dtype(config: Mapping[str, Any]) -> str | None:
 def data_facts(data: DataSpec) -> DataFacts:
     """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled."""
     samples = [_sample(source) for source in data.sources]
-    if any(one.prompt_tokens is None for one in samples):
+    if any(sample.prompt_tokens is None for sample in samples):
         return DataFacts()
-    total = sum(one.rows or 0 for one in samples)
+    total = sum(sample.rows or 0 for sample in samples)
     if not total:
         return DataFacts()
-    prompt = sum((one.prompt_tokens or 0.0) * (one.rows or 0) for one in samples) / total
-    answers = [one.answer_tokens for one in samples]
+    prompt = sum((sample.prompt_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total
+    answers = [sample.answer_tokens for sample in samples]
     known = all(one is not None for one in answers)
-    answer = sum((one.answer_tokens or 0.0) * (one.rows or 0) for one in samples) / total if known else None
+    answer = sum((sample.answer_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total if known else None
     return DataFacts(rows=total, prompt_tokens=prompt, answer_tokens=answer,
-                     source=_sources(one.source for one in samples),
-                     source_rows=dict(zip(data.source_names, (one.rows or 0 for one in samples), strict=True)))
-
-
-def _sources(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(names))
+                     source=", ".join(dict.fromkeys(sample.source for sample in samples)),
+                     source_rows=dict(zip(data.source_names, (sample.rows or 0 for sample in samples), strict=True)))
 
 
 def _sample(source: DataSource) -> DataFacts:
