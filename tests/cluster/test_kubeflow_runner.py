@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.records import WaitingPod
 from eyrie_operator.cluster.apply import Cluster
@@ -75,7 +76,7 @@ def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: St
     stage.runner.start(job_file(spec, job_id="dj-1"))
 
     def over() -> object:
-        stage.runner.refresh("dj-1", spec)
+        stage.runner.refresh("dj-1", derive(spec))
         seen = stage.runner.observe("dj-1")
         return seen if seen.state != "running" else None
 

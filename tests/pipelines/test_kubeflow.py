@@ -14,6 +14,7 @@ import pytest
 from eyrie_api.artifacts import write_model
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.errors import Permanent, Transient
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work
@@ -33,6 +34,7 @@ from tests.pipelines.conftest import job_file, spec_of
 from tests.pipelines.kfp_server import KfpServer
 
 SPEC = spec_of()
+RESOLVED = derive(SPEC)
 INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
 
 
@@ -293,18 +295,18 @@ def test_what_stages_say_is_brought_here_piece_by_piece(harness: Harness, server
     harness.start()
     harness.put("stages/regenerate/spec.json", "{}")
     harness.put("stages/regenerate/events.jsonl", "one\n")
-    harness.runner.refresh("job-1", SPEC)
+    harness.runner.refresh("job-1", RESOLVED)
     assert harness.read("stages/regenerate/events.jsonl") == "one\n"
     began = (harness.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns
     harness.put("stages/regenerate/events.jsonl", "one\ntwo\n")
     harness.put("stages/regenerate/failure.json", "{}")
-    harness.runner.refresh("job-1", SPEC)
+    harness.runner.refresh("job-1", RESOLVED)
     assert harness.read("stages/regenerate/events.jsonl") == "one\ntwo\n"
     assert harness.read("stages/regenerate/failure.json") == "{}"
     assert (harness.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns == began
     harness.store.delete("jobs/job-1/stages/regenerate/failure.json")  # the stage is tried again
     harness.put("stages/regenerate/events.jsonl", "anew\n")
-    harness.runner.refresh("job-1", SPEC)
+    harness.runner.refresh("job-1", RESOLVED)
     assert harness.read("stages/regenerate/events.jsonl") == "anew\n"
     assert harness.read("stages/regenerate/failure.json") is None
 
@@ -323,7 +325,7 @@ def test_two_drivers_that_fetch_the_same_events_at_the_same_time_have_each_once(
 
     monkeypatch.setattr(LocalStore, "read", read_together)  # the real store, at an unlucky moment
     with ThreadPoolExecutor(2) as drivers:
-        list(drivers.map(lambda runner: runner.refresh("job-1", SPEC), (harness.runner, harness.another())))
+        list(drivers.map(lambda runner: runner.refresh("job-1", RESOLVED), (harness.runner, harness.another())))
     assert harness.read("stages/regenerate/events.jsonl") == "one\n"
 
 
@@ -333,7 +335,7 @@ def test_what_the_driver_decided_outlives_its_disk(harness: Harness, tmp_path: P
     kept = harness.read("outcome.json")
     harness.home = tmp_path / "another"
     other = KubeflowRunner(harness.profile, harness.home, harness.store)
-    other.refresh("job-1", SPEC)
+    other.refresh("job-1", RESOLVED)
     assert harness.read("outcome.json") == kept
 
 

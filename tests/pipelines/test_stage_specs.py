@@ -106,12 +106,13 @@ def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_th
 
 
 @pytest.mark.parametrize(("placement", "num_gpus"), [
-    ({}, 1), ({"every": {"num_gpus": 4}}, 4), ({"every": {"num_gpus": 4}, "stages": {"train": {"queue": "a"}}}, 4),
+    ({}, None), ({"every": {"num_gpus": 4}}, 4), ({"every": {"num_gpus": 4}, "stages": {"train": {"queue": "a"}}}, 4),
     ({"every": {"num_gpus": 4}, "stages": {"train": {"num_gpus": 2}}}, 2),
     ({"every": {"num_gpus": 4}, "stages": {"train": {"num_gpus": 0}}}, 0)])
 def test_the_gpus_of_a_training_are_those_of_its_stage_else_of_every_stage(
-        placement: dict[str, object], num_gpus: int) -> None:
-    assert stage_specs.stage_gpus(spec_of(placement=JobPlacement.model_validate(placement)), "train") == num_gpus
+        placement: dict[str, object], num_gpus: int | None) -> None:
+    job = derive(spec_of(placement=JobPlacement.model_validate(placement)))
+    assert (job.gpus["train"].num_gpus, job.num_processes("train")) == (num_gpus, max(1, num_gpus or 0))
 
 
 def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:
@@ -138,7 +139,7 @@ def test_only_the_first_checkpoint_times_transformers_and_held_out_prompts_are_n
 def test_rivals_are_benchmarked_after_the_candidates_and_off_is_the_baseline_of_each() -> None:
     spec = spec_of(rivals=(RivalSpec.model_validate("org/EAGLE3-Model"), RivalSpec.model_validate("ngram"),
                            RivalSpec.model_validate("off")))
-    refs = stage_specs.benchmarked(spec, [trained("a", 5)])
+    refs = stage_specs.benchmarked(derive(spec), [trained("a", 5)])
     assert [ref.name for ref in refs] == ["a-step-5", "rival-eagle3-model", "rival-ngram"]
     result = stage_specs.benchmark_spec(JobFile(id="j", resolved=derive(spec)), ROOT, refs[1], first=False)
     assert (result.rival, result.drafter_dir) == (

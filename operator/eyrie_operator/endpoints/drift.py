@@ -19,7 +19,7 @@ from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.errors import EyrieError
+from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -59,14 +59,18 @@ class Drift:
         window = self._histories.watched(endpoint, action.revision).last_window
         once = f"{action.revision}/{window}"
         traffic = None if promoted is None else self._traffic(promoted.spec, directory, f"{action.revision}-{window}")
-        started, data = None, {}
+        started, data, retraining = None, {}, None
         if promoted is None or traffic is None:
             outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
                        _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
         else:
-            retraining = retraining_job(promoted.id, self._jobs.resolved(promoted.id), endpoint, traffic,
-                                        "" if serving is None else serving.checkpoint or "",
-                                        None if serving is None else self._head(serving))
+            try:
+                retraining = retraining_job(promoted.id, self._jobs.resolved(promoted.id), endpoint, traffic,
+                                            "" if serving is None else serving.checkpoint or "",
+                                            None if serving is None else self._head(serving))
+            except InvalidInput as refused:  # a rival serves, and the sweep is over mixes of data that is replaced
+                outcome = f"no retraining is offered: {refused.message}"
+        if promoted is not None and retraining is not None:
             data = {"job": retraining.spec.model_dump(mode="json"), "traffic_file": traffic}
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":

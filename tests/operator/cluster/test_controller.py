@@ -341,7 +341,7 @@ def test_a_job_without_room_is_tried_again_after_fifteen_seconds_and_not_at_once
     (job_id,) = (jobs := Jobs(waits.harness.database)).live()
     assert jobs.submitted(job_id) == job_body(), "as the object has it, without the labels that name the object"
     assert jobs.get(job_id).spec.labels[NAME_LABEL] == "night"
-    assert list(jobs.planned((job_id,))) == [job_id]
+    assert jobs.resolved(job_id).plan is not None
 
 
 def test_a_row_left_by_an_operator_killed_after_the_submission_is_removed_by_the_next(waits: WaitingJob) -> None:
