@@ -41,8 +41,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.submission.placement import resolve_hardware_placement, resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile
 from eyrie_api.v1alpha1.hardware import HardwareSpec
-from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, VolumeWork
-from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.placement import HostPath, JobPlacement, Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.kfp_pipeline import TaskKind, define
 from eyrie_pipelines.runner import PROFILE_LABEL, RUN_LABEL, STAGE_LABEL

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from eyrie_api.decisions.plan_work import TargetFacts
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import Facts
-from eyrie_api.submission.machine import Device, local_device
+from eyrie_api.submission.facts import Device, Facts, local_device
 from eyrie_api.submission.preflight import Submission, blocks_are_drafted_whole, check, check_heads, engine_can_compute
 from eyrie_api.submission.resolve import resolve
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape

@@ -13,7 +13,7 @@ from eyrie_api.database.api_keys import ApiKeys, KeyRequest
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
-from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
+from eyrie_api.decisions.job_report import planned_and_actual, time_left
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_details import Difference, differences
 from eyrie_api.http.server import create_app

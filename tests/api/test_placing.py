@@ -15,8 +15,7 @@ from eyrie_api.submission.placement import merge_placement, read_profile, resolv
 from eyrie_api.submission.preflight import Submission, check, shards_fit_the_pod
 from eyrie_api.submission.resolve import resolve
 from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.placement import Placement
-from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
+from eyrie_api.v1alpha1.placement import JobPlacement, Placement, PlacementRequest, StageKey
 from eyrie_api.v1alpha1.stages import JOB_STAGES
 from tests.api.samples import job_spec
 

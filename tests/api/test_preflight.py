@@ -28,8 +28,8 @@ from eyrie_api.submission.resolve import with_gpu_defaults
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
-from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.status import Job, JobStatus
 from eyrie_api.v1alpha1.targets import JobTarget, resolve_dtype
 from tests.api.samples import job_spec, target_directory

@@ -32,7 +32,7 @@ from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.jobs.driver import Driver, as_stored
-from eyrie_operator.jobs.events import changes
+from eyrie_operator.jobs.observation import changes
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, identify, wait_until

@@ -20,14 +20,14 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure, ProgressRecord
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines.kfp_api import (
+from eyrie_pipelines.kubeflow import (
     KfpApi,
     KubeflowAccessDenied,
     KubeflowNotFound,
+    KubeflowRunner,
     KubeflowUnavailable,
     PipelineRejected,
 )
-from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.run_records import RunFailure
 from eyrie_pipelines.runner import JobFile, ObservedRun
 from tests.pipelines.conftest import job_file, spec_of

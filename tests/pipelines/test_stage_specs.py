@@ -15,8 +15,8 @@ from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import PublishedDrafter
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
-from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting

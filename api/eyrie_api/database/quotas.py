@@ -17,7 +17,7 @@ from eyrie_api.database import endpoint_names
 from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow
 from eyrie_api.errors import EyrieError, Forbidden
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.requests import PlacementRequest
+from eyrie_api.v1alpha1.placement import PlacementRequest
 from eyrie_api.v1alpha1.resolved import Demand
 
 

@@ -40,8 +40,8 @@ from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES
 from eyrie_api.v1alpha1.data import FEW_ROWS
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.placement import StageKey
 from eyrie_api.v1alpha1.plan import Assumption, Plan, Present, StagePlan
-from eyrie_api.v1alpha1.requests import StageKey
 from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.targets import ELEMENT_BYTES
 

@@ -26,8 +26,8 @@ from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.placement import StageKey
 from eyrie_api.v1alpha1.plan import StagePlan, StoreUse
-from eyrie_api.v1alpha1.requests import StageKey
 from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.tuning import TuneSpec
 

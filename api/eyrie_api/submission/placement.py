@@ -10,8 +10,7 @@ from eyrie_api import yaml_text
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.hardware import PlacedProfile
-from eyrie_api.v1alpha1.placement import Placement
-from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
+from eyrie_api.v1alpha1.placement import JobPlacement, Placement, PlacementRequest, StageKey
 from eyrie_api.v1alpha1.resolved import PlacedGpus
 from eyrie_api.v1alpha1.rules import first_problem, rule_of
 from eyrie_api.v1alpha1.serving import ServeSpec

@@ -20,7 +20,7 @@ from pathlib import Path
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.data_files import is_remote
-from eyrie_api.decisions.hardware import GPUS, Rates, known_gpu
+from eyrie_api.decisions.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus
 from eyrie_api.decisions.plan import make_plan
 from eyrie_api.decisions.plan_stages import ObjectStore
 from eyrie_api.decisions.plan_work import DEFAULT_DRAFT_VOCABULARY, DataFacts, TargetFacts, require_gpu_memory
@@ -34,7 +34,6 @@ from eyrie_api.decisions.sglang_support import (
     sglang_layer_ids,
 )
 from eyrie_api.decisions.target_config import check_config, choose_source, computed_by_reference
-from eyrie_api.decisions.target_memory import fitting_sizes, memory_of, too_small_gpus
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import gpu_bytes
 from eyrie_api.errors import (
@@ -49,18 +48,28 @@ from eyrie_api.errors import (
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.quantities import size
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import Facts, is_missing, local_path, read_facts, with_absolute_paths
-from eyrie_api.submission.machine import DEVICES, WITHOUT_A_NUMBER, Device, gpu_memory_here, gpus_of, has_sglang
+from eyrie_api.submission.facts import (
+    DEVICES,
+    WITHOUT_A_NUMBER,
+    Device,
+    Facts,
+    gpu_memory_here,
+    gpus_of,
+    has_sglang,
+    is_missing,
+    local_path,
+    read_facts,
+    with_absolute_paths,
+)
 from eyrie_api.submission.published_drafters import check_published_drafters
 from eyrie_api.submission.resolve import BLOCKS, block_chain, held_out_prompts, resolve
 from eyrie_api.submission.target_files import check_tokenizer, check_weights, served_bytes, weights_are_here
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import S3Work
+from eyrie_api.v1alpha1.placement import PlacementRequest, S3Work
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.reports import CaptureReport, RegenerateReport
-from eyrie_api.v1alpha1.requests import PlacementRequest
 from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import (

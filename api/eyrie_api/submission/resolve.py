@@ -15,8 +15,7 @@ from typing import get_args
 
 from eyrie_api.decisions.sweep import expand, trains_together
 from eyrie_api.errors import InvalidInput
-from eyrie_api.submission.facts import Facts
-from eyrie_api.submission.machine import Device
+from eyrie_api.submission.facts import Device, Facts
 from eyrie_api.submission.placement import resolve_hardware_placement, serving_gpus, stage_gpus
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.cluster import ClusterProfile
@@ -24,7 +23,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.requests import StageKey
+from eyrie_api.v1alpha1.placement import StageKey
 from eyrie_api.v1alpha1.resolved import Candidate, CapturedLayers, Demand, PlacedGpus, ResolvedJob
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.stages import ComparedMix

@@ -14,9 +14,8 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.families import FAMILIES, Family
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.placement import LabelValue
+from eyrie_api.v1alpha1.placement import LabelValue, StageKey
 from eyrie_api.v1alpha1.plan import Plan
-from eyrie_api.v1alpha1.requests import StageKey
 from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.stages import ComparedMix

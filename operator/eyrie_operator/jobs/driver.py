@@ -59,10 +59,10 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.conditions import is_over, observe
 from eyrie_operator.jobs import report as reports
-from eyrie_operator.jobs.events import changes
 from eyrie_operator.jobs.observation import (
     OUTCOME_FILE,
     AttemptOutcome,
+    changes,
     finished_manifests,
     observe_serving,
     observe_stages,

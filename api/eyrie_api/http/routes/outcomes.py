@@ -17,9 +17,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from eyrie_api.artifacts.stage_manifests import StageManifest
 from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
-from eyrie_api.decisions.job_report import report_of
+from eyrie_api.decisions.job_report import planned_and_actual, report_of, time_left
 from eyrie_api.decisions.leaderboard import Selection
-from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, Here
