@@ -17,7 +17,7 @@ from eyrie_api.access.scope import Scope
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import JobFilter, Jobs, Metric
 from eyrie_api.database.migrations import downgrade, schema_state, upgrade
 from eyrie_api.database.outbox import Outbox
@@ -134,10 +134,9 @@ def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None
     upgrade(postgres)
     idempotency = Idempotency(postgres, 60.0)
     jobs = Jobs(postgres, idempotency=idempotency)
-    claim = idempotency.claim("k", "r", "d")
-    assert isinstance(claim, Claim)
-    job = jobs.submit(derive(job_spec(labels={"a": "b"})), claim)
-    assert isinstance(idempotency.claim("k", "r", "d"), Replay)
+    job = jobs.submit_once(derive(job_spec(labels={"a": "b"})), Once("k", "r", "d"))
+    assert isinstance(job, Job)
+    assert isinstance(idempotency.find(Once("k", "r", "d")), Replay)
     assert jobs.list(JobFilter(labels={"a": "b"}, phase="Pending")).items == (job,)
 
     won: list[int] = []

@@ -15,7 +15,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from sqlalchemy import update
 
-from eyrie_api.artifacts import digest_model
 from eyrie_api.client import error_of
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
@@ -89,11 +88,6 @@ def test_the_same_key_with_another_body_is_refused(server: Running) -> None:
     post(server, JOBS, QUICKSTART, headers={"Idempotency-Key": "k1"})
     answer = post(server, JOBS, job_body(name="other"), headers={"Idempotency-Key": "k1"})
     problem(answer, 422, "IdempotencyMismatch")
-
-
-def test_a_second_request_while_the_first_is_in_flight_is_refused(server: Running) -> None:
-    server.control.idempotency.claim("k1", JOBS, digest_model(job_spec()))
-    problem(post(server, JOBS, QUICKSTART, headers={"Idempotency-Key": "k1"}), 409, "RequestInFlight")
 
 
 def test_a_refused_request_gives_its_key_back(server: Running) -> None:

@@ -38,14 +38,15 @@ def database(tmp_path: Path) -> Iterator[Database]:
 def reported(database: Database, directory: Path, traffic_file: str | None, stored: Path | None) -> tuple[
         str, JobSpec | None]:
     """The words of the report, and the job that it offers."""
-    jobs, histories, endpoints = Jobs(database), Histories(database), Endpoints(database)
+    jobs = Jobs(database, idempotency=Idempotency(database, 60.0))
+    histories, endpoints = Histories(database), Endpoints(database)
     body = job_body(promotion={"drift": {"traffic_file": traffic_file}})
     promoted = jobs.submit(derive(JobSpec.model_validate(body)))
     endpoints.create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
     endpoints.propose("chat", job_id=promoted.id, checkpoint="base-step-9", tree=DraftTreeShape(),
                       drafter_dir=str(HEAD), reason="better", tau=3.0)
     serving = endpoints.get("chat").revisions[-1]
-    Drift(histories, jobs, Idempotency(database, 60.0), stored).report(
+    Drift(histories, jobs, stored).report(
         ReportDrift(serving.number, (2.0,), 3.0, "tau stays low"), "chat", directory, promoted, serving)
     found = histories.latest("chat", "drift")
     assert found is not None

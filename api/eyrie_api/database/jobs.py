@@ -32,7 +32,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount, upsert
-from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import check_job
 from eyrie_api.database.rendering import (
@@ -141,22 +141,17 @@ class Jobs:
 
     # Requests.
 
-    def submit(self, resolved: ResolvedJob, claim: Claim | None = None, project: str | None = None,
-               submitted: JobSpec | None = None) -> Job:
+    def submit(self, resolved: ResolvedJob, project: str | None = None, submitted: JobSpec | None = None) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
-        With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
-        the scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
-        `submitted` is the document as it was sent, of which the job was made; default: its spec. Raises Conflict when
-        the name belongs to another project, QuotaReached and PriorityClassRefused.
+        `project` defaults to the scope's; for the control plane itself, which continues earlier requests, to that of
+        the endpoint's name. `submitted` is the document as it was sent, of which the job was made; default: its spec.
+        Raises Conflict when the name belongs to another project, QuotaReached and PriorityClassRefused.
         """
         with self.database.writing() as session:
-            job = self._accept(session, resolved, project, submitted)
-            if claim is not None and self._idempotency is not None:
-                self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
-        return job
+            return self._accept(session, resolved, project, submitted)
 
-    def submit_once(self, resolved: ResolvedJob, once: Once | None, project: str,
+    def submit_once(self, resolved: ResolvedJob, once: Once | None, project: str | None = None,
                     submitted: JobSpec | None = None) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 

@@ -190,7 +190,7 @@ class OutboxRow(Base):
 
 
 class IdempotencyRow(Base):
-    """An Idempotency-Key and the response of its request. `status` and `response` are NULL while it is in flight."""
+    """An Idempotency-Key and the response of its request."""
 
     __tablename__ = "idempotency"
     key: Mapped[str] = mapped_column(String(255), primary_key=True)

@@ -30,7 +30,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency, Once, Replay, RequestInFlight
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached
 from eyrie_api.database.waiting import WaitingObjects
@@ -47,7 +47,6 @@ from eyrie_operator.cluster.apply import Cluster, ClusterConflict, ClusterReject
 from eyrie_operator.cluster.endpoints import EndpointReconciler
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
-    STOPPING_CHECK_S,
     Action,
     Actions,
     AddFinalizer,
@@ -311,8 +310,6 @@ class Controller:
             self.queue.forget(key)
         except NotLeader:
             log.info("%s %s/%s: this operator no longer leads", *key)
-        except RequestInFlight:  # race: another operator submits it, or died meanwhile; its claim expires in a minute
-            self.queue.add_after(key, STOPPING_CHECK_S)
         except ClusterConflict as conflict:
             # Race: the object changed after it was cached. The event of that change is expected; if it is lost, the
             # delayed retry reads the change.
@@ -421,7 +418,7 @@ class Controller:
         return JobHistory(waiting=waiting)
 
     def _submitted_as(self, uid: str) -> str | None:
-        """The job that was submitted for the object; None when there was none. Raises RequestInFlight."""
+        """The job that was submitted for the object; None when there was none."""
         replay = self._idempotency.find(Once(uid, _ROUTE, uid))
         return None if replay is None else str(replay.response["id"])
 
@@ -504,33 +501,30 @@ class Controller:
 
     def _submit(self, action: CreateJob, resource: JobResource) -> Actions:
         """Submit once per uid; returns the actions that report a rejection, if any."""
-        claimed = self._idempotency.claim(action.key, _ROUTE, action.key)
-        if isinstance(claimed, Replay):
-            job_id = self._job_of[action.key] = str(claimed.response["id"])
-            try:
-                self._jobs.get(job_id)
-            except NotFound:
-                return (DeleteResource(f"its job {job_id} was deleted at the REST API"),)
-            return ()
-        project = self._project_of(resource.identity)
+        once, project = Once(action.key, _ROUTE, action.key), self._project_of(resource.identity)
         try:
-            spec = endpoint_names.with_project_endpoint(action.spec, project)
-            # The same checks as for a REST caller with access to this project only, in namespaces without a project
-            # too: who may create objects there is not an administrator of the installation.
-            spec_policy.check(spec, self._settings, self._belongs_to(project))
-            spec = with_drafters_of_jobs(spec, Jobs(self._database, scope=_viewer_of(project)).get, self._settings.home)
-            self._job_of[action.key] = self._jobs.submit(
-                preflight.check(spec, self._settings), claimed, project,
-                None if resource.spec is None else resource.spec.job).id
+            done: Job | Replay | None = self._idempotency.find(once)
+            if done is None:
+                spec = endpoint_names.with_project_endpoint(action.spec, project)
+                # The same checks as for a REST caller with access to this project only, in namespaces without a project
+                # too: who may create objects there is not an administrator of the installation.
+                spec_policy.check(spec, self._settings, self._belongs_to(project))
+                viewed = Jobs(self._database, scope=_viewer_of(project))
+                spec = with_drafters_of_jobs(spec, viewed.get, self._settings.home)
+                done = self._jobs.submit_once(preflight.check(spec, self._settings), once, project,
+                                              None if resource.spec is None else resource.spec.job)
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
-            self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)
             return (*self._wait(resource.identity, project, full), *refused)
-        except BaseException as error:
-            self._idempotency.release(claimed)
-            if isinstance(error, EyrieError) and not isinstance(error, Transient):
-                return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
+        except Transient:
             raise
+        except EyrieError as error:
+            return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
+        job_id = self._job_of[action.key] = str(done.response["id"]) if isinstance(done, Replay) else done.id
+        try:
+            self._jobs.get(job_id)
+        except NotFound:
+            return (DeleteResource(f"its job {job_id} was deleted at the REST API"),)
         return ()
 
     def _wait(self, identity: Identity, project: str, full: QuotaReached) -> Actions:

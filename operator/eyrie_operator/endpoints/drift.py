@@ -17,9 +17,9 @@ from typing import Any
 from eyrie_api.artifacts import digest_model
 from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories
-from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
+from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.errors import InvalidInput
 from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -47,11 +47,12 @@ _NO_REMOTE_TRAFFIC = ("no retraining is offered, since stages run without this m
 class Drift:
     """Reports drift and starts retraining, for the endpoints of one database."""
 
-    def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency, stored: Path | None = None) -> None:
+    def __init__(self, histories: Histories, jobs: Jobs, stored: Path | None = None) -> None:
         """
+        jobs     with idempotency
         stored   where stages run without this machine's files: the directory whose files they get from a bucket
         """
-        self._histories, self._jobs, self._idempotency, self._stored = histories, jobs, idempotency, stored
+        self._histories, self._jobs, self._stored = histories, jobs, stored
 
     def report(self, action: ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
                serving: Revision | None) -> None:
@@ -74,10 +75,9 @@ class Drift:
             data = {"job": retraining.spec.model_dump(mode="json"), "traffic_file": traffic}
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":
-                try:
-                    started = self._start(retraining, f"{endpoint}/{once}")
-                except RequestInFlight:
-                    return  # race: a control plane died while it submitted; its key expires within a minute
+                key = Once(f"{endpoint}/{once}", ROUTE, digest_model(retraining.spec))
+                done = self._jobs.submit_once(retraining, key)
+                started = str(done.response["id"]) if isinstance(done, Replay) else done.id
                 outcome = f"{started} retrains on recent traffic"
         self._histories.record(
             endpoint, "drift", "TrafficDrifted", f"{action.message}; {outcome}", revision=action.revision,
@@ -104,16 +104,6 @@ class Drift:
         head = Path(serving.use.drafter_dir)
         is_stored = self._stored is not None and head.is_relative_to(self._stored)
         return head if is_stored or head.is_dir() else None
-
-    def _start(self, job: ResolvedJob, key: str) -> str:
-        claim = self._idempotency.claim(key, ROUTE, digest_model(job.spec))
-        if isinstance(claim, Replay):
-            return str(claim.response["id"])
-        try:
-            return self._jobs.submit(job, claim).id
-        except EyrieError:
-            self._idempotency.release(claim)
-            raise
 
 
 def retraining_job(job_id: str, promoted: ResolvedJob, endpoint: str, traffic: str, checkpoint: str = "",

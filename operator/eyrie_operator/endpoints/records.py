@@ -50,7 +50,7 @@ class EndpointRecords:
         idempotency = Idempotency(database, settings.idempotency_ttl_s, clock)
         self.endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
         self._jobs = Jobs(database, clock, idempotency)
-        self._drift = Drift(self._histories, self._jobs, idempotency, stored)
+        self._drift = Drift(self._histories, self._jobs, stored)
 
     def policy(self, endpoint: Endpoint, serving: Serving) -> ServePolicy:
         """The limits of the job whose drafter is the candidate, else the active one. Such a job cannot be deleted."""
