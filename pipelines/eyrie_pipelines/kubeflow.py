@@ -22,32 +22,41 @@ kept, and a retry of the job resumes from it.
 
 The pipeline is compiled for each run with every task placed (`placement`), and is sent inline. kfp is imported only
 then.
+
+`KfpApi` is the part of the Kubeflow Pipelines API that runs need: v2beta1 by kfp's generated client, which does not
+import kfp.
+
+    experiments  found by display name, or created
+    runs         created with the pipeline inline, found by display name, read, terminated
+
+KFP has no idempotency key. The name of a run serves as one: callers search for the name before they create a run.
+Temporary errors (no response, 429, 5xx) raise `KubeflowUnavailable`; others carry a hint. The bearer token is read for
+each request, since a projected token is rotated; it never appears in a message.
 """
 
+import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import kfp_server_api
+import urllib3
 
 from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.decisions.sweep import expand, trains_together
-from eyrie_api.errors import ArtifactMissing
-from eyrie_api.submission.placement import resolve_stage_placement
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.errors import ArtifactMissing, InvalidInput, Permanent, Transient
+from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import STAGES, StageName
 from eyrie_api.v1alpha1.targets import is_hub_id
-from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_pipelines.kfp_api import KfpApi
-from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR, read_failure
-from eyrie_pipelines.run_records import read_record
-from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
-from eyrie_pipelines.steps import JOB_FILE, JobFile, benchmarked, job_file, run_parameters
+from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, read_failure, read_record, work_done
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
+from eyrie_pipelines.stage_specs import benchmarked
 from eyrie_pipelines.work_area import RUN_FAILURE
-from eyrie_pipelines.work_done import work_done
 from eyrie_workers.catalog import stage_dir
 
 _STATES: dict[str, RunState] = {
@@ -103,33 +112,32 @@ class KubeflowRunner:
         return ObservedRun(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
                            leftovers=alive and state == "failed")
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
-              reuse: tuple[str, ...] = ()) -> None:
+    def start(self, job: JobFile) -> None:
         """See `Runner`."""
-        seen = self.observe(job_id)
-        if seen.attempt == attempt and (seen.alive or seen.state == "succeeded"):
+        seen = self.observe(job.id)
+        if seen.attempt == job.attempt and (seen.alive or seen.state == "succeeded"):
             return
         from eyrie_pipelines.placement import compile_for  # imports kfp: one second and 80 MB
 
-        gpus = resolve_stage_placement(self._profile, spec.placement, "train").num_gpus
-        together = trains_together(spec, len(expand(spec)), gpus, on_cluster=True)
-        pipeline = compile_for(self._profile, spec.placement, together=together, hardware=spec.prove.hardware,
+        spec = job.spec
+        pipeline = compile_for(self._profile, spec.placement, together=job.resolved.trains_together,
+                               hardware=spec.prove.hardware,
                                prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
-        job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
-        self._remove_failure(job_id)
-        number = self._runs(job_id)[-1][1] + 1 if seen.attempt == attempt else 1
-        self._count_progress(job_id, spec, attempt, number)
-        self._api.create_run(f"{job_id}-{attempt}.{number}", pipeline, {
-            "job_dir": str(self._dir(job_id)), "spec_digest": digest_model(job), "code_version": code_version(),
-            **run_parameters(job)})
+        job = self._write_job(job)
+        self._remove_failure(job.id)
+        number = self._runs(job.id)[-1][1] + 1 if seen.attempt == job.attempt else 1
+        self._count_progress(job, number)
+        self._api.create_run(f"{job.id}-{job.attempt}.{number}", pipeline, {
+            "job_dir": str(self._dir(job.id)), "spec_digest": digest_model(job), "code_version": code_version(),
+            **job.run_parameters()})
 
-    def _count_progress(self, job_id: str, spec: JobSpec, attempt: int, number: int) -> None:
+    def _count_progress(self, job: JobFile, number: int) -> None:
         """Count deaths from this start on where the job has got further since the last count."""
-        self.refresh(job_id, spec)
-        done, counting = work_done(self._dir(job_id)), self._counting(job_id, attempt, fetch=True)
+        self.refresh(job.id, job.resolved)
+        done, counting = work_done(self._dir(job.id)), self._counting(job.id, job.attempt, fetch=True)
         if number == 1 or done > counting.work:
-            write_model(self._dir(job_id) / _COUNTING, Counting(attempt=attempt, first=number, work=done))
-            self.persist(job_id, _COUNTING)
+            write_model(self._dir(job.id) / _COUNTING, Counting(attempt=job.attempt, first=number, work=done))
+            self.persist(job.id, _COUNTING)
 
     def _counting(self, job_id: str, attempt: int, *, fetch: bool) -> "Counting":
         path = self._dir(job_id) / _COUNTING
@@ -171,14 +179,14 @@ class KubeflowRunner:
 
     # Files in the work area.
 
-    def refresh(self, job_id: str, spec: JobSpec) -> None:
+    def refresh(self, job_id: str, job: ResolvedJob) -> None:
         """See `Runner`: events and logs of unfinished stages, manifests of finished ones."""
         if self._store is None:
             return
         for name in (RUN_FAILURE, *_DRIVER_FILES):
             self._fetch(self._dir(job_id) / name)
         for stage in STAGES:
-            finished = [self._refresh_stage(job_id, stage, key) for key in self._keys(job_id, spec, stage)]
+            finished = [self._refresh_stage(job_id, stage, key) for key in self._keys(job_id, job, stage)]
             if not all(finished):
                 return  # later stages cannot have started
 
@@ -199,17 +207,15 @@ class KubeflowRunner:
             (directory / MANIFEST).unlink(missing_ok=True)
         return finished
 
-    def _keys(self, job_id: str, spec: JobSpec, stage: StageName) -> list[str]:
-        candidates = [candidate.name for candidate in expand(spec)]
+    def _keys(self, job_id: str, job: ResolvedJob, stage: StageName) -> list[str]:
+        names = [candidate.name for candidate in job.candidates]
         if stage == "train":
-            return candidates
+            return names
         if stage == "benchmark":
-            reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in candidates]
+            reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in names]
             trained = [report for report in reports if isinstance(report, TrainReport)]
-            return [checkpoint.name for checkpoint in benchmarked(spec, trained)]
-        if stage == "hardware":
-            return list(spec.prove.profile_names)
-        return [""]
+            return [checkpoint.name for checkpoint in benchmarked(job, trained)]
+        return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
 
     def persist(self, job_id: str, name: str) -> None:
         """See `Runner`."""
@@ -227,7 +233,7 @@ class KubeflowRunner:
         path = self._dir(new.id) / JOB_FILE
         self._fetch(path)
         before = read_record(path, JobFile)
-        job = job_file(before, new)
+        job = new.after(before)
         if job != before:
             write_model(path, job)
             self.persist(job.id, JOB_FILE)
@@ -291,3 +297,180 @@ def _unexplained(run: Any) -> RunFailed:
     return RunFailed(None, "", "PipelineFailed",
                      message or f"run {run.display_name} failed, and no stage reported a failure",
                      f"inspect run {run.run_id} in Kubeflow Pipelines, then retry the job")
+
+
+# Requests to Kubeflow.
+
+_PAGE = 100
+_EQUALS, _IS_SUBSTRING = 1, 9
+"""Of filter.proto."""
+
+ResultT = TypeVar("ResultT")
+
+
+class KubeflowUnavailable(Transient):
+    """Kubeflow Pipelines does not respond, or limits requests."""
+
+    reason = "KubeflowUnavailable"
+
+
+class KubeflowAccessDenied(Permanent):
+    """Kubeflow Pipelines rejected the credentials, or a permission is missing."""
+
+    exit_code = 77  # EX_NOPERM
+    reason = "KubeflowAccessDenied"
+
+
+class KubeflowNotFound(Permanent):
+    """The resource does not exist, or the URL is not one of Kubeflow Pipelines."""
+
+    reason = "KubeflowNotFound"
+
+
+class PipelineRejected(InvalidInput):
+    """Kubeflow Pipelines rejected the pipeline."""
+
+    reason = "PipelineRejected"
+
+
+class KfpApi:
+    """One installation of Kubeflow Pipelines. The constructor sends no request."""
+
+    def __init__(self, spec: KubeflowSpec) -> None:
+        self._spec = spec
+        configuration = kfp_server_api.Configuration(host=spec.url.rstrip("/"))
+        configuration.ssl_ca_cert = spec.ca_file
+        # urllib3 would repeat a creation whose response was lost, and create a second run.
+        configuration.retries = False
+        self._client = kfp_server_api.ApiClient(configuration)
+        self._runs = kfp_server_api.RunServiceApi(self._client)
+        self._experiments = kfp_server_api.ExperimentServiceApi(self._client)
+        self._experiment_id: str | None = None
+
+    def create_run(self, name: str, pipeline: dict[str, Any], parameters: dict[str, str]) -> str:
+        """Create a run and return its id. The caller has checked that no run has this name."""
+        run = kfp_server_api.V2beta1Run(
+            display_name=name, experiment_id=self._experiment(), pipeline_spec=pipeline,
+            service_account=self._spec.service_account,
+            runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=parameters))
+        created = self._request(lambda options: self._runs.run_service_create_run(run, **options), f"run {name}")
+        return str(created.run_id)
+
+    def find_runs(self, part: str) -> list[Any]:
+        """Runs whose display name contains `part`, oldest first."""
+        runs: list[Any] = []
+        query = {"experiment_id": self._experiment(), "page_size": _PAGE, "sort_by": "created_at asc",
+                 "filter": _where("display_name", _IS_SUBSTRING, part)}
+        while True:
+            page = self._request(lambda options: self._runs.run_service_list_runs(**query, **options),
+                                 f"runs of {part}")
+            runs += page.runs or []
+            if not page.next_page_token:
+                return runs
+            query["page_token"] = page.next_page_token
+
+    def read_run(self, run_id: str) -> Any | None:
+        """A run; None when it does not exist."""
+        try:
+            return self._request(lambda options: self._runs.run_service_get_run(run_id, **options), f"run {run_id}")
+        except KubeflowNotFound:
+            return None
+
+    def terminate_run(self, run_id: str) -> None:
+        """Terminate a run; succeeds when it does not exist or has ended."""
+        try:
+            self._request(lambda options: self._runs.run_service_terminate_run(run_id, **options), f"run {run_id}")
+        except (KubeflowNotFound, PipelineRejected):
+            run = self.read_run(run_id)
+            if run is not None and run.state in ("PENDING", "RUNNING", "PAUSED"):
+                raise
+
+    def _experiment(self) -> str:
+        """The id of the experiment, created if it does not exist."""
+        if self._experiment_id is None:
+            self._experiment_id = self._find_experiment() or self._create_experiment()
+        return self._experiment_id
+
+    def _find_experiment(self) -> str | None:
+        name = self._spec.experiment
+        scope = {} if self._spec.namespace is None else {"namespace": self._spec.namespace}
+        page = self._request(lambda options: self._experiments.experiment_service_list_experiments(
+            page_size=_PAGE, filter=_where("display_name", _EQUALS, name), **scope, **options), f"experiment {name}")
+        return next((str(each.experiment_id) for each in page.experiments or [] if each.display_name == name), None)
+
+    def _create_experiment(self) -> str:
+        name = self._spec.experiment
+        experiment = kfp_server_api.V2beta1Experiment(display_name=name, namespace=self._spec.namespace)
+        try:
+            created = self._request(lambda options: self._experiments.experiment_service_create_experiment(
+                experiment, **options), f"experiment {name}")
+        except PipelineRejected:  # race: another process created it after we searched
+            existing = self._find_experiment()
+            if existing is None:
+                raise
+            return existing
+        return str(created.experiment_id)
+
+    def _request(self, call: Callable[[dict[str, Any]], ResultT], what: str) -> ResultT:
+        """Send one request and translate its errors."""
+        self._client.set_default_header("Accept", "application/json")
+        if self._spec.token_file is not None:
+            self._client.set_default_header("Authorization", f"Bearer {_read_token(Path(self._spec.token_file))}")
+        try:
+            return call({"_request_timeout": self._spec.timeout_s})
+        except kfp_server_api.ApiException as error:
+            raise _error_of(error, what, self._spec) from None
+        except urllib3.exceptions.HTTPError as error:
+            raise KubeflowUnavailable(
+                f"Kubeflow Pipelines at {self._spec.url} does not respond ({type(error).__name__})",
+                "will retry; check that it runs and that kubeflow.url is its URL") from None
+
+
+def _where(key: str, operation: int, value: str) -> str:
+    return json.dumps({"predicates": [{"key": key, "operation": operation, "string_value": value}]})
+
+
+def _read_token(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise KubeflowUnavailable(f"the token of Kubeflow Pipelines in {path} cannot be read: {error.strerror}",
+                                  "will retry; mount the service account's token there") from None
+
+
+def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
+    """The exception for a response other than 2xx."""
+    status = int(error.status or 0)
+    detail = _message_of(error)
+    if status == 0 or status == 408 or status == 429 or status >= 500:
+        return KubeflowUnavailable(f"Kubeflow Pipelines at {spec.url} answered {status} for {what}{detail}",
+                                   after_s=_retry_after_s(error))
+    if status in (401, 403):
+        scope = "" if spec.namespace is None else f" in namespace {spec.namespace}"
+        hint = ("correct kubeflow.token_file: the token's audience must be Kubeflow Pipelines" if status == 401
+                else f"grant the service account create, get and terminate on runs{scope}")
+        return KubeflowAccessDenied(f"Kubeflow Pipelines at {spec.url} answered {status} for {what}{detail}", hint)
+    if status == 404:
+        return KubeflowNotFound(f"Kubeflow Pipelines at {spec.url} has no {what}{detail}",
+                                "check that kubeflow.url ends before /apis and that the server serves v2beta1")
+    return PipelineRejected(f"Kubeflow Pipelines at {spec.url} rejected {what} with {status}{detail}",
+                            "correct the job's placement or the cluster profile as the message says")
+
+
+def _retry_after_s(error: Any) -> float:
+    try:
+        return float((error.headers or {}).get("Retry-After", 5.0))
+    except ValueError:  # Retry-After may also be a date
+        return 5.0
+
+
+def _message_of(error: Any) -> str:
+    """The server's error message on one line, with a leading colon."""
+    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
+    try:
+        document = json.loads(body)
+        body = str(document.get("error") or document.get("message") or body)
+    except (ValueError, AttributeError):
+        pass
+    message = " ".join(body.split())
+    return f": {message[:500]}" if message else ""

@@ -9,7 +9,7 @@ restarted control plane finds the run through `run/run.json`, or, where that is 
     <job>/run/lock              locked by the leader while it runs: a job cannot have two runs at once
     <job>/run/run.json          identity of the leader: pid, start time, boot; which attempt
     <job>/run/pipeline.log      output of kfp.local and the tasks
-    <job>/run/failure.json      the stage that failed, and why (`run_failure`)
+    <job>/run/failure.json      the stage that failed, and why (`run_records`)
     <job>/run/result.json       how the run ended; written last
     <job>/run/{root,tmp}        kfp.local's own files
 
@@ -39,9 +39,11 @@ from eyrie_api.full_disk import is_full, is_short, require_room, wait_for_room, 
 from eyrie_api.processes import last_lines
 from eyrie_api.submission.devices import gpus_of
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.program_exit import report_error
+from eyrie_api.submission.facts import gpus_of
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_pipelines.gpu_shares import SHARES, gpu_shares, written
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_pipelines.processes import (
     ProcessId,
     arguments_of,
@@ -51,13 +53,11 @@ from eyrie_pipelines.processes import (
     is_alive,
     stop_group,
 )
-from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
-from eyrie_pipelines.run_records import read_record
-from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
+from eyrie_pipelines.run_records import RUN_DIR, RunFailure, read_failure, read_record, work_done
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
+from eyrie_pipelines.several_gpus import SHARES, gpu_shares, written
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
-from eyrie_pipelines.steps import JOB_FILE, JobFile, job_file, run_parameters
 from eyrie_pipelines.tasks import load_job
-from eyrie_pipelines.work_done import work_done
 
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL. A stage saves its state at the next pause point; work since the last save is
@@ -118,7 +118,7 @@ class LocalRunner:
     def __init__(self, home: Path, *, max_runs: int = 1) -> None:
         self._home, self._max_runs = home.absolute(), max_runs
 
-    def refresh(self, job_id: str, spec: JobSpec) -> None:
+    def refresh(self, job_id: str, job: ResolvedJob) -> None:
         """See `Runner`: stages work in the job's own directory."""
 
     def observe(self, job_id: str) -> ObservedRun:
@@ -126,21 +126,20 @@ class LocalRunner:
         run = observe(self._dir(job_id))
         if run.handle is None:
             return ObservedRun()
-        failure = None
-        if run.result is not None and run.result.failure is not None:
-            failure = _failure_of(run.result.failure)
+        first, failure = None if run.result is None else run.result.failure, None
+        if first is not None:
+            failure = RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
         directory = self._dir(job_id)
         words = last_lines(directory / RUN_DIR / _LOG_FILE) if run.state == "gone" else ""
         return ObservedRun(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts,
                            run_id=run.handle.run_id, failure=failure, last_words=words,
                            leftovers=run.state != "running" and bool(live_processes(directory)))
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
-              reuse: tuple[str, ...] = ()) -> None:
+    def start(self, job: JobFile) -> None:
         """See `Runner`, and `start` in this module. Race: a driver whose start took longer than its lease, or was
         killed before the leader's record was there, has started the run; the next observation finds it."""
         with contextlib.suppress(Conflict):
-            start(self._dir(job_id), job_id, spec, attempt, incumbent, reuse)
+            start(self._dir(job.id), job)
 
     def stop(self, job_id: str) -> None:
         """See `Runner`."""
@@ -174,33 +173,28 @@ class LocalRunner:
         return self._home / "jobs" / job_id
 
 
-def _failure_of(first: RunFailure) -> RunFailed:
-    return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
-
-
-def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
-          incumbent: DrafterUse | None = None, reuse: tuple[str, ...] = ()) -> RunHandle:
+def start(job_dir: Path, job: JobFile) -> RunHandle:
     """Start the job's pipeline in its own process group and return once it has written `run.json`.
 
-    `incumbent` and `reuse`: see `Runner`. Processes that an
-    earlier leader left behind are stopped first. Raises Conflict when a run of this job is alive, RunNotStarted when
-    the process ended at once (the message contains the end of its log), Transient when it was killed, DiskFull."""
+    Processes that an earlier leader left behind are stopped first. Raises Conflict when a run of this job is alive,
+    RunNotStarted when the process ended at once (the message contains the end of its log), Transient when it was
+    killed, DiskFull."""
     job_dir = job_dir.resolve()
     require_room(job_dir)
     seen = observe(job_dir)
     if seen.state == "running":
-        raise Conflict(f"a run of job {job_id} is alive", "cancel it first")
+        raise Conflict(f"a run of job {job.id} is alive", "cancel it first")
     if seen.handle is not None:  # its leader has ended; stages it started may still run
         stop_group(seen.handle.process, GRACE_S)
     run_dir = job_dir / RUN_DIR
     run_dir.mkdir(parents=True, exist_ok=True)
     before = read_record(job_dir / JOB_FILE, JobFile)
-    job = job_file(before, JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
+    job = job.after(before)
     if job != before:
         write_model(job_dir / JOB_FILE, job)
     with (run_dir / _LOG_FILE).open("ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, "--job-dir", str(job_dir), "--attempt", str(attempt)],
+            [sys.executable, "-m", _MODULE, "--job-dir", str(job_dir), "--attempt", str(job.attempt)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -209,17 +203,17 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
             return handle
         code = child.poll()
         if code == _ALREADY_RUNNING_EXIT_CODE:  # race: another process started a run after `observe`
-            raise Conflict(f"a run of job {job_id} is alive", "cancel it first")
+            raise Conflict(f"a run of job {job.id} is alive", "cancel it first")
         if code is not None and code < 0:
-            raise Transient(f"the run of job {job_id} was killed by signal {-code} before it wrote its record",
+            raise Transient(f"the run of job {job.id} was killed by signal {-code} before it wrote its record",
                             "it is started again; check the system log for the out-of-memory killer")
         if code is not None:
             log_file = run_dir / _LOG_FILE
-            raise RunNotStarted(f"the run of job {job_id} ended with {code} at once: {last_lines(log_file)}",
+            raise RunNotStarted(f"the run of job {job.id} ended with {code} at once: {last_lines(log_file)}",
                                 f"read {log_file}")
         time.sleep(0.02)
     child.kill()
-    raise Transient(f"the run of job {job_id} did not come up within {_START_TIMEOUT_S:.0f} s")
+    raise Transient(f"the run of job {job.id} did not come up within {_START_TIMEOUT_S:.0f} s")
 
 
 def observe(job_dir: Path) -> RunObservation:
@@ -325,17 +319,17 @@ def _run_with_room(job_dir: Path, job: JobFile) -> str | None:
 def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     """Run the pipeline under kfp.local; None when it succeeded, else kfp's error message."""
     run_dir = job_dir / RUN_DIR
-    _prepare_environment(run_dir, job.spec)
+    _prepare_environment(run_dir, job.spec.engine)
     # Imported here: it takes about a second, which a second leader refused at the lock must not spend.
     from kfp import local
 
-    from eyrie_pipelines.drafter import define
+    from eyrie_pipelines.kfp_pipeline import define
 
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(run_dir / "root"),
                enable_caching=False)
     try:
         define(profiles=job.spec.prove.profile_names)(
-            job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version(), **run_parameters(job))
+            job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version(), **job.run_parameters())
     except RuntimeError as error:  # raised by kfp.local when a task failed
         return str(error)
     finally:
@@ -344,10 +338,10 @@ def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     return None
 
 
-def _prepare_environment(run_dir: Path, spec: JobSpec) -> None:
+def _prepare_environment(run_dir: Path, engine: EngineSpec) -> None:
     """Set PATH and `sys.executable` (see the module docstring), keep the tasks' temporary files in the run, and divide
     this machine's GPUs among measurements where there are several."""
-    shares = gpu_shares(gpus_of(os.environ), spec.engine)
+    shares = gpu_shares(gpus_of(os.environ), engine)
     if len(shares) > 1:
         os.environ.setdefault(SHARES, written(shares))
     os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")

@@ -14,7 +14,7 @@ Kubeflow copies the annotation to the pod and does not interpret it: on a real c
 the pod's fields from it. The test double reads it itself. Resources other than CPU, memory and GPUs are refused.
 
 The pods of capture and train get their number of GPUs as EYRIE_PROCESSES and start that many processes by torchrun
-(`torchrun`). With `train_launcher: trainjob` the train task is small and creates a TrainJob (`trainjob`).
+(`several_gpus`). With `train_launcher: trainjob` the train task is small and creates a TrainJob (`trainjob`).
 
 With a model cache, stages have it at MODEL_CACHE_DIR and only read it; the prefetch task, which fills it, is small and
 has the stages' secret variables (HF_TOKEN, HF_ENDPOINT). kfp mounts no claim read-only: the annotation asks for that.
@@ -31,7 +31,6 @@ import json
 import shlex
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,11 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.submission.placement import resolve_hardware_placement, resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile
 from eyrie_api.v1alpha1.hardware import HardwareSpec
-from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, VolumeWork
-from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.placement import HostPath, JobPlacement, Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.stages import StageName
-from eyrie_pipelines.drafter import TaskKind, define
+from eyrie_pipelines.kfp_pipeline import TaskKind, define
 from eyrie_pipelines.runner import PROFILE_LABEL, RUN_LABEL, STAGE_LABEL
-from eyrie_pipelines.torchrun import DIVIDED_STAGES, PROCESSES_VARIABLE, TRAINJOB_VARIABLE
+from eyrie_pipelines.several_gpus import DIVIDED_STAGES, PROCESSES_VARIABLE, TRAINJOB_VARIABLE
 from eyrie_pipelines.trainjob import RUN_VARIABLE, TrainJobRequest
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
@@ -92,19 +90,7 @@ def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: b
 
     Raises InvalidInput for what Kubeflow cannot do.
     """
-    documents: dict[str, Any] = json.loads(_compiled(
-        profile.model_dump_json(), requested.model_dump_json(), together,
-        "" if hardware is None else hardware.model_dump_json(), prefetched))
-    return documents
-
-
-@lru_cache(maxsize=64)
-def _compiled(profile_text: str, requested_text: str, together: bool, hardware_text: str, prefetched: bool) -> str:
-    """The pipeline as JSON. Cached: compiling takes a tenth of a second, and most jobs request the same placement."""
-    profile = ClusterProfile.model_validate_json(profile_text)
-    requested = JobPlacement.model_validate_json(requested_text)
-    hardware = HardwareSpec.model_validate_json(hardware_text).profiles if hardware_text else ()
-    pools = {one.name: one for one in hardware}
+    pools = {pool.name: pool for pool in (() if hardware is None else hardware.profiles)}
 
     def placed(task: Any, kind: TaskKind, name: str) -> Any:
         kubernetes.add_pod_label(task, STAGE_LABEL,
@@ -149,7 +135,7 @@ def _compiled(profile_text: str, requested_text: str, together: bool, hardware_t
         assert _TASK_COMMAND in command[2], "kfp's command to start a task has changed"
         command[2] = command[2].replace(
             _TASK_COMMAND, f"exec env _KFP_RUNTIME=true {shlex.join(profile.python)} -m kfp.dsl.executor_main")
-    return json.dumps({"pipeline_spec": documents[0], "platform_spec": documents[1]})
+    return {"pipeline_spec": documents[0], "platform_spec": documents[1]}
 
 
 def small(given: Placement) -> Placement:

@@ -35,6 +35,7 @@ from eyrie_api.v1alpha1.reports import (
     TuneReport,
 )
 from eyrie_pipelines import run_report, steps, tasks
+from eyrie_pipelines import stage_specs, tasks
 from eyrie_pipelines.work_area import WorkArea
 
 Metadata = dict[str, Any]
@@ -69,7 +70,7 @@ def write_training(job_dir: str, ref: str, drafter: OutputArtifact, learning: Ou
 def write_checkpoints(job_dir: str, spec_digest: str, names: Sequence[str], artifact: OutputArtifact) -> None:
     """All drafters that are benchmarked."""
     job, work = tasks.load_job(job_dir, spec_digest), WorkArea.of(Path(job_dir))
-    found = [steps.find_checkpoint(job.spec, tasks.train_reports(job_dir, job), name) for name in names]
+    found = [stage_specs.find_checkpoint(job.resolved, tasks.train_reports(job_dir, job), name) for name in names]
     _write(artifact, {"checkpoints": len(found)} | {one.name: work.address(Path(job_dir) / one.path) for one in found})
 
 
@@ -92,9 +93,9 @@ def write_winner(job_dir: str, checkpoint: str, artifact: OutputArtifact) -> Non
     """The selected checkpoint: a candidate's or a rival."""
     job = tasks.load_job(job_dir)
     reports = tasks.train_reports(job_dir, job)
-    found = steps.find_checkpoint(job.spec, reports, checkpoint)
+    found = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
     trained = next((one for report in reports for one in report.checkpoints if one.name == checkpoint), None)
-    measured = tasks.stage_report(job_dir, steps.reference("benchmark", checkpoint), BenchmarkReport)
+    measured = tasks.stage_report(job_dir, stage_specs.reference("benchmark", checkpoint), BenchmarkReport)
     _write(artifact, {
         "data": WorkArea.of(Path(job_dir)).address(Path(job_dir) / found.path), "checkpoint": checkpoint,
         "candidate": found.candidate, "rival": measured.rival, "framework": "PyTorch",
@@ -105,10 +106,10 @@ def write_winner(job_dir: str, checkpoint: str, artifact: OutputArtifact) -> Non
 def write_report(job_dir: str, spec_digest: str, artifact: OutputArtifact) -> None:
     """The report of benchmark, tuning and decision as one HTML page, when every stage has finished."""
     job = tasks.load_job(job_dir, spec_digest)
-    benchmarks = [tasks.stage_report(job_dir, steps.reference("benchmark", one.name), BenchmarkReport)
-                  for one in steps.benchmarked(job.spec, tasks.train_reports(job_dir, job))]
-    tuned = tasks.stage_report(job_dir, steps.reference("tune"), TuneReport)
-    proof = tasks.stage_report(job_dir, steps.reference("prove"), ProveReport)
+    benchmarks = [tasks.stage_report(job_dir, stage_specs.reference("benchmark", one.name), BenchmarkReport)
+                  for one in stage_specs.benchmarked(job.resolved, tasks.train_reports(job_dir, job))]
+    tuned = tasks.stage_report(job_dir, stage_specs.reference("tune"), TuneReport)
+    proof = tasks.stage_report(job_dir, stage_specs.reference("prove"), ProveReport)
     _write(artifact, {"content": "benchmark, tuning map and decision"}, run_report.html(job, benchmarks, tuned, proof))
 
 

@@ -6,7 +6,7 @@ laptop.
 - stdout and stderr are appended to `log.txt` next to the spec; the program writes its progress to `events.jsonl`;
 - SIGTERM is forwarded, and this process then exits with 143 (interrupted; the stage resumes when it is run again);
 - a transient failure, or a program killed by a signal, is retried up to three times with growing pauses; after a kill
-  the count starts again if the program has got further than ever before (`work_done`);
+  the count starts again if the program has got further than ever before (`run_records`);
 - a program that met a full disk is run again when there is space, however long that takes;
 - a capture or training on several GPUs of this machine is torchrun and its processes. torchrun ends with 1 whichever
   way one of them ended: without a failure record that is retried like a signal;
@@ -28,9 +28,8 @@ from eyrie_api.errors import DiskFull
 from eyrie_api.full_disk import ROOM, free_bytes, is_short, wait_for_room
 from eyrie_api.processes import log_lines
 from eyrie_api.v1alpha1.stages import StageSpec
-from eyrie_pipelines.run_failure import FAILURE_FILE, StageFailed, read_stage_failure
-from eyrie_pipelines.torchrun import is_first_node, is_node, under_torchrun
-from eyrie_pipelines.work_done import Attempts, positions
+from eyrie_pipelines.run_records import FAILURE_FILE, Attempts, StageFailed, positions, read_stage_failure
+from eyrie_pipelines.several_gpus import is_first_node, is_node, under_torchrun
 from eyrie_workers.catalog import command, sweep_command
 
 INTERRUPTED_EXIT_CODE = 143
@@ -46,7 +45,7 @@ TMPDIR and must be the same for every process of the machine."""
 def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> None:
     """Run a stage program in its directory until it has written its manifest.
 
-    processes   of this machine, for the stages of `torchrun.DIVIDED_STAGES`.
+    processes   of this machine, for the stages of `several_gpus.DIVIDED_STAGES`.
 
     Raises StageFailed when it ended without one MAX_ATTEMPTS times and got no further. Exits this process with 143
     after SIGTERM or SIGINT.

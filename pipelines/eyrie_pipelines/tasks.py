@@ -1,7 +1,7 @@
 """The bodies of the pipeline's tasks: build a stage's spec, run its program, record the first failure.
 
-Each component of `drafter` calls one function of this module, so that the logic is testable without kfp. A task takes
-the job directory and references, and returns references (`steps`).
+Each component of `kfp_pipeline` calls one function of this module, so that the logic is testable without kfp. A task
+takes the job directory and references, and returns references (`stage_specs`).
 
 - `stage_process` runs the stage program; `work_area` downloads its inputs and uploads its output where the work area is
   an artifact store;
@@ -18,14 +18,12 @@ from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, read_report, write_model
 from eyrie_api.decisions.leaderboard import select_for_proof
-from eyrie_api.decisions.sweep import trains_together
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
-from eyrie_pipelines import steps
-from eyrie_pipelines.gpu_shares import Share, measure_on_shares, shares_here
-from eyrie_pipelines.run_failure import (
+from eyrie_pipelines import stage_specs
+from eyrie_pipelines.run_records import (
     FAILURE_FILE,
     RUN_DIR,
     RunFailure,
@@ -34,8 +32,9 @@ from eyrie_pipelines.run_failure import (
     read_failure,
     read_stage_failure,
 )
+from eyrie_pipelines.runner import JOB_FILE, JobFile
+from eyrie_pipelines.several_gpus import TRAINJOB_VARIABLE, Share, measure_on_shares, num_processes, shares_here
 from eyrie_pipelines.stage_process import run_program_before, run_stage_program, run_sweep_program
-from eyrie_pipelines.torchrun import TRAINJOB_VARIABLE, num_processes
 from eyrie_pipelines.work_area import WorkArea
 from eyrie_workers.catalog import stage_dir
 
@@ -49,7 +48,7 @@ def prefetch(job_dir: str, spec_digest: str) -> str:
     """Fill the cluster's model cache with the target. Its progress and failure are the first stage's."""
     with _recording_failure(job_dir, "regenerate"):
         job = load_job(job_dir, spec_digest)
-        spec, directory = steps.regenerate_spec(job, Path(job_dir)), stage_dir(Path(job_dir), "regenerate")
+        spec, directory = stage_specs.regenerate_spec(job, Path(job_dir)), stage_dir(Path(job_dir), "regenerate")
         with WorkArea.of(Path(job_dir)).before(directory):
             run_program_before(spec, directory)
         return job.spec.target.model
@@ -59,9 +58,9 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
     """Regenerate the answers of the conversations with the target."""
     with _recording_failure(job_dir, "regenerate"):
         job = load_job(job_dir, spec_digest)
-        done = _run(job_dir, steps.regenerate_spec(job, Path(job_dir)))
+        done = _run(job_dir, stage_specs.regenerate_spec(job, Path(job_dir)))
         # Checked here: the benchmark stage would fail for the same reason after hours of training.
-        steps.check_held_out(job, stage_report(job_dir, done, RegenerateReport))
+        stage_specs.check_held_out(job, stage_report(job_dir, done, RegenerateReport))
         return done
 
 
@@ -69,26 +68,26 @@ def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
     """Record the target's hidden states."""
     with _recording_failure(job_dir, "capture"):
         job = load_job(job_dir, spec_digest)
-        return _run(job_dir, steps.capture_spec(job, Path(job_dir)),
-                    processes=num_processes(steps.stage_gpus(job.spec, "capture")))
+        return _run(job_dir, stage_specs.capture_spec(job, Path(job_dir)),
+                    processes=num_processes(job.resolved.num_processes("capture")))
 
 
 def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
     """Names of the sweep's candidates."""
     with _recording_failure(job_dir, "train"):
-        return [candidate.name for candidate in load_job(job_dir, spec_digest).candidates]
+        return [candidate.name for candidate in load_job(job_dir, spec_digest).resolved.candidates]
 
 
 def sweep(job_dir: str, spec_digest: str, store: str) -> str:
-    """Train all candidates in one program, if the job is configured so (`sweep.trains_together`)."""
+    """Train all candidates in one program, if the job is to (`ResolvedJob.trains_together`)."""
     failed = None
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
-        gpus = num_processes(steps.stage_gpus(job.spec, "train"))
-        if trains_together(job.spec, len(job.candidates), gpus, on_cluster=False):
-            specs = {candidate.name: steps.train_spec(job, Path(job_dir), candidate.name)
-                     for candidate in job.candidates}
-            failed = _train_together(job_dir, specs, job.spec.sweep.rungs, gpus)
+        if job.resolved.trains_together:
+            specs = {candidate.name: stage_specs.train_spec(job, Path(job_dir), candidate.name)
+                     for candidate in job.resolved.candidates}
+            failed = _train_together(job_dir, specs, job.spec.sweep.rungs,
+                                     num_processes(job.resolved.num_processes("train")))
     if failed is not None:
         with _recording_failure(job_dir, "train", failed):
             raise StageFailed(f"candidate {failed} failed", "correct it and retry the job: the others are trained")
@@ -99,10 +98,10 @@ def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
     """Train one candidate."""
     with _recording_failure(job_dir, "train", candidate):
         job = load_job(job_dir, spec_digest)
-        spec = steps.train_spec(job, Path(job_dir), candidate)
+        spec = stage_specs.train_spec(job, Path(job_dir), candidate)
         if TRAINJOB_VARIABLE in os.environ:
             return _run_trainjob(job_dir, spec, spec_digest)
-        return _run(job_dir, spec, candidate, num_processes(steps.stage_gpus(job.spec, "train")))
+        return _run(job_dir, spec, candidate, num_processes(job.resolved.num_processes("train")))
 
 
 def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
@@ -115,7 +114,7 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
     work.download_manifest(directory)
     if not (directory / MANIFEST).exists() or read_manifest(directory).spec_digest != digest_model(spec):
         client = trainjob.TrainJobClient.in_cluster()
-        arguments = ["--job-dir", job_dir, "--spec-digest", spec_digest, "--candidate", spec.candidate]
+        arguments = ["train", "--job-dir", job_dir, "--spec-digest", spec_digest, "--key", spec.candidate]
         name = trainjob.name_of(spec.job_id, spec.candidate, digest_model(spec))
         result = client.run(trainjob.render(trainjob.request_from_environment(), name, client.namespace, arguments,
                                             os.environ.get(trainjob.RUN_VARIABLE, "")))
@@ -128,14 +127,14 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
                               f"read the logs of its pods in namespace {client.namespace}, then retry the job")
         work.download_manifest(directory)
         read_manifest(directory)
-    return steps.reference("train", spec.candidate)
+    return stage_specs.reference("train", spec.candidate)
 
 
 def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
     """Names of the exported drafters of all candidates, and of the rivals."""
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
-        return [checkpoint.name for checkpoint in steps.benchmarked(job.spec, train_reports(job_dir, job))]
+        return [checkpoint.name for checkpoint in stage_specs.benchmarked(job.resolved, train_reports(job_dir, job))]
 
 
 def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
@@ -143,24 +142,24 @@ def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     with _recording_failure(job_dir, "benchmark", checkpoint):
         job = load_job(job_dir, spec_digest)
         reports = train_reports(job_dir, job)
-        ref = steps.find_checkpoint(job.spec, reports, checkpoint)
+        ref = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
         if shares := shares_here():
             _benchmark_on_shares(job_dir, spec_digest, job, reports, shares)
         return _run(job_dir, _benchmark_spec(job_dir, job, reports, ref), checkpoint)
 
 
-def _benchmark_spec(job_dir: str, job: steps.JobFile, reports: Sequence[TrainReport],
-                    checkpoint: steps.CheckpointRef) -> BenchmarkStage:
-    first = steps.list_checkpoints(reports)[0].name == checkpoint.name
-    return steps.benchmark_spec(job, Path(job_dir), checkpoint, first=first)
+def _benchmark_spec(job_dir: str, job: JobFile, reports: Sequence[TrainReport],
+                    checkpoint: stage_specs.CheckpointRef) -> BenchmarkStage:
+    first = stage_specs.list_checkpoints(reports)[0].name == checkpoint.name
+    return stage_specs.benchmark_spec(job, Path(job_dir), checkpoint, first=first)
 
 
-def _benchmark_on_shares(job_dir: str, spec_digest: str, job: steps.JobFile, reports: Sequence[TrainReport],
+def _benchmark_on_shares(job_dir: str, spec_digest: str, job: JobFile, reports: Sequence[TrainReport],
                          shares: Sequence[Share]) -> None:
     """Measure all checkpoints that have no manifest yet, on several GPUs at once. Raises StageFailed after a failure,
     which is recorded."""
     root = Path(job_dir)
-    missing = [one.name for one in steps.benchmarked(job.spec, reports) if not _is_finished(
+    missing = [one.name for one in stage_specs.benchmarked(job.resolved, reports) if not _is_finished(
         _benchmark_spec(job_dir, job, reports, one), stage_dir(root, "benchmark", one.name))]
     if len(missing) > 1:
         measure_on_shares(job_dir, spec_digest, missing, shares)
@@ -181,11 +180,11 @@ def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     with _recording_failure(job_dir, "tune"):
         job = load_job(job_dir, spec_digest)
         trained = train_reports(job_dir, job)
-        benchmarks = [stage_report(job_dir, steps.reference("benchmark", one.name), BenchmarkReport)
-                      for one in steps.benchmarked(job.spec, trained)]
-        return _run(job_dir, steps.tune_spec(
-            job, Path(job_dir), steps.find_checkpoint(job.spec, trained, checkpoint),
-            steps.rival_to_beat(job.spec, trained, benchmarks, checkpoint)))
+        benchmarks = [stage_report(job_dir, stage_specs.reference("benchmark", one.name), BenchmarkReport)
+                      for one in stage_specs.benchmarked(job.resolved, trained)]
+        return _run(job_dir, stage_specs.tune_spec(
+            job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint),
+            stage_specs.rival_to_beat(job.resolved, trained, benchmarks, checkpoint)))
 
 
 def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
@@ -193,9 +192,9 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
     with _recording_failure(job_dir, "prove"):
         job = load_job(job_dir, spec_digest)
         trained, rival = train_reports(job_dir, job), stage_report(job_dir, tuned, TuneReport).rival
-        spec = steps.prove_spec(
-            job, Path(job_dir), steps.find_checkpoint(job.spec, trained, checkpoint), tuned,
-            None if rival is None else steps.find_checkpoint(job.spec, trained, rival.checkpoint))
+        spec = stage_specs.prove_spec(
+            job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint), tuned,
+            None if rival is None else stage_specs.find_checkpoint(job.resolved, trained, rival.checkpoint))
         _remove_stale_proof(spec, stage_dir(Path(job_dir), "prove"))
         return _run(job_dir, spec)
 
@@ -204,8 +203,8 @@ def hardware(job_dir: str, spec_digest: str, checkpoint: str, profile: str) -> s
     """Measure the proven checkpoint, and no drafter, on one kind of hardware."""
     with _recording_failure(job_dir, "hardware", profile):
         job = load_job(job_dir, spec_digest)
-        found = steps.find_checkpoint(job.spec, train_reports(job_dir, job), checkpoint)
-        return _run(job_dir, steps.hardware_spec(job, Path(job_dir), found, profile), profile)
+        found = stage_specs.find_checkpoint(job.resolved, train_reports(job_dir, job), checkpoint)
+        return _run(job_dir, stage_specs.hardware_spec(job, Path(job_dir), found, profile), profile)
 
 
 def _remove_stale_proof(spec: StageSpec, directory: Path) -> None:
@@ -241,11 +240,11 @@ def _recording_failure(job_dir: str, stage: StageName, key: str = "") -> Iterato
                           failure.hint) from error
 
 
-def load_job(job_dir: str, spec_digest: str | None = None) -> steps.JobFile:
+def load_job(job_dir: str, spec_digest: str | None = None) -> JobFile:
     """`job.json`, checked against the digest the run was started with. Raises ArtifactMissing or Conflict."""
-    path = Path(job_dir) / steps.JOB_FILE
+    path = Path(job_dir) / JOB_FILE
     try:
-        job = steps.JobFile.model_validate_json(path.read_text())
+        job = JobFile.model_validate_json(path.read_text())
     except FileNotFoundError:
         raise ArtifactMissing(f"no job file at {path}", "start the run through eyrie_pipelines.local") from None
     if spec_digest is not None and spec_digest != digest_model(job):
@@ -253,11 +252,11 @@ def load_job(job_dir: str, spec_digest: str | None = None) -> steps.JobFile:
     return job
 
 
-def train_reports(job_dir: str, job: steps.JobFile) -> list[TrainReport]:
+def train_reports(job_dir: str, job: JobFile) -> list[TrainReport]:
     """Reports of every candidate. Read from the manifests rather than passed between tasks: kfp does not accept the
     collected outputs of one fan-out as input of another."""
-    return [stage_report(job_dir, steps.reference("train", candidate.name), TrainReport)
-            for candidate in job.candidates]
+    return [stage_report(job_dir, stage_specs.reference("train", candidate.name), TrainReport)
+            for candidate in job.resolved.candidates]
 
 
 def stage_manifest(job_dir: str, ref: str) -> Manifest:
@@ -278,7 +277,7 @@ def _run(job_dir: str, spec: StageSpec, key: str = "", processes: int = 1) -> st
     with WorkArea.of(Path(job_dir)).stage(spec, directory) as needed:
         if needed:
             run_stage_program(spec, directory, processes)
-    return steps.reference(spec.stage, key)
+    return stage_specs.reference(spec.stage, key)
 
 
 def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float],

@@ -4,11 +4,11 @@ With `placement.train_launcher: trainjob` the train task itself is small. It cre
 (trainer.kubeflow.org/v1alpha1, as of Trainer 2.2, which replaced podTemplateOverrides by runtimePatches) whose nodes
 run
 
-    python -m eyrie_pipelines.train_node --job-dir D --spec-digest X --candidate C
+    python -m eyrie_pipelines.task_program train --job-dir D --spec-digest X --key C
 
 which is the train task without EYRIE_TRAINJOB: it downloads the stage's inputs and starts the stage program under
-torchrun (`torchrun`); node 0 uploads the output to the work area. The number of processes per node is given twice, to
-the runtime (numProcPerNode) and to torchrun by an argument: one for each GPU of the placement. A stage program that
+torchrun (`several_gpus`); node 0 uploads the output to the work area. The number of processes per node is given twice,
+to the runtime (numProcPerNode) and to torchrun by an argument: one for each GPU of the placement. A stage program that
 does not support several processes refuses to start a second one at its lock.
 
 The name of a TrainJob is derived from job, candidate and spec, so that a restarted task finds the TrainJob of the pod
@@ -34,7 +34,7 @@ from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, TRAINJOB_VARIABLE
+from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE, TRAINJOB_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
@@ -126,7 +126,7 @@ def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[
         "spec": {
             "runtimeRef": {"name": RUNTIME, "apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime"},
             "trainer": {
-                "image": placed.image, "command": [*request.python, "-m", "eyrie_pipelines.train_node"],
+                "image": placed.image, "command": [*request.python, "-m", "eyrie_pipelines.task_program"],
                 "args": arguments,
                 "env": variables, "numNodes": request.nodes, "numProcPerNode": processes,
                 "resourcesPerNode": {side: given for side, given in amounts.items() if given}},

@@ -44,9 +44,9 @@ from eyrie_api.v1alpha1.stages import (
     TuneStage,
 )
 from eyrie_pipelines.directory_sync import SYNC_SHARE, DirectorySync, join_parts
-from eyrie_pipelines.run_failure import FAILURE_FILE, RUN_DIR
-from eyrie_pipelines.steps import JOB_FILE
-from eyrie_pipelines.torchrun import is_first_node
+from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR
+from eyrie_pipelines.runner import JOB_FILE
+from eyrie_pipelines.several_gpus import is_first_node
 from eyrie_workers.catalog import (
     DAMAGED_SUFFIX,
     LEDGER_PARTS,

@@ -14,9 +14,15 @@ from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.submission.target_facts import target_facts
 from eyrie_api.submission.weight_files import expected_tensors
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.facts import target_facts
+from eyrie_api.submission.resolve import derive
+from eyrie_api.submission.target_files import expected_tensors
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.plan import Plan, StagePlan
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase
 

@@ -17,6 +17,7 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, RecordedAnswer, RecordedAnswers
 from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind, EngineSpec
 from eyrie_api.v1alpha1.prove import ProveReport
@@ -85,7 +86,7 @@ def add_sglang_endpoint(settings: Settings, database: Database, url: str, answer
                         urls: dict[int, str] | None = None) -> str:
     """Endpoint `default`: revision 1 without a drafter, revision 2 with one, which serves or is the canary. Its job's
     proof, in `engine`, recorded `answers`. `urls`: of the revisions alone. Returns the job's id."""
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     report = ProveReport(checkpoint="c", path="/d", engine=engine, use=DrafterUse(setting=NGRAM), seconds=1.0,
                          environment=ENVIRONMENT, load=load_report((1, 4), ("off", "candidate"), 1.9))
     files: dict[str, Any] = {"report.json": json.dumps({}).encode()}

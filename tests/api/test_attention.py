@@ -16,6 +16,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.decisions.attention import UsedUp, attention
 from eyrie_api.errors import DiskFull
 from eyrie_api.http.routes.attention import read_attention
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.attention import AttentionItem
 from eyrie_api.v1alpha1.endpoints import EndpointTraffic, LiveDrift
@@ -161,7 +162,7 @@ def unwell(server: Running, project: str) -> None:
     control.projects.create(CreateProject(name=project))
     mine = Jobs(control.database, scope=Scope(Principal(subject="user:x", roles={project: "admin"}), project))
     for name, status in (("broken", JobStatus(phase="Failed", stages=())), ("measured", decided("awaits-approval"))):
-        made = mine.submit(job_spec(name=f"{project}-{name}", serve={"endpoint": f"{project}-chat"}))
+        made = mine.submit(derive(job_spec(name=f"{project}-{name}", serve={"endpoint": f"{project}-chat"})))
         control.jobs.save_status(made.id, status)
         if name == "broken":
             control.jobs.set_stage(made.id, StageStatus(stage="train", state="Failed", reason="LossDiverged",
@@ -170,7 +171,7 @@ def unwell(server: Running, project: str) -> None:
     Endpoints(control.database).observe(f"{project}-chat", conditions=(Condition(
         type="Serving", status="False", reason="EngineFailed", message="exit 1", last_transition_time=NOW),))
     control.waiting.record(waiting(project, project=project, namespace=project))
-    mine.submit(job_spec(name=f"{project}-runs", serve={"endpoint": f"{project}-chat"}))
+    mine.submit(derive(job_spec(name=f"{project}-runs", serve={"endpoint": f"{project}-chat"})))
     control.projects.set_quotas(project, Quotas(max_jobs=1))
 
 

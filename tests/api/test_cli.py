@@ -27,12 +27,14 @@ from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, sglang_families
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
+from eyrie_api.v1alpha1.plan import StagePlan
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
-from tests.api.samples import benchmark_report, job_spec
+from tests.api.samples import benchmark_report, job_spec, planned
 from tests.tiny import chats_file, tiny_target
 
 
@@ -214,7 +216,7 @@ def test_a_job_is_found_by_id_by_its_beginning_and_by_name(eyrie: Eyrie) -> None
     eyrie.submit("by-name")
     job_id = eyrie.submit("by-name")
     for number in range(51):  # more than a page of newer jobs
-        eyrie.plane.jobs.submit(job_spec(name=f"newer-{number}"))
+        eyrie.plane.jobs.submit(derive(job_spec(name=f"newer-{number}")))
     for wanted in (job_id, "by-name"):
         assert eyrie.json("job", wanted)["id"] == job_id
     job_id = eyrie.submit("newest")
@@ -270,9 +272,9 @@ def test_what_needs_a_person_is_listed_in_words_and_as_json(eyrie: Eyrie) -> Non
 
 
 def test_a_running_job_with_a_plan_shows_its_time_left(eyrie: Eyrie) -> None:
-    planned = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=1, hours=200.0),))
-    for name, plan in (("with", planned), ("without", None)):
-        job_id = eyrie.plane.jobs.submit(job_spec(name=name), planned=plan).id
+    train = StagePlan(stage="train", tokens=1, bytes_on_disk=1, hours=200.0)
+    for job in (planned(job_spec(name="with"), train), derive(job_spec(name="without"))):
+        job_id = eyrie.plane.jobs.submit(job).id
         eyrie.plane.jobs.save_status(job_id, JobStatus(phase="Running"))
     assert "about 8d8h" in eyrie("job", "with").stdout
     without = eyrie("job", "without")
@@ -441,7 +443,7 @@ def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
 def test_a_watch_ends_with_the_url_of_the_endpoint_and_what_it_serves(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
     spec = eyrie.plane.jobs.get(job_id).spec
-    eyrie.plane.endpoints.create("assistant", spec.target, spec.endpoint_serve, "my-model")
+    eyrie.plane.endpoints.create("assistant", derive(spec).target, derive(spec).endpoint_serve, "my-model")
     eyrie.plane.jobs.save_status(job_id, ended("Succeeded").model_copy(update={"endpoint": "assistant"}))
     assert "It does not serve yet" in eyrie("watch", job_id).stdout
     eyrie.plane.endpoints.activate("assistant", 1, "http://127.0.0.1:1/v1")

@@ -24,6 +24,8 @@ from eyrie_api.http.console import pages
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
@@ -63,7 +65,7 @@ def test_an_empty_installation_says_what_to_do(client: httpx.Client) -> None:
 def test_a_running_job_shows_its_stages_with_progress_rate_and_time_left(
         client: httpx.Client, database: Database) -> None:
     jobs = Jobs(database)
-    job = jobs.submit(job_spec(name="nightly"))
+    job = jobs.submit(derive(job_spec(name="nightly")))
     stages = (StageStatus(stage="regenerate", state="Succeeded"),
               StageStatus(stage="capture", state="Running", progress=Progress(
                   done=300, total=1200, unit="rows", rate=12.5, eta_s=72.0, message="shard 3")))
@@ -83,7 +85,7 @@ def test_a_running_job_shows_its_stages_with_progress_rate_and_time_left(
 
 def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Client, database: Database) -> None:
     jobs = Jobs(database)
-    job = jobs.submit(job_spec(name="broken"))
+    job = jobs.submit(derive(job_spec(name="broken")))
     failed = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", message="40 GB are needed",
                          hint="free some")
     jobs.set_stage(job.id, failed)
@@ -99,7 +101,7 @@ def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Cl
 def test_a_tuned_and_proven_job_shows_its_operating_map_and_its_proof(
         client: httpx.Client, database: Database, settings: Settings) -> None:
     jobs = Jobs(database)
-    job = jobs.submit(job_spec(name="finished"))
+    job = jobs.submit(derive(job_spec(name="finished")))
     stages = tuple(StageStatus(stage=stage, state="Succeeded") for stage in ("tune", "prove"))
     for stage in stages:
         jobs.set_stage(job.id, stage)
@@ -201,15 +203,15 @@ def test_a_refusal_is_a_page_with_its_hint_to_a_browser_and_a_problem_to_a_progr
 def test_the_address_of_a_job_by_its_name_leads_to_the_newest_that_has_it(
         client: httpx.Client, database: Database) -> None:
     jobs = Jobs(database)
-    jobs.submit(job_spec(name="nightly-run"))
-    newest = jobs.submit(job_spec(name="nightly-run")).id
+    jobs.submit(derive(job_spec(name="nightly-run")))
+    newest = jobs.submit(derive(job_spec(name="nightly-run"))).id
     answer = client.get("/console/jobs/nightly-run", follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (307, f"/console/jobs/{newest}")
     assert client.get("/console/jobs/nightly").status_code == 404
 
 
 def test_every_page_with_an_action_has_the_lines_that_do_the_same(client: httpx.Client, database: Database) -> None:
-    job = Jobs(database).submit(job_spec(name="nightly")).id
+    job = Jobs(database).submit(derive(job_spec(name="nightly"))).id
     Endpoints(database).create("assistant", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")
     Endpoints(database).activate("assistant", 1, "http://127.0.0.1:9/v1")
     server = "http://127.0.0.1:8642/v1alpha1"
@@ -227,8 +229,8 @@ def test_every_page_with_an_action_has_the_lines_that_do_the_same(client: httpx.
 def test_curves_of_jobs_with_one_name_are_told_apart_and_lists_without_a_job_or_with_too_many_are_refused(
         client: httpx.Client, database: Database) -> None:
     jobs = Jobs(database)
-    same = [jobs.submit(job_spec(name="nightly")).id for _ in range(2)]
-    hostile = jobs.submit(job_spec(labels={"note": HOSTILE})).id
+    same = [jobs.submit(derive(job_spec(name="nightly"))).id for _ in range(2)]
+    hostile = jobs.submit(derive(job_spec(labels={"note": HOSTILE}))).id
     query = "&".join(f"job={one}" for one in (*same, hostile, same[0]))
     page = client.get(f"/console/curves?{query}")
     shown = json.loads(unescape(re.search(r'data-jobs="([^"]*)"', page.text)[1]))  # type: ignore[index]
@@ -241,7 +243,7 @@ def test_curves_of_jobs_with_one_name_are_told_apart_and_lists_without_a_job_or_
 
 
 def test_pages_load_nothing_from_elsewhere_and_run_nothing_inline(client: httpx.Client, database: Database) -> None:
-    job = Jobs(database).submit(job_spec(labels={"note": HOSTILE}))
+    job = Jobs(database).submit(derive(job_spec(labels={"note": HOSTILE})))
     for path in ("/", f"/console/jobs/{job.id}", f"/console/curves?job={job.id}", "/console/new"):
         page = client.get(path)
         policy = page.headers["content-security-policy"]
@@ -270,7 +272,7 @@ def test_older_jobs_are_on_further_pages_and_what_needs_a_person_is_of_the_newes
         client: httpx.Client, database: Database) -> None:
     jobs = Jobs(database)
     names = [f"night-{number:03}" for number in range(103)]
-    ids = [jobs.submit(job_spec(name=name)).id for name in names]
+    ids = [jobs.submit(derive(job_spec(name=name))).id for name in names]
     for place in (0, 102):
         jobs.save_status(ids[place], JobStatus(phase="Failed"))
     page, seen, number = client.get("/"), list[str](), 0
@@ -297,7 +299,7 @@ def links_path(page: httpx.Response) -> str:
 
 def test_a_page_of_older_jobs_that_are_gone_says_so_and_a_wrong_cursor_is_refused_with_a_hint(
         client: httpx.Client, database: Database) -> None:
-    job = Jobs(database).submit(job_spec(name="only"))
+    job = Jobs(database).submit(derive(job_spec(name="only")))
     page = client.get("/", params={"before": encode_cursor(job.created_at, job.id)})
     assert "No older jobs" in page.text
     assert links_of(page) == {"Newest jobs": "/"}

@@ -25,6 +25,7 @@ from eyrie_api.database.projects import ApiKeys, KeyRequest
 from eyrie_api.errors import Unauthorized
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from tests.api.samples import job_body, job_spec
 
 TOKEN = "installation-token-of-this-test"
@@ -62,7 +63,7 @@ def test_a_page_asks_for_a_key_and_its_script_and_style_need_none(client: httpx.
 
 def test_a_key_is_exchanged_for_a_cookie_that_reads_and_changes_nothing(client: httpx.Client,
                                                                        database: Database) -> None:
-    job = Jobs(database).submit(job_spec(name="nightly"))
+    job = Jobs(database).submit(derive(job_spec(name="nightly")))
     key_id, secret = key_of(database)
     answer = client.post("/console/sign-in", headers=bearer(secret))
     assert answer.status_code == 204
@@ -109,7 +110,7 @@ def signed_in(client: httpx.Client, secret: str) -> httpx.Client:
 
 def test_a_page_cancels_and_deletes_with_its_token_and_a_request_without_it_does_not(
         client: httpx.Client, database: Database) -> None:
-    job = Jobs(database).submit(job_spec(name="nightly"))
+    job = Jobs(database).submit(derive(job_spec(name="nightly")))
     path, (key_id, secret) = f"/v1alpha1/jobs/{job.id}", key_of(database)
     change = change_of(signed_in(client, secret))
     page = client.get(f"/console/jobs/{job.id}", headers=PAGE).text
@@ -127,7 +128,7 @@ def test_a_page_cancels_and_deletes_with_its_token_and_a_request_without_it_does
 
 def test_a_viewers_page_has_no_buttons_and_its_session_may_not_change(client: httpx.Client,
                                                                      database: Database) -> None:
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     change = change_of(signed_in(client, key_of(database, "viewer")[1]))
     assert "data-path=" not in client.get(f"/console/jobs/{job.id}", headers=PAGE).text, "no button that changes a job"
     assert client.post(f"/v1alpha1/jobs/{job.id}/cancel", headers=change).status_code == 403
@@ -135,7 +136,7 @@ def test_a_viewers_page_has_no_buttons_and_its_session_may_not_change(client: ht
 
 def test_a_pages_token_is_of_its_key_and_ends(client: httpx.Client, database: Database,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     path = f"/v1alpha1/jobs/{job.id}/cancel"
     of_another = change_of(signed_in(client, key_of(database)[1]))
     own = change_of(signed_in(client, key_of(database)[1]))

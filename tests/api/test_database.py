@@ -16,6 +16,12 @@ from eyrie_api.database.migrations import schema_state, upgrade
 from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput, TablesTooOld
 from tests.api.samples import NOW, job_spec
+from eyrie_api.errors import InvalidInput
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.plan import StagePlan
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
+from tests.api.samples import NOW, job_body, job_spec, planned
 
 
 def test_the_migrated_tables_equal_the_metadata(database: Database) -> None:
@@ -101,7 +107,7 @@ def test_what_one_reader_sees_does_not_change_while_it_reads(database: Database)
     jobs = Jobs(database)
     with database.reading() as session:
         before = session.scalars(select(JobRow.id)).all()
-        jobs.submit(job_spec())
+        jobs.submit(derive(job_spec()))
         assert session.scalars(select(JobRow.id)).all() == before == []
     with database.reading() as session:
         assert len(session.scalars(select(JobRow.id)).all()) == 1
@@ -122,7 +128,7 @@ def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
 
 def test_threads_that_read_then_write_do_not_lose_updates_or_fail_with_locked(database: Database) -> None:
     jobs = Jobs(database)
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     key = {"job_id": job_id, "stage": "train", "key": ""}
 
     def count() -> None:
@@ -159,7 +165,7 @@ def test_a_time_without_zone_is_refused_and_an_aware_one_comes_back_aware(databa
 
 def test_event_ids_are_not_handed_out_again_after_the_last_row_is_deleted(database: Database) -> None:
     jobs = Jobs(database)
-    first = jobs.submit(job_spec())
+    first = jobs.submit(derive(job_spec()))
     last_id = jobs.events(first.id)[-1].id
     with database.writing() as session:
         session.execute(EventRow.__table__.delete())  # type: ignore[attr-defined]

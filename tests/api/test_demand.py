@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.submission.demand import gpus_of, replicas_of
+from eyrie_api.submission.facts import Facts
+from eyrie_api.submission.resolve import replicas_of, resolve
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.serving import ServeSpec
 from tests.api.samples import job_spec
 from tests.api.test_placing import profile
@@ -12,6 +15,10 @@ from tests.api.test_placing import profile
 ON_GPUS = {"every": {"num_gpus": 1}}
 FOUR = {"axes": [{"field": "train.learning_rate", "values": [0.001, 0.0005, 0.0002, 0.0001]}]}
 SERVING = {"namespace": "serving", "placement": {"image": "sglang"}, "replicas": 2}
+
+
+def gpus_of(spec: JobSpec, given: ClusterProfile | None) -> int:
+    return resolve(spec, Facts(given)).demand.num_gpus
 
 
 @pytest.mark.parametrize(("changes", "num_gpus"), [

@@ -17,6 +17,7 @@ from eyrie_api.database.projects import Projects
 from eyrie_api.decisions.attention import UsedUp
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import Quotas
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from tests.api.figures.endpoint_values import serve_drafter, watch
@@ -158,8 +159,8 @@ def test_a_quota_of_jobs_that_is_used_up_is_found_where_the_caller_has_a_role(
         client: httpx.Client, database: Database, clock: ManualClock) -> None:
     projects, jobs = Projects(database, clock), Jobs(database, clock)
     projects.set_quotas("default", Quotas(max_jobs=2, max_gpus=0))
-    jobs.submit(job_spec())
+    jobs.submit(derive(job_spec()))
     assert projects.used_up() == ()
-    jobs.submit(job_spec())
+    jobs.submit(derive(job_spec()))
     assert projects.used_up() == (UsedUp("default", "jobs", 2, 2),)
     assert "Project default has used up its quota: 2 of 2 jobs" in client.get("/").text

@@ -12,6 +12,9 @@ from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Revision
@@ -274,7 +277,7 @@ def test_an_unknown_endpoint_is_not_found(endpoints: Endpoints, verb: str) -> No
 
 def test_results_are_ranked_filtered_and_replaced_when_recorded_again(jobs: Jobs, database: Database) -> None:
     results = Results(database)
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     for checkpoint, speedup in (("base-step-1", 1.5), ("base-step-2", 2.0), ("base-step-2", 2.5)):
         report = benchmark_report(checkpoint, {"chat": (speedup,)})
         results.record(Measured(job_id, "eagle3", "quickstart", False, report), f"/d/{checkpoint}")

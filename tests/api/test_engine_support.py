@@ -6,29 +6,36 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eyrie_api.decisions.engine_support import (
-    Device,
-    check_blocks,
-    check_engine,
-    check_heads,
-    with_engine_defaults,
-)
-from eyrie_api.decisions.plan_facts import TargetFacts
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.plan_work import TargetFacts
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.submission.devices import local_device
 from eyrie_api.submission.preflight import check
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
+from eyrie_api.submission.facts import Device, Facts, local_device
+from eyrie_api.submission.preflight import Submission, blocks_are_drafted_whole, check, check_heads, engine_can_compute
+from eyrie_api.submission.resolve import resolve
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from tests.api.samples import job_body, job_spec, target_directory
+
+
+def resolved(spec: JobSpec, device: Device | None) -> ResolvedJob:
+    return resolve(spec, Facts(local_device=device or "gpu"))
+
+
+def submission(spec: JobSpec, device: Device | None, architecture: str = "LlamaForCausalLM") -> Submission:
+    facts = Facts(local_device=device or "gpu", config={"architectures": [architecture]})
+    return Submission(resolve(spec, facts), facts, Settings())
 
 
 def test_an_engine_is_written_as_its_kind_alone() -> None:
     assert job_spec(engine="sglang").engine == EngineSpec(kind="sglang")
     assert job_spec().engine.kind == "embedded"
     stored = JobSpec.model_validate_json(job_spec(engine="sglang").model_dump_json())
-    assert stored.endpoint_serve.engine.kind == "sglang"
+    assert resolved(stored, None).endpoint_serve.engine.kind == "sglang"
 
 
 @pytest.mark.parametrize(("engine", "says"), [
@@ -55,38 +62,40 @@ def test_gpus_that_servers_cannot_use_are_refused(engine: Any, says: str) -> Non
 def test_what_sglang_cannot_do_on_a_device_is_refused_with_field_and_rule(
         device: Device | None, changes: dict[str, Any], architecture: str, says: str) -> None:
     changes = {"target": {"model": "m", "dtype": "bfloat16"}} | changes
-    spec = with_engine_defaults(job_spec(engine="sglang", **changes), device)
     with pytest.raises(EyrieError, match=says) as caught:
-        check_engine(spec, [spec.drafter.family], [architecture], device)
+        engine_can_compute(submission(job_spec(engine="sglang", **changes), device, architecture))
     assert caught.value.hint
-    embedded = job_spec(**changes)
-    check_engine(embedded, [embedded.drafter.family], [architecture], device)
+    engine_can_compute(submission(job_spec(engine="embedded", **changes), device, architecture))
 
 
 def test_drafters_of_blocks_are_ranked_by_their_whole_block_in_sglang() -> None:
-    def resolved(**changes: Any) -> JobSpec:
-        return with_engine_defaults(job_spec(engine="sglang", **changes), "gpu")
+    def on_gpus(**changes: Any) -> Submission:
+        return submission(job_spec(**{"engine": "sglang"} | changes), "gpu")
 
-    alone = resolved(drafter={"family": "dflash"}, train={"ttt_length": 5})
-    assert alone.benchmark.tree == DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
-    swept = resolved(sweep={"families": ["eagle3", "dflash"]}, drafter={"max_draft_tokens": 3})
-    assert swept.benchmark.tree.num_draft_tokens == 4
-    assert resolved().benchmark.tree == job_spec().benchmark.tree
-    for spec in (alone, swept, resolved()):
-        check_blocks(spec, [one.spec for one in expand(spec)])
-    asked = resolved(drafter={"family": "dflash"}, benchmark={"tree": {
-        "num_steps": 5, "top_k": 1, "num_draft_tokens": 6}})
+    def tree(of: Submission) -> DraftTreeShape:
+        return of.job.spec.benchmark.tree
+
+    alone = on_gpus(drafter={"family": "dflash"}, train={"ttt_length": 5})
+    assert tree(alone) == DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
+    swept = on_gpus(sweep={"families": ["eagle3", "dflash"]}, drafter={"max_draft_tokens": 3})
+    assert tree(swept).num_draft_tokens == 4
+    assert tree(on_gpus()) == job_spec().benchmark.tree
+    for whole in (alone, swept, on_gpus()):
+        blocks_are_drafted_whole(whole)
     with pytest.raises(InvalidInput, match=r"benchmark\.tree is 5/1/6 and .* blocks of 8 tokens") as caught:
-        check_blocks(asked, [asked])
+        blocks_are_drafted_whole(on_gpus(drafter={"family": "dflash"}, benchmark={"tree": {
+            "num_steps": 5, "top_k": 1, "num_draft_tokens": 6}}))
     assert "num_steps 7, top_k 1 and num_draft_tokens 8" in caught.value.hint
-    check_blocks(job_spec(drafter={"family": "dflash"}), [job_spec(drafter={"family": "dflash"})])  # our own engine
+    blocks_are_drafted_whole(on_gpus(engine="embedded", drafter={"family": "dflash"}))
 
 
 def test_default_temperatures_are_greedy_where_sglang_verifies_greedily() -> None:
-    on_cpu = with_engine_defaults(job_spec(engine="sglang"), "cpu")
+    on_cpu = resolved(job_spec(engine="sglang"), "cpu").spec
     assert on_cpu.benchmark.temperatures == on_cpu.tune.temperatures == (0.0,)
-    for unchanged, device in ((job_spec(engine="sglang"), "gpu"), (job_spec(), "cpu")):
-        assert with_engine_defaults(unchanged, device) == unchanged  # type: ignore[arg-type]
+    devices: tuple[tuple[JobSpec, Device], ...] = ((job_spec(engine="sglang"), "gpu"), (job_spec(), "cpu"))
+    for spec, device in devices:
+        unchanged = resolved(spec, device).spec
+        assert (unchanged.benchmark, unchanged.tune) == (spec.benchmark, spec.tune)
 
 
 @pytest.mark.parametrize(("tp_size", "says"), [

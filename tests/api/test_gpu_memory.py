@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.decisions.target_memory import memory_of
+from eyrie_api.decisions.hardware import memory_of
 from eyrie_api.errors import GpuTooSmall
 from eyrie_api.settings import Settings
-from eyrie_api.submission.gpu_memory import gpu_memory_here
+from eyrie_api.submission.facts import gpu_memory_here, read_config, target_facts
 from eyrie_api.submission.preflight import check, plan
-from eyrie_api.submission.target_facts import read_config, target_facts
-from eyrie_api.submission.weight_files import INDEX, served_bytes
+from eyrie_api.submission.target_files import INDEX, served_bytes
 from eyrie_api.v1alpha1.job import JobSpec
 from tests.api.samples import job_spec, target_directory
 from tests.api.test_placing import profile

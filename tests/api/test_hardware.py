@@ -6,9 +6,9 @@ import pytest
 
 from eyrie_api.decisions.hardware import ASSUMED, GPUS, Rates, gpu_rates, known_gpu
 from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
 from eyrie_api.decisions.plan_stages import tree_shapes
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.plan_work import DataFacts, TargetFacts
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, StagePlan
 from tests.api.samples import job_spec
@@ -18,7 +18,7 @@ H200, H100 = "NVIDIA-H200", "NVIDIA-H100-80GB-HBM3"
 
 
 def planned(spec: JobSpec, target: TargetFacts, **options: Any) -> Plan:
-    return make_plan(spec, expand(spec), target, None, **options)
+    return make_plan(derive(spec), target, None, **options)
 
 
 def seeds_job(gpu_type: str = H200, num_gpus: int = 8, **changes: Any) -> JobSpec:

@@ -13,6 +13,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import NotFound
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.records import EventRecord, MetricRecord, ProgressRecord
 from tests.api.samples import NOW, job_spec
 
@@ -31,7 +32,7 @@ def read(ingest: Ingest, job_id: str, path: Path) -> int:
 
 
 def test_records_become_events_metrics_and_progress(jobs: Jobs, database: Database, tmp_path: Path) -> None:
-    job_id, ingest, path = jobs.submit(job_spec()).id, Ingest(database), tmp_path / "events.jsonl"
+    job_id, ingest, path = jobs.submit(derive(job_spec())).id, Ingest(database), tmp_path / "events.jsonl"
     assert read(ingest, job_id, path) == 0
     path.write_bytes(LINES)
     assert read(ingest, job_id, path) == 5
@@ -47,7 +48,7 @@ def test_records_become_events_metrics_and_progress(jobs: Jobs, database: Databa
 @given(st.lists(st.integers(0, len(LINES)), max_size=6))
 def test_however_the_file_grows_every_record_is_taken_exactly_once(
         jobs: Jobs, database: Database, tmp_path: Path, cuts: list[int]) -> None:
-    job_id, path = jobs.submit(job_spec()).id, tmp_path / "events.jsonl"
+    job_id, path = jobs.submit(derive(job_spec())).id, tmp_path / "events.jsonl"
     taken = 0
     for cut in [*sorted(cuts), len(LINES), len(LINES)]:
         path.write_bytes(LINES[:cut])
@@ -58,7 +59,7 @@ def test_however_the_file_grows_every_record_is_taken_exactly_once(
 
 def test_a_reader_that_dies_before_it_commits_has_taken_nothing(
         jobs: Jobs, database: Database, tmp_path: Path) -> None:
-    job_id, path = jobs.submit(job_spec()).id, tmp_path / "events.jsonl"
+    job_id, path = jobs.submit(derive(job_spec())).id, tmp_path / "events.jsonl"
     path.write_bytes(LINES)
 
     class Dying(Ingest):
@@ -74,7 +75,7 @@ def test_a_reader_that_dies_before_it_commits_has_taken_nothing(
 
 def test_a_line_that_is_not_a_record_becomes_a_warning_and_does_not_stop_the_rest(
         jobs: Jobs, database: Database, tmp_path: Path) -> None:
-    job_id, path = jobs.submit(job_spec()).id, tmp_path / "events.jsonl"
+    job_id, path = jobs.submit(derive(job_spec())).id, tmp_path / "events.jsonl"
     path.write_bytes(b'{"kind": "metric", "name": "x", "step": 1, "value": NaN}\n\xff\xfe\n' + LINES)
     assert read(Ingest(database), job_id, path) == 7
     assert [one.reason for one in jobs.events(job_id)].count("UnreadableRecord") == 2
@@ -83,7 +84,7 @@ def test_a_line_that_is_not_a_record_becomes_a_warning_and_does_not_stop_the_res
 
 def test_a_stage_directory_made_again_is_read_from_its_beginning(
         jobs: Jobs, database: Database, tmp_path: Path) -> None:
-    job_id, path = jobs.submit(job_spec()).id, tmp_path / "events.jsonl"
+    job_id, path = jobs.submit(derive(job_spec())).id, tmp_path / "events.jsonl"
     path.write_bytes(LINES)
     read(Ingest(database), job_id, path)
     os.unlink(path)

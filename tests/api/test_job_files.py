@@ -20,6 +20,7 @@ from eyrie_api.errors import ArtifactCorrupt, InvalidInput
 from eyrie_api.http.job_files import PIECE_BYTES, JobFiles
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.stages import FileEntry
 from tests.api.samples import benchmark_report, finish_stage, job_spec
 from tests.servers.s3 import S3Server
@@ -42,7 +43,7 @@ def found(settings: Settings, job_id: str, path: str) -> tuple[StageManifest, Fi
 @pytest.mark.parametrize("changed", [b"[1]", b"[1, 2]", b""])
 def test_a_changed_file_in_the_home_is_refused_and_not_served(
         settings: Settings, database: Database, changed: bytes) -> None:
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     directory = settings.stage_dir(job.id, "benchmark", "base-step-9")
     finish_stage(directory, "benchmark", benchmark_report("base-step-9", {"chat": (2.0,)}), {"cells.json": b"[0]"},
                  job.id)
@@ -70,7 +71,7 @@ def test_an_api_server_without_the_files_shows_them_from_the_store(tmp_path: Pat
                         cluster_profile=profile(tmp_path / "profile.yaml", work))
     database = Database(settings.resolved_database_url)
     upgrade(database)
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     # A pod's directory, as it comes into the store.
     pod = tmp_path / "pod"
     finish_stage(pod, "benchmark", benchmark_report("base-step-9", {"chat": (2.0,)}),

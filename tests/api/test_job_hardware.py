@@ -11,8 +11,9 @@ from eyrie_api.decisions.hardware_choice import hardware_of, sentence
 from eyrie_api.errors import InvalidInput
 from eyrie_api.figures.job_figures import figures_of
 from eyrie_api.settings import Settings
-from eyrie_api.submission.demand import gpus_of
+from eyrie_api.submission.facts import Facts
 from eyrie_api.submission.preflight import plan
+from eyrie_api.submission.resolve import resolve
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.job import JobSpec
@@ -97,8 +98,8 @@ def test_a_plan_has_a_row_for_each_profile_with_its_own_price_and_range(tmp_path
 
 def test_profiles_but_the_first_count_together_for_a_quota() -> None:
     profiles = [{"name": name, "placement": {"num_gpus": number}} for name, number in (("a", 4), ("b", 2), ("c", 3))]
-    assert gpus_of(job_spec(**compared(*profiles)), PROFILE) == 5
-    assert gpus_of(job_spec(**compared(*profiles[:2])), PROFILE) == 4
+    assert resolve(job_spec(**compared(*profiles)), Facts(PROFILE)).demand.num_gpus == 5
+    assert resolve(job_spec(**compared(*profiles[:2])), Facts(PROFILE)).demand.num_gpus == 4
 
 
 def measurements() -> list[HardwareMeasurement]:

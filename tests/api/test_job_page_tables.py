@@ -17,6 +17,7 @@ from eyrie_api.decisions.promotion import decide
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.load import LoadCell, LoadReport, Quantiles
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
@@ -54,7 +55,7 @@ def within(interval: dict[str, float] | None) -> str:
 def test_a_row_of_the_decision_has_name_result_value_interval_threshold_and_finding_of_its_check(
         client: httpx.Client, database: Database, candidate: Any) -> None:
     decision = decide(PromotionPolicy(), candidate, None, SUITES, proof_of(candidate))
-    job = Jobs(database).submit(job_spec()).id
+    job = Jobs(database).submit(derive(job_spec())).id
     Jobs(database).save_status(job, JobStatus(phase="Succeeded", decision=decision))
     checks = client.get(f"/v1alpha1/jobs/{job}").json()["status"]["decision"]["checks"]
     assert len(checks) == len(decision.checks) > 3
@@ -66,7 +67,7 @@ def test_a_row_of_the_decision_has_name_result_value_interval_threshold_and_find
 
 
 def test_a_row_of_the_leaderboard_has_the_figures_of_its_entry(client: httpx.Client, database: Database) -> None:
-    job = Jobs(database).submit(job_spec()).id
+    job = Jobs(database).submit(derive(job_spec())).id
     measured = {"a-step-1": ({"chat": (2.0, 1.8), "math": (2.2, 2.0)}, True),
                 "b-step-1": ({"chat": (1.2, 1.1), "math": (3.4, 1.9)}, False)}
     for checkpoint, (speedups, lossless) in measured.items():
@@ -95,7 +96,7 @@ def test_a_row_of_the_leaderboard_has_the_values_of_the_sweep_that_its_candidate
             {"field": "drafter.intermediate_size", "values": [64, 128]}]
     spec = job_spec(data={"sources": [{"path": "c.jsonl", "name": "chats"}, {"path": "t.jsonl", "name": "tools"}]},
                     sweep={"axes": axes})
-    job, last = Jobs(database).submit(spec).id, expand(spec)[-1].name
+    job, last = Jobs(database).submit(derive(spec)).id, expand(spec)[-1].name
     made = benchmark_report(f"{last}-step-1", {"chat": (2.0, 1.8)}).model_copy(update={"candidate": last})
     Results(database).record(Measured(job_id=job, target="t", family="eagle3", tuned=False, report=made), "/there")
     (entry,) = client.get("/v1alpha1/leaderboard", params={"job_id": job}).json()["items"]
@@ -104,7 +105,7 @@ def test_a_row_of_the_leaderboard_has_the_values_of_the_sweep_that_its_candidate
 
 
 def test_a_job_that_is_deleted_while_the_leaderboard_is_read_is_no_error(database: Database) -> None:
-    job = Jobs(database).submit(job_spec()).id
+    job = Jobs(database).submit(derive(job_spec())).id
 
     class Deleted(Results):
         def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
@@ -132,7 +133,7 @@ def slower(load: LoadReport, cell: LoadCell, variant: str, level: float) -> Load
 def test_a_row_of_the_proof_has_the_first_token_of_both_variants_in_milliseconds_next_to_their_ratio(
         client: httpx.Client, database: Database, settings: Settings) -> None:
     jobs = Jobs(database)
-    job = jobs.submit(job_spec()).id
+    job = jobs.submit(derive(job_spec())).id
     stages = tuple(StageStatus(stage=stage, state="Succeeded") for stage in ("tune", "prove"))
     jobs.save_status(job, JobStatus(phase="Succeeded", stages=stages))
     for stage in stages:

@@ -13,15 +13,18 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
+from eyrie_api.database.projects import Projects
+from eyrie_api.decisions.job_report import planned_and_actual, time_left
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_pages import Difference, differences
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import CreateProject
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import PlannedAndActual, PlannedStages, StagePlan, TimeLeft
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
-from tests.api.samples import job_body, job_spec
+from tests.api.samples import job_body, job_spec, planned
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = '"><script>alert(1)</script>'
@@ -119,7 +122,7 @@ def test_without_a_plan_and_below_what_a_plan_knows_no_time_left_is_told() -> No
 def test_the_plan_that_a_job_was_accepted_with_is_answered_and_its_time_left_is_on_both_pages(
         client: httpx.Client, database: Database) -> None:
     jobs = Jobs(database)
-    job, without = jobs.submit(job_spec(), planned=HOURS).id, jobs.submit(job_spec()).id
+    job, without = jobs.submit(planned(job_spec(), *HOURS.stages)).id, jobs.submit(derive(job_spec())).id
     assert PlannedStages.model_validate(client.get(f"/v1alpha1/jobs/{job}/plan").json()) == HOURS
     assert client.get(f"/v1alpha1/jobs/{without}/plan").status_code == 404
     assert "whole job" not in client.get("/").text, "none of them runs"
@@ -137,7 +140,7 @@ def test_the_plan_that_a_job_was_accepted_with_is_answered_and_its_time_left_is_
 def test_the_figures_of_plan_against_actual_and_the_time_left_are_answered_as_the_page_has_them(
         client: httpx.Client, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, now = Jobs(database), T0 + timedelta(hours=3)
-    job, without = jobs.submit(job_spec(), planned=HOURS).id, jobs.submit(job_spec()).id
+    job, without = jobs.submit(planned(job_spec(), *HOURS.stages)).id, jobs.submit(derive(job_spec())).id
     monkeypatch.setattr("eyrie_api.http.routes.outcomes.utc_now", lambda: now)
     for one in (job, without):
         jobs.save_status(one, JobStatus(phase="Running", started_at=T0))
@@ -170,7 +173,8 @@ def test_a_submitted_job_is_kept_with_its_plan(client: httpx.Client) -> None:
 def test_a_stage_is_compared_with_what_was_planned_when_its_job_was_accepted(
         client: httpx.Client, database: Database) -> None:
     jobs = Jobs(database)
-    job, without = jobs.submit(job_spec(), planned=HOURS).id, jobs.submit(job_spec(target={"model": "/gone"})).id
+    job, without = jobs.submit(planned(job_spec(), *HOURS.stages)).id, jobs.submit(
+        derive(job_spec(target={"model": "/gone"}))).id
     jobs.set_stage(job, StageStatus(stage="capture", state="Succeeded", started_at=T0,
                                     finished_at=T0 + timedelta(hours=3)))
     page = client.get(f"/console/jobs/{job}/plan").text
@@ -182,7 +186,7 @@ def test_a_stage_is_compared_with_what_was_planned_when_its_job_was_accepted(
 
 
 def test_compared_documents_show_fields_as_text(client: httpx.Client, database: Database) -> None:
-    mine, other = (Jobs(database).submit(job_spec(name=name, labels=labels)) for name, labels in (
+    mine, other = (Jobs(database).submit(derive(job_spec(name=name, labels=labels))) for name, labels in (
         ("mine", {"note": HOSTILE}), ("other", {})))
     page = client.get(f"/console/jobs/{mine.id}/diff", params={"with": other.id})
     assert HOSTILE not in page.text
@@ -200,8 +204,8 @@ def test_a_job_that_the_caller_may_not_read_is_not_compared_with(settings: Setti
         Projects(database).create(CreateProject(name=project))
         scopes.append(Scope(LOCAL, project))
     secret = ApiKeys(database, scope=scopes[0]).create(KeyRequest(name="k", role="viewer"))[1]
-    mine = Jobs(database, scope=scopes[0]).submit(job_spec(name="mine"))
-    other = Jobs(database, scope=scopes[1]).submit(job_spec(name="theirs", serve={"endpoint": "theirs"}))
+    mine = Jobs(database, scope=scopes[0]).submit(derive(job_spec(name="mine")))
+    other = Jobs(database, scope=scopes[1]).submit(derive(job_spec(name="theirs", serve={"endpoint": "theirs"})))
     app = create_app(settings.model_copy(update={"token": "installation-token-of-these-tests"}), database=database)
     client = TestClient(app, base_url="http://127.0.0.1:8642", headers={"authorization": f"Bearer {secret}"})
     page = client.get(f"/console/jobs/{mine.id}/diff", params={"with": other.id})
@@ -212,7 +216,7 @@ def test_a_job_that_the_caller_may_not_read_is_not_compared_with(settings: Setti
 
 def test_a_stage_that_waits_for_a_node_says_why_and_what_to_do_on_the_page_of_its_job(
         client: httpx.Client, database: Database) -> None:
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     Jobs(database).set_stage(job.id, StageStatus(stage="train", key="base", reason="WaitingForNodes",
                                                  message="no node fits: 0/3 nodes", hint="scale the pool up"))
     page = client.get(f"/console/jobs/{job.id}").text

@@ -23,6 +23,7 @@ from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter, StorageNotMeasured
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import Action, CreateProject, Role
 from eyrie_api.v1alpha1.status import StageStatus
 from eyrie_pipelines.processes import wait_until
@@ -54,7 +55,7 @@ ROOT = {"authorization": f"Bearer {TOKEN}"}
 def job_with(settings: Settings, database: Database, project: str, name: str, **sizes: int) -> str:
     """A job of the project that holds a shard, a checkpoint and a record of these sizes."""
     spec = job_spec(name=name, serve={"endpoint": f"{project}-{name}"})
-    job_id = Jobs(database).submit(spec, project=project).id
+    job_id = Jobs(database).submit(derive(spec), project=project).id
     places = {"shard": SHARD, "checkpoint": CHECKPOINT, "record": "job.json"}
     for kind, size in sizes.items():
         path = settings.job_dir(job_id) / places[kind]
@@ -77,7 +78,7 @@ def test_the_largest_job_comes_first_with_what_reads_its_files(settings: Setting
     endpoint = "other-large"
     spec = job_spec()
     endpoints = Endpoints(database)
-    endpoints.create(endpoint, spec.resolved_target, spec.endpoint_serve, "quickstart")
+    endpoints.create(endpoint, derive(spec).target, derive(spec).endpoint_serve, "quickstart")
     endpoints.propose(endpoint, job_id=large, checkpoint="c0-step-5", reason="better", drafter_dir="/d")
     found = client_of(settings, database).get(STORAGE, headers=ROOT).json()
     assert [(job["job_id"], job["name"], job["project"], job["phase"], job["size_bytes"], job["removable_bytes"])

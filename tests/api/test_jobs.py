@@ -14,6 +14,7 @@ from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric, NewEvent
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, JobStatus, Progress, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -21,7 +22,7 @@ from tests.api.samples import NOW, ManualClock, ended, job_body, job_spec
 
 
 def test_a_submitted_job_is_pending_accepted_and_its_first_chore_is_promised(jobs: Jobs, database: Database) -> None:
-    job = jobs.submit(job_spec(name="mine"))
+    job = jobs.submit(derive(job_spec(name="mine")))
     assert (job.status.phase, job.spec.name, job.created_at) == ("Pending", "mine", NOW)
     assert [(one.type, one.status) for one in job.status.conditions] == [("Accepted", "True")]
     assert jobs.get(job.id) == job
@@ -32,7 +33,7 @@ def test_a_submitted_job_is_pending_accepted_and_its_first_chore_is_promised(job
 def test_pages_of_a_list_follow_each_other_without_gap_or_repeat(jobs: Jobs, clock: ManualClock) -> None:
     made = []
     for number in range(7):
-        made.append(jobs.submit(job_spec()).id)
+        made.append(jobs.submit(derive(job_spec())).id)
         if number % 2:
             clock.pass_(1)  # several jobs share a time: the id decides
     seen: list[str] = []
@@ -48,9 +49,9 @@ def test_pages_of_a_list_follow_each_other_without_gap_or_repeat(jobs: Jobs, clo
 
 
 def test_a_list_is_filtered_by_phase_name_target_and_labels(jobs: Jobs) -> None:
-    wanted = jobs.submit(job_spec(name="a", labels={"team": "search", "tier": "1"}))
-    jobs.submit(job_spec(name="b", labels={"team": "search"}))
-    failed = jobs.submit(job_spec(target={"model": "org/other"}))
+    wanted = jobs.submit(derive(job_spec(name="a", labels={"team": "search", "tier": "1"})))
+    jobs.submit(derive(job_spec(name="b", labels={"team": "search"})))
+    failed = jobs.submit(derive(job_spec(target={"model": "org/other"})))
     jobs.save_status(failed.id, ended("Failed"))
 
     def ids(**fields: object) -> list[str]:
@@ -74,7 +75,7 @@ def test_a_foreign_cursor_is_refused_and_never_a_crash(cursor: str) -> None:
 
 
 def test_cancel_is_a_wish_that_the_driver_fulfils_and_may_be_repeated(jobs: Jobs, database: Database) -> None:
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     assert jobs.cancel(job.id).status.phase == "Cancelling"
     assert jobs.cancel(job.id).status.phase == "Cancelling"
     assert jobs.intent(job.id).cancel_requested
@@ -85,14 +86,14 @@ def test_cancel_is_a_wish_that_the_driver_fulfils_and_may_be_repeated(jobs: Jobs
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 def test_an_ended_job_cannot_be_cancelled(jobs: Jobs, phase: str) -> None:
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     jobs.save_status(job.id, ended(phase))  # type: ignore[arg-type]
     with pytest.raises(Conflict):
         jobs.cancel(job.id)
 
 
 def test_retry_goes_on_from_the_failed_stage_and_keeps_the_finished_ones(jobs: Jobs, database: Database) -> None:
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     jobs.set_stage(job.id, StageStatus(stage="capture", state="Succeeded", attempt=1, finished_at=NOW))
     jobs.set_stage(job.id, StageStatus(stage="train", key="base", state="Failed", attempt=1, reason="LossDiverged",
                                        message="nan", hint="lower it", progress=Progress(done=3)))
@@ -113,9 +114,9 @@ def test_retry_goes_on_from_the_failed_stage_and_keeps_the_finished_ones(jobs: J
 def test_the_document_as_it_was_sent_is_kept_by_all_ways_and_by_a_retry(jobs: Jobs) -> None:
     spec = job_spec(train={"epochs": 3})
     resolved = spec.model_copy(update={"target": spec.target.model_copy(update={"dtype": "float32"})})
-    once = jobs.submit_once(resolved, None, "default", submitted=spec)
+    once = jobs.submit_once(derive(resolved), None, "default", submitted=spec)
     assert isinstance(once, Job)
-    for job in (once, jobs.submit(resolved, submitted=spec), jobs.submit(spec)):
+    for job in (once, jobs.submit(derive(resolved), submitted=spec), jobs.submit(derive(spec))):
         assert jobs.submitted(job.id) == job_body(train={"epochs": 3})
     jobs.save_status(once.id, ended("Failed"))
     jobs.retry(once.id)
@@ -125,7 +126,7 @@ def test_the_document_as_it_was_sent_is_kept_by_all_ways_and_by_a_retry(jobs: Jo
 
 
 def test_a_list_of_jobs_does_not_read_the_documents_that_were_sent(jobs: Jobs, database: Database) -> None:
-    jobs.submit(job_spec())
+    jobs.submit(derive(job_spec()))
     statements: list[str] = []
     event.listen(database.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
     assert len(jobs.list().items) == 1
@@ -133,7 +134,7 @@ def test_a_list_of_jobs_does_not_read_the_documents_that_were_sent(jobs: Jobs, d
 
 
 def test_retry_is_refused_while_running_and_after_success(jobs: Jobs) -> None:
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     with pytest.raises(Conflict, match="has not ended"):
         jobs.retry(job.id)
     jobs.save_status(job.id, ended("Succeeded"))
@@ -143,7 +144,7 @@ def test_retry_is_refused_while_running_and_after_success(jobs: Jobs) -> None:
 
 def test_deleting_an_ended_job_removes_its_rows_and_promises_the_removal_of_its_files(
         jobs: Jobs, database: Database) -> None:
-    job = jobs.submit(job_spec(labels={"a": "b"}))
+    job = jobs.submit(derive(job_spec(labels={"a": "b"})))
     jobs.record_metrics(job.id, "train", "base", [Metric("loss", 1, 2.0, NOW)])
     jobs.save_status(job.id, ended("Failed"))
     assert jobs.delete(job.id)
@@ -153,7 +154,7 @@ def test_deleting_an_ended_job_removes_its_rows_and_promises_the_removal_of_its_
 
 
 def test_deleting_a_running_job_cancels_it_first(jobs: Jobs) -> None:
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     assert not jobs.delete(job.id)
     assert jobs.intent(job.id).cancel_requested
     assert jobs.to_be_deleted() == ()
@@ -165,7 +166,7 @@ def test_deleting_a_running_job_cancels_it_first(jobs: Jobs) -> None:
 
 def test_a_job_whose_drafter_serves_cannot_be_deleted_until_another_does(
         jobs: Jobs, database: Database, clock: ManualClock) -> None:
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     jobs.save_status(job.id, ended("Succeeded"))
     endpoints = Endpoints(database, clock)
     endpoints.create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
@@ -182,7 +183,7 @@ def test_a_job_whose_drafter_serves_cannot_be_deleted_until_another_does(
 
 def test_of_many_drivers_racing_for_a_lease_exactly_one_wins(database: Database) -> None:
     jobs = Jobs(database)
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     for _ in range(5):
         barrier, won = threading.Barrier(6), []
 
@@ -201,7 +202,7 @@ def test_of_many_drivers_racing_for_a_lease_exactly_one_wins(database: Database)
 
 
 def test_a_lease_passes_on_only_when_it_has_run_out(jobs: Jobs, clock: ManualClock) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     assert jobs.take_lease(job_id, "first", 10.0)
     assert not jobs.take_lease(job_id, "second", 10.0)
     assert jobs.unfinished(10.0) == ()
@@ -215,7 +216,7 @@ def test_a_lease_passes_on_only_when_it_has_run_out(jobs: Jobs, clock: ManualClo
 
 
 def test_a_lease_of_a_clock_that_was_far_ahead_keeps_nobody_waiting(jobs: Jobs, clock: ManualClock) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     clock.pass_(3600)
     assert jobs.take_lease(job_id, "ahead", 10.0)
     clock.pass_(-3600)
@@ -226,7 +227,7 @@ def test_a_lease_of_a_clock_that_was_far_ahead_keeps_nobody_waiting(jobs: Jobs, 
 
 def test_a_stale_lease_may_write_neither_status_nor_the_events_that_belong_to_it(
         jobs: Jobs, clock: ManualClock) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     jobs.take_lease(job_id, "first", 10.0)
     jobs.save_status(job_id, JobStatus(phase="Running"), "first", [NewEvent("StageStarted", "m", stage="capture")])
     clock.pass_(11)
@@ -240,7 +241,7 @@ def test_a_stale_lease_may_write_neither_status_nor_the_events_that_belong_to_it
 
 
 def test_an_ended_job_can_no_longer_be_leased(jobs: Jobs) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     jobs.save_status(job_id, ended("Failed"))
     assert not jobs.take_lease(job_id, "late", 10.0)
     assert jobs.unfinished(10.0) == jobs.live() == ()
@@ -250,7 +251,7 @@ def test_an_ended_job_can_no_longer_be_leased(jobs: Jobs) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["take", "renew", "release", "wait"]), st.sampled_from("ab")), max_size=25))
 def test_leases_behave_as_one_owner_and_a_deadline(jobs: Jobs, clock: ManualClock,
                                                    steps: list[tuple[str, str]]) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     owner, until = None, clock()
     for verb, who in steps:
         held = owner is not None and until >= clock()
@@ -272,7 +273,7 @@ def test_leases_behave_as_one_owner_and_a_deadline(jobs: Jobs, clock: ManualCloc
 
 
 def test_status_keeps_the_progress_that_was_read_from_the_stage(jobs: Jobs) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     jobs.set_stage(job_id, StageStatus(stage="train", key="base", state="Running", progress=Progress(done=5.0)))
     running = StageStatus(stage="train", key="base", state="Running", attempt=1)
     jobs.save_status(job_id, JobStatus(phase="Running", stages=(running,)))
@@ -282,7 +283,7 @@ def test_status_keeps_the_progress_that_was_read_from_the_stage(jobs: Jobs) -> N
 
 
 def test_stages_are_shown_in_the_order_of_the_pipeline(jobs: Jobs) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     for stage, key in (("tune", ""), ("train", "c2"), ("regenerate", ""), ("train", "c1")):
         jobs.set_stage(job_id, StageStatus(stage=stage, key=key))  # type: ignore[arg-type]
     shown = [(one.stage, one.key) for one in jobs.get(job_id).status.stages]
@@ -290,7 +291,7 @@ def test_stages_are_shown_in_the_order_of_the_pipeline(jobs: Jobs) -> None:
 
 
 def test_long_series_are_reduced_to_ends_and_extremes_and_short_ones_stay_whole(jobs: Jobs) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     values = {step: float(step % 7) for step in range(1, 1001)} | {437: 90.0, 438: -80.0}
     jobs.record_metrics(job_id, "train", "a", [Metric("loss", step, value, NOW) for step, value in values.items()])
     jobs.record_metrics(job_id, "train", "b", [Metric("loss", step, 1.0, NOW) for step in range(50)])
@@ -307,7 +308,7 @@ def test_long_series_are_reduced_to_ends_and_extremes_and_short_ones_stay_whole(
 
 
 def test_a_metric_recorded_again_is_replaced_and_series_are_ordered_by_step(jobs: Jobs) -> None:
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     jobs.record_metrics(job_id, "train", "base", [Metric("loss", 20, 1.0, NOW), Metric("loss", 10, 2.0, NOW)])
     jobs.record_metrics(job_id, "train", "base", [Metric("loss", 20, 0.5, NOW), Metric("lr", 10, 0.1, NOW)])
     loss, lr = jobs.metrics(job_id)

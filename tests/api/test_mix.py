@@ -13,15 +13,18 @@ from rich.console import Console
 from eyrie_api.cli.spec import read_document, validate
 from eyrie_api.cli.tables import plan_view
 from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_facts import DataFacts
-from eyrie_api.decisions.sweep import expand, row_draw, trains_together
+from eyrie_api.decisions.plan_work import DataFacts
+from eyrie_api.decisions.sweep import expand, trains_together
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.status import Problem
+from eyrie_pipelines.runner import JobFile
+from eyrie_pipelines.stage_specs import train_spec
 from tests.api.conftest import Running
 from tests.api.samples import job_body, job_spec
 from tests.api.test_plan import SMALL
@@ -131,16 +134,15 @@ def test_every_candidate_knows_the_mixes_and_seeds_of_all_and_the_seed_of_the_da
     spec = job_spec(data={"sources": SOURCES, "seed": 7}, sweep={"axes": [
         {"field": "data.mix", "values": MIXES}, {"field": "train.seed", "values": [0, 1]},
         {"field": "train.loss", "values": ["kl", "tv"]}]})
-    candidates = expand(spec)
-    draws = [row_draw(one, candidates) for one in candidates]
+    job = JobFile(id="j", resolved=derive(spec))
+    draws = [train_spec(job, Path("/j"), candidate.name).rows for candidate in job.resolved.candidates]
     assert len({str(draw.compared) for draw in draws if draw is not None}) == 1
     first = draws[0]
     assert first is not None
     assert (first.mix, first.seed) == ({"chats": 1.0, "tools": 1.0}, 7)
     assert [(one.mix, one.train_seed) for one in first.compared] == [
         (mix, seed) for mix in ({"chats": 1.0, "tools": 1.0}, {"chats": 3.0, "tools": 1.0}) for seed in (0, 1)]
-    plain = expand(job_spec())
-    assert row_draw(plain[0], plain) is None
+    assert train_spec(JobFile(id="j", resolved=derive(job_spec())), Path("/j"), "base").rows is None
 
 
 def test_candidates_of_different_mixes_are_trained_separately() -> None:
@@ -154,7 +156,7 @@ def test_candidates_of_different_mixes_are_trained_separately() -> None:
 
 
 def planned(spec: JobSpec, facts: DataFacts) -> Plan:
-    return make_plan(spec, expand(spec), SMALL, None, data_facts=facts)
+    return make_plan(derive(spec), SMALL, None, data_facts=facts)
 
 
 def test_a_plan_shows_the_rows_of_each_candidate_and_costs_the_capture_once() -> None:

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_api.submission.placement import check_scratch, merge_placement, read_profile, resolve_stage_placement
-from eyrie_api.submission.preflight import check
+from eyrie_api.submission.facts import Facts
+from eyrie_api.submission.placement import merge_placement, read_profile, resolve_stage_placement
+from eyrie_api.submission.preflight import Submission, check, shards_fit_the_pod
+from eyrie_api.submission.resolve import resolve
 from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.placement import Placement
-from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
+from eyrie_api.v1alpha1.placement import JobPlacement, Placement, PlacementRequest, StageKey
 from eyrie_api.v1alpha1.stages import JOB_STAGES
 from tests.api.samples import job_spec
 
@@ -97,11 +98,12 @@ def test_two_shards_of_each_process_of_capture_fit_into_the_work_area_of_its_pod
         work: dict[str, str], capture: dict[str, str], gpus: int, refused: bool) -> None:
     placed = profile(stages={"image": "eyrie/workers", "work": WORK | work})
     spec = job_spec(capture=capture, placement={"stages": {"capture": {"num_gpus": gpus}}} if gpus else {})
+    submission = Submission(resolve(spec, Facts(placed)), Facts(placed), Settings())
     if not refused:
-        check_scratch(spec, placed)
+        shards_fit_the_pod(submission)
         return
     with pytest.raises(InvalidInput, match=r"capture\.shard_size_bytes = 268435456: two shards of each of") as caught:
-        check_scratch(spec, placed)
+        shards_fit_the_pod(submission)
     assert "give at most" in caught.value.hint
 
 

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
 from eyrie_api.decisions.plan_stages import tree_shapes
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.v1alpha1.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
+from eyrie_api.decisions.plan_work import DataFacts, TargetFacts
+from eyrie_api.submission.facts import data_facts, quickstart_dir, target_facts
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.v1alpha1.data import FEW_ROWS, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
@@ -34,7 +37,7 @@ SMALL = TargetFacts(hidden_size=256, num_layers=16, vocab_size=2048, intermediat
 
 
 def plan_of(spec: JobSpec, target: TargetFacts, free_bytes: int | None) -> Plan:
-    return make_plan(spec, expand(spec), target, free_bytes)
+    return make_plan(derive(spec), target, free_bytes)
 
 
 def test_the_seeds_42_tib_is_40_tib_when_divided_by_1024s() -> None:
@@ -100,7 +103,7 @@ def test_a_budget_of_bytes_takes_the_best_codec_that_fits_and_says_so() -> None:
 def test_few_conversations_are_warned_of_where_their_number_is_known(
         rows: int | None, limit: int, warned: bool) -> None:
     spec = job_spec(data={"sources": [{"path": "a.jsonl"}], "max_conversations": limit, "held_out_fraction": 0.0})
-    warnings = make_plan(spec, expand(spec), SMALL, None, data_facts=DataFacts(rows=rows)).warnings
+    warnings = make_plan(derive(spec), SMALL, None, data_facts=DataFacts(rows=rows)).warnings
     found = [one for one in warnings if "conversations are left to train on" in one]
     assert len(found) == warned
     if warned:

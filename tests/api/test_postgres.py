@@ -10,6 +10,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import delete, make_url, text, update
+from sqlalchemy import delete, make_url, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -28,6 +29,8 @@ from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -73,7 +76,7 @@ def test_a_restored_dump_has_the_jobs_and_continues_their_numbers(
     source, target, dump = server.create(), server.create(), str(tmp_path / "eyrie.dump")
     with_job = Database(server.url(source))
     upgrade(with_job)
-    job = Jobs(with_job).submit(job_spec(name="kept"))
+    job = Jobs(with_job).submit(derive(job_spec(name="kept")))
     with_job.close()
     url = make_url(server.url(source))
     where = ["--host", str(url.host), "--port", str(url.port), "--username", str(url.username)]
@@ -101,7 +104,7 @@ def test_of_many_requests_with_one_key_at_once_one_is_done_and_the_others_get_it
     seen: list[Job | Replay] = []
 
     def send(_number: int) -> None:
-        seen.append(jobs.submit_once(job_spec(labels={"a": "b"}), Once("k", "r", "d"), "default"))
+        seen.append(jobs.submit_once(derive(job_spec(labels={"a": "b"})), Once("k", "r", "d"), "default"))
 
     for _ in range(2):  # the first time the endpoint's name is taken on the way; then everything is as usual
         in_threads(send, 6)
@@ -120,13 +123,13 @@ def test_of_many_requests_with_one_key_at_once_one_is_done_and_the_others_get_it
 def test_a_quota_and_a_name_of_another_project_refuse_a_request_and_its_key_stays_free(postgres: Database) -> None:
     jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0))
     spec = job_spec()
-    jobs.submit_once(spec, None, "default")
+    jobs.submit_once(derive(spec), None, "default")
     with postgres.writing() as session:
         session.execute(update(ProjectRow).where(ProjectRow.name == "default").values(max_jobs=1))
     with pytest.raises(QuotaReached):
-        jobs.submit_once(spec, Once("k", "r", "d"), "default")
+        jobs.submit_once(derive(spec), Once("k", "r", "d"), "default")
     with pytest.raises(Conflict):
-        jobs.submit_once(spec, Once("k", "r", "d"), "other")
+        jobs.submit_once(derive(spec), Once("k", "r", "d"), "other")
     assert len(jobs.list().items) == 1
     assert Idempotency(postgres, 60.0).find(Once("k", "r", "d")) is None
 

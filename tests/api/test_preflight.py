@@ -9,6 +9,7 @@ import pytest
 
 from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.decisions.engine_support import with_gpu_defaults
+from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import (
     DiskTooSmall,
     EyrieError,
@@ -22,13 +23,17 @@ from eyrie_api.errors import (
     VocabularyTooLarge,
 )
 from eyrie_api.settings import Settings
+from eyrie_api.submission.facts import target_facts
 from eyrie_api.submission.preflight import check, plan
 from eyrie_api.submission.published_drafters import with_drafters_of_jobs
 from eyrie_api.submission.target_facts import target_facts
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
+from eyrie_api.submission.resolve import with_gpu_defaults
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
-from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.status import Job, JobStatus
 from eyrie_api.v1alpha1.targets import JobTarget, resolve_dtype
 from tests.api.samples import job_spec, target_directory
@@ -377,7 +382,7 @@ def test_an_accepted_job_names_the_dtype_that_auto_means(
     target = target_directory(tmp_path, dtype=stored)
     spec = job_spec(target={"model": str(target)} | ({} if asked is None else {"dtype": asked}), placement=placed)
     checked = check(spec, Settings(home=tmp_path))
-    assert (checked.spec.target.dtype, checked.spec.resolved_target.dtype) == (accepted, accepted)
+    assert (checked.spec.target.dtype, checked.target.dtype) == (accepted, accepted)
     assert checked.plan is not None
     (weights,) = [one for one in checked.plan.assumptions if one.name == "target weights"]
     assert weights.source.startswith(accepted)

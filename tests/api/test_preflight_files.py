@@ -11,9 +11,9 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
+from eyrie_api.submission.facts import target_facts
 from eyrie_api.submission.preflight import check, plan
-from eyrie_api.submission.target_facts import target_facts
-from eyrie_api.submission.weight_files import expected_tensors
+from eyrie_api.submission.target_files import expected_tensors
 from tests.api.samples import job_spec, target_directory, write_weights
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -19,6 +19,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from tests.api.conftest import Running
 from tests.api.samples import job_body, job_spec
 from tests.api.test_tasks import LONG_S, eventually
@@ -102,7 +103,7 @@ def test_a_chore_whose_worker_was_killed_is_done_again_and_does_no_harm(
         settings: Settings, database: Database, workers: Workers) -> None:
     """One message, no tick: that it is done at all is Redis handing it out again."""
     jobs, app = Jobs(database), make_celery(settings, print, database=database)
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     app.send_task("eyrie.advance_job", args=[job_id])
     dies = workers.directory / "dies"
     dies.touch()
@@ -124,7 +125,7 @@ def test_a_chore_whose_child_process_was_killed_is_done_by_another(
     the tick finds the job when it has."""
     jobs, frequent = Jobs(database), settings.model_copy(update={"reconcile_interval_s": 0.2})
     with ticking(frequent, database):
-        job_id = jobs.submit(job_spec()).id
+        job_id = jobs.submit(derive(job_spec())).id
         workers.start()
         eventually(lambda: len(workers.begun) >= 1)
         os.kill(workers.begun[0], signal.SIGKILL)
@@ -138,10 +139,10 @@ def test_a_redis_that_is_away_for_a_while_delays_chores_and_loses_none(
     workers.let_go()
     workers.start()
     with ticking(frequent, database):
-        before = jobs.submit(job_spec()).id
+        before = jobs.submit(derive(job_spec())).id
         eventually(has_trained(jobs, before))
         redis.kill()
-        meanwhile = [jobs.submit(job_spec()).id for _ in range(3)]
+        meanwhile = [jobs.submit(derive(job_spec())).id for _ in range(3)]
         assert Outbox(database).depth() >= 3, "promised, and kept"
         redis.start()
         for job_id in meanwhile:
@@ -152,7 +153,7 @@ def test_a_redis_that_is_away_for_a_while_delays_chores_and_loses_none(
 def test_a_worker_asked_to_end_finishes_the_chore_in_hand(
         settings: Settings, database: Database, workers: Workers) -> None:
     jobs, app = Jobs(database), make_celery(settings, print, database=database)
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     app.send_task("eyrie.advance_job", args=[job_id])
     worker = workers.start()
     eventually(lambda: len(workers.begun) >= 1)

@@ -9,6 +9,7 @@ from eyrie_api.decisions.reuse import MAX_JOBS, jobs_with_answers
 from eyrie_api.quantities import size
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import plan
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, RegenerateReport
 from eyrie_api.v1alpha1.status import Condition, Job, JobStatus
 from tests.api.samples import NOW, finish_stage, job_spec, target_directory
@@ -77,7 +78,7 @@ def test_a_plan_says_how_many_answers_are_present_and_counts_no_time_for_them(tm
     finish_stage(settings.job_dir("job-a") / "stages/regenerate", "regenerate", report, {}, "job-a")
 
     alone = plan(job_spec(**spec(400)), settings)
-    shared = plan(job_spec(**spec(400)), settings, [earlier])
+    shared = plan(job_spec(**spec(400)), settings, [(earlier, derive(earlier.spec))])
     assert not any("answers are present" in note for note in alone.notes)
     assert shared.notes[0].startswith("180 of 400 answers are present, in job job-a")
     assert shared.stages[0].hours == pytest.approx(alone.stages[0].hours * 220 / 400)
@@ -87,8 +88,10 @@ def test_a_plan_says_how_many_answers_are_present_and_counts_no_time_for_them(tm
     assert (shared.present.state_bytes, shared.present.states_in) == (0, "")
     for other in (spec(199), spec(400, reuse="never"), spec(400, regenerate={"seed": 2}),
                   spec(400, benchmark={"suites": [{"name": "math", "path": "quickstart:math"}]})):
-        assert not any("answers are present" in note for note in plan(job_spec(**other), settings, [earlier]).notes)
-    assert plan(job_spec(**spec(400)), settings, [job("gone", **spec(200))]) == alone
+        notes = plan(job_spec(**other), settings, [(earlier, derive(earlier.spec))]).notes
+        assert not any("answers are present" in note for note in notes)
+    gone = job("gone", **spec(200))
+    assert plan(job_spec(**spec(400)), settings, [(gone, derive(gone.spec))]) == alone
 
 
 def test_a_plan_says_what_share_of_the_states_is_present_in_the_format_that_the_job_stores(tmp_path: Path) -> None:
@@ -108,7 +111,8 @@ def test_a_plan_says_what_share_of_the_states_is_present_in_the_format_that_the_
     finish_stage(settings.job_dir("job-a") / "stages/capture", "capture", states, {}, "job-a")
     earlier = job("job-a", **spec(200))
 
-    alone, shared = plan(job_spec(**spec(400)), settings), plan(job_spec(**spec(400)), settings, [earlier])
+    alone = plan(job_spec(**spec(400)), settings)
+    shared = plan(job_spec(**spec(400)), settings, [(earlier, derive(earlier.spec))])
     assert alone.present is None
     assert shared.present is not None
     whole = alone.stages[1].bytes_on_disk
@@ -118,6 +122,6 @@ def test_a_plan_says_what_share_of_the_states_is_present_in_the_format_that_the_
     assert shared.stages[1].hours == pytest.approx(alone.stages[1].hours / 2)
     for other in ({"capture": {"codec": "bfloat16"}}, {"capture": {"aux_layers": [1, 2]}},
                   {"capture": {"max_length": 64}}, {"capture": {"feed": "stream"}}, {"drafter": {"family": "medusa"}}):
-        present = plan(job_spec(**spec(400, **other)), settings, [earlier]).present
+        present = plan(job_spec(**spec(400, **other)), settings, [(earlier, derive(earlier.spec))]).present
         assert present is not None
         assert (present.answers, present.state_bytes) == (200, 0), other

@@ -13,6 +13,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.http.console.job_pages import StageTable, stage_tables
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, Lengths, RegenerateReport
 from eyrie_api.v1alpha1.status import JobReport
 from tests.api.samples import finish_stage, job_spec
@@ -105,7 +106,7 @@ def reports_on(client: httpx.Client, job: str) -> str:
 
 def test_the_page_of_a_job_has_the_reports_of_its_finished_stages_and_says_when_there_is_none(
         client: httpx.Client, database: Database, settings: Settings) -> None:
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     assert "No reports yet: that of a stage appears when it has finished." in reports_on(client, job.id)
     stages = settings.job_dir(job.id) / "stages"
     finish_stage(made(stages / "regenerate"), "regenerate", ANSWERS, {}, job.id)

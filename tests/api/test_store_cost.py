@@ -8,12 +8,12 @@ import pytest
 from eyrie_api.artifacts.store_prices import StorePrices, store_prices
 from eyrie_api.cli.tables import plan_view
 from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_facts import DataFacts
-from eyrie_api.decisions.store_cost import ObjectStore
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.plan_stages import ObjectStore
+from eyrie_api.decisions.plan_work import DataFacts
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.submission.preflight import plan
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.plan import Plan
@@ -31,7 +31,7 @@ def of_olmo(store: ObjectStore | None = STORE, **changes: object) -> Plan:
                        "data": {"sources": [{"path": "quickstart"}], "max_conversations": 500_000,
                                 "held_out_fraction": 0.0, "max_prompt_tokens": 1024},
                        "placement": {"every": {"num_gpus": 1, "gpu_type": "NVIDIA-H200"}}} | changes)
-    return make_plan(spec, expand(spec), OLMO_32B, None, data_facts=DataFacts(500_000, 1024.0, 1024.0, "given"),
+    return make_plan(derive(spec), OLMO_32B, None, data_facts=DataFacts(500_000, 1024.0, 1024.0, "given"),
                      store=store)
 
 

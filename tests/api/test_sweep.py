@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyrie_api.decisions.sweep import axes_by_candidate, axes_words, expand
+from eyrie_api.decisions.sweep import axes_words, expand
 from eyrie_api.errors import InvalidInput
 from tests.api.samples import job_spec
 
@@ -22,7 +22,7 @@ def sweep(*axes: tuple[str, list[Any]], **more: Any) -> Any:
 def test_no_axis_means_the_job_itself_as_the_only_candidate() -> None:
     spec = job_spec()
     (only,) = expand(spec)
-    assert (only.name, only.spec) == ("base", spec)
+    assert (only.name, only.in_job(spec)) == ("base", spec)
 
 
 def test_the_grid_varies_the_last_axis_fastest_and_puts_the_values_in() -> None:
@@ -39,19 +39,18 @@ def test_the_values_of_a_candidate_are_known_by_its_name_however_little_of_them_
         data={"sources": [{"path": f"{name}.jsonl", "name": name} for name in mixes[0]]},
         sweep={"families": ["eagle3", "eagle1"], "axes": [{"field": "data.mix", "values": mixes}, {
             "field": "drafter.intermediate_size", "values": [64, 128]}]})
-    found, axes = expand(spec), axes_by_candidate(spec.sweep)
-    assert list(axes) == [one.name for one in found]
-    assert list(axes.values()) == [
-        {"data.mix": one.spec.data.mix, "drafter.intermediate_size": one.drafter.intermediate_size} for one in found]
-    assert axes_words(axes[found[1].name]) == "mix think 2, instruct 1, support 1; intermediate_size 128"
+    found = expand(spec)
+    assert [one.axes for one in found] == [
+        {"data.mix": one.mix, "drafter.intermediate_size": one.drafter.intermediate_size} for one in found]
+    assert axes_words(found[1].axes) == "mix think 2, instruct 1, support 1; intermediate_size 128"
 
 
 def test_the_values_of_draws_are_those_of_their_candidates() -> None:
     rates = {"field": "train.learning_rate", "low": 1e-4, "high": 1e-2, "log": True}
     spec = job_spec(sweep={"random": 3, "axes": [rates]})
-    assert [axes_by_candidate(spec.sweep)[one.name] for one in expand(spec)] \
+    assert [one.axes for one in expand(spec)] \
         == [{"train.learning_rate": one.train.learning_rate} for one in expand(spec)]
-    assert axes_by_candidate(job_spec().sweep) == {}
+    assert [one.axes for one in expand(job_spec())] == [{}]
 
 
 @given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=16, unique=True),

@@ -20,6 +20,7 @@ from eyrie_api.database.idempotency import Idempotency, Once
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import ended, job_spec
@@ -84,7 +85,7 @@ def test_a_submitted_job_is_advanced_as_soon_as_the_loop_is_woken(rare: Settings
     advanced = Seen()
     with running(rare, database, advanced) as loop:
         assert loop.is_running
-        job = Jobs(database).submit(job_spec())
+        job = Jobs(database).submit(derive(job_spec()))
         loop.wake()
         advanced.wait_for(lambda calls: job.id in calls)
         eventually(lambda: Outbox(database).depth() == 0)  # an entry is taken out once its chore is done
@@ -92,7 +93,7 @@ def test_a_submitted_job_is_advanced_as_soon_as_the_loop_is_woken(rare: Settings
 
 def test_an_unfinished_job_nobody_drives_is_advanced_again_and_again(frequent: Settings, database: Database) -> None:
     jobs, advanced = Jobs(database), Seen()
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     Outbox(database).mark_dispatched(chore.id for chore in Outbox(database).pending())  # the broker lost it
     with running(frequent, database, advanced):
         advanced.wait_for(lambda calls: calls.count(job.id) >= 3)
@@ -101,7 +102,7 @@ def test_an_unfinished_job_nobody_drives_is_advanced_again_and_again(frequent: S
 def test_a_job_with_a_live_lease_is_left_to_its_driver(frequent: Settings, database: Database) -> None:
     jobs, advanced = Jobs(database), Seen()
     patient = frequent.model_copy(update={"lease_ttl_s": 600.0})
-    driven, free = jobs.submit(job_spec()).id, jobs.submit(job_spec()).id
+    driven, free = jobs.submit(derive(job_spec())).id, jobs.submit(derive(job_spec())).id
     Outbox(database).mark_dispatched(chore.id for chore in Outbox(database).pending())
     jobs.take_lease(driven, "another process", 2 * patient.lease_ttl_s)
     with running(patient, database, advanced):
@@ -111,7 +112,7 @@ def test_a_job_with_a_live_lease_is_left_to_its_driver(frequent: Settings, datab
 
 def test_a_chore_that_raises_does_not_stop_the_others(frequent: Settings, database: Database) -> None:
     advanced = Seen()
-    bad, good = Jobs(database).submit(job_spec()).id, Jobs(database).submit(job_spec()).id
+    bad, good = Jobs(database).submit(derive(job_spec())).id, Jobs(database).submit(derive(job_spec())).id
 
     def advance(job_id: str) -> None:
         advanced(job_id)
@@ -132,7 +133,7 @@ def test_an_endpoint_that_was_changed_is_tended(rare: Settings, database: Databa
 
 def test_a_deleted_jobs_files_are_removed_and_another_jobs_are_not(rare: Settings, database: Database) -> None:
     jobs = Jobs(database)
-    gone, kept = jobs.submit(job_spec()).id, jobs.submit(job_spec()).id
+    gone, kept = jobs.submit(derive(job_spec())).id, jobs.submit(derive(job_spec())).id
     for job_id in (gone, kept):
         rare.stage_dir(job_id, "train").mkdir(parents=True)
     jobs.save_status(gone, ended("Failed"))
@@ -153,10 +154,10 @@ def test_a_job_marked_for_deletion_disappears_once_it_has_stopped(frequent: Sett
             jobs.save_status(job_id, ended("Cancelled"))
         advanced(job_id)
 
-    job_id = jobs.submit(job_spec()).id
+    job_id = jobs.submit(derive(job_spec())).id
     with running(frequent, database, advance):
         jobs.delete(job_id)
-        other = jobs.submit(job_spec()).id
+        other = jobs.submit(derive(job_spec())).id
         advanced.wait_for(lambda calls: calls.count(other) >= 2)
         eventually(lambda: jobs.list().items[-1].id != job_id)
     assert [job.id for job in jobs.list().items] == [other]
@@ -179,9 +180,10 @@ CRASHING = """
 import os, sys
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.job import JobSpec
 from pathlib import Path
-job = Jobs(Database(sys.argv[1])).submit(JobSpec.model_validate_json(sys.argv[2]))
+job = Jobs(Database(sys.argv[1])).submit(derive(JobSpec.model_validate_json(sys.argv[2])))
 print(job.id, flush=True)
 os.kill(os.getpid(), 9)  # after the commit, before anything was published
 """
@@ -201,7 +203,7 @@ def test_redis_by_url_moves_the_same_chores_with_the_same_code(
         rare: Settings, database: Database, redis: Redis) -> None:
     advanced = Seen()
     with running(rare.model_copy(update={"broker_url": redis.url}), database, advanced) as loop:
-        job = Jobs(database).submit(job_spec())
+        job = Jobs(database).submit(derive(job_spec()))
         loop.wake()
         advanced.wait_for(lambda calls: job.id in calls)
 
@@ -211,7 +213,7 @@ def test_a_broker_that_dies_and_comes_back_empty_loses_no_chore(
     jobs, advanced = Jobs(database), Seen()
     with running(frequent.model_copy(update={"broker_url": redis.url}), database, advanced):
         redis.kill()
-        job_id = jobs.submit(job_spec()).id
+        job_id = jobs.submit(derive(job_spec())).id
         redis.start()
         advanced.wait_for(lambda calls: job_id in calls)
 
@@ -260,7 +262,7 @@ def test_a_tick_adds_nothing_to_a_queue_that_workers_do_not_keep_up_with(
         rare: Settings, database: Database, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = rare.model_copy(update={"broker_url": redis.url})
     app = make_celery(settings, print, database=database)
-    Jobs(database).submit(job_spec())
+    Jobs(database).submit(derive(job_spec()))
     monkeypatch.setattr("eyrie_api.chores.tasks._MAX_QUEUED", 2)
     for expected in (1, 2, 2, 2):
         app.tasks["eyrie.reconcile_tick"]()

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.decisions.capture_support import SGLANG_VERSION
+from eyrie_api.decisions.sglang_support import SGLANG_VERSION
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_api.submission.preflight import check, plan
-from eyrie_api.submission.this_machine import missing_here
+from eyrie_api.submission.facts import Facts, read_facts
+from eyrie_api.submission.preflight import Submission, check, missing_here, plan
+from eyrie_api.submission.resolve import derive, resolve
 from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from tests.api.samples import job_spec, target_directory
 
@@ -53,7 +54,7 @@ def test_gpus_are_counted_by_their_device_files_without_those_that_are_hidden(
     spec = job(tmp_path, placement={"every": {"num_gpus": 1}, "stages": {"train": {"num_gpus": 2}}})
 
     def missing() -> list[str]:
-        return [one.message for one in missing_here(spec, settings, devices)]
+        return [one.message for one in missing_here(Submission(derive(spec), Facts(), settings), devices)]
 
     assert missing() == ["placement.every.num_gpus is 1 and this machine has 0 GPUs",
                          "placement.stages.train.num_gpus is 2 and this machine has 0 GPUs"]
@@ -103,4 +104,5 @@ def test_gpus_and_types_that_only_a_cluster_has_are_no_matter_of_this_machine(tm
     settings = Settings(home=tmp_path, cluster_profile=file)
     spec = job(tmp_path, engine="sglang", placement={"every": {"num_gpus": 64, "gpu_type": "NVIDIA-H200"}})
     check(spec.model_copy(update={"target": spec.target.model_copy(update={"dtype": "bfloat16"})}), settings)
-    assert missing_here(spec, settings) == []
+    facts = read_facts(spec, settings)
+    assert missing_here(Submission(resolve(spec, facts), facts, settings)) == []

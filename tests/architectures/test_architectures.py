@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.decisions.sglang_support import SUPPORTED_BY_SGLANG
 from eyrie_api.decisions.target_config import choose_source
 from eyrie_api.v1alpha1.reports import CaptureReport, TrainReport
 from eyrie_workers.drafters.check import check_directory

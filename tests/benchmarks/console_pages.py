@@ -50,6 +50,8 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.tables import HistoryRow, MetricRow
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import job_spec
@@ -160,7 +162,7 @@ def add_endpoints(database: Database, count: int) -> None:
 
 def with_curves(jobs: Jobs) -> str:
     """The id of a job with the metrics of `curves`."""
-    job_id = jobs.submit(job_spec(name="curves")).id
+    job_id = jobs.submit(derive(job_spec(name="curves"))).id
     now, steps = utc_now(), range(10, 10 * _CURVE_POINTS + 1, 10)
     for run in range(_CURVES):
         noise = random.Random(run)
@@ -282,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         database = Database(Settings(home=home).resolved_database_url)
         upgrade(database)
         jobs = Jobs(database)
-        last = [jobs.submit(job_spec(name=f"job-{number}")) for number in range(options.jobs)][-1]
+        last = [jobs.submit(derive(job_spec(name=f"job-{number}"))) for number in range(options.jobs)][-1]
         add_endpoints(database, options.endpoints)
         drawn_id = with_curves(jobs)
         database.close()

@@ -38,6 +38,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.processes import free_port
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.job import JobSpec
 from tests.benchmarks.wire import Pool, Stream
 from tests.servers import postgres
@@ -294,7 +295,7 @@ def watched_jobs(url: str, count: int) -> list[str]:
     """Create jobs to open streams on."""
     database = Database(url)
     jobs, spec = Jobs(database), JobSpec.model_validate(_BODY)
-    ids = [jobs.submit(spec).id for _ in range(count)]
+    ids = [jobs.submit(derive(spec)).id for _ in range(count)]
     database.close()
     return ids
 

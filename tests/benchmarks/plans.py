@@ -15,10 +15,10 @@ import yaml
 from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.store_prices import STORES
 from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
-from eyrie_api.decisions.store_cost import ObjectStore
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.plan_stages import ObjectStore
+from eyrie_api.decisions.plan_work import DataFacts, TargetFacts
 from eyrie_api.quantities import size
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 
@@ -54,7 +54,7 @@ class Job:
         if self.gpu_type is not None:
             document["placement"] = {"every": {"num_gpus": 1, "gpu_type": self.gpu_type}}
         spec = JobSpec.model_validate(document)
-        return make_plan(spec, expand(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES,
+        return make_plan(derive(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES,
                          store=self.store)
 
 

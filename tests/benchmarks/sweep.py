@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> SweepBenchReport:
     home: Path = options.out.with_suffix("")
     job = job_of(options)
     store = captured(home, job)
-    candidates = {one.name: one.spec for one in expand(job)}
+    candidates = {candidate.name: candidate.in_job(job) for candidate in expand(job)}
 
     def fresh(way: str) -> dict[str, Path]:
         shutil.rmtree(home / way, ignore_errors=True)

@@ -15,6 +15,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.http.console import pages
 from eyrie_api.quantities import size as size_in_words
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines.processes import wait_until
@@ -138,9 +139,9 @@ def test_signing_in_with_a_key_shows_its_projects_jobs_and_no_others(
         guarded: tuple[str, Database], open_page: OpenPage) -> None:
     url, database = guarded
     secret = key_in(database, "team", "operator")
-    own = Jobs(database, scope=within("team", database)).submit(job_spec(name="ours"))
+    own = Jobs(database, scope=within("team", database)).submit(derive(job_spec(name="ours")))
     other = Jobs(database, scope=within("other", database)).submit(
-        job_spec(name="theirs", serve={"endpoint": "theirs"}))
+        derive(job_spec(name="theirs", serve={"endpoint": "theirs"})))
     page = open_page()
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(url)
@@ -173,7 +174,7 @@ def test_a_page_that_is_refused_leads_to_signing_out_and_a_link_from_elsewhere_s
 
 def test_a_viewer_reads_and_has_no_buttons(guarded: tuple[str, Database], open_page: OpenPage) -> None:
     url, database = guarded
-    job = Jobs(database, scope=within("team", database)).submit(job_spec(name="ours"))
+    job = Jobs(database, scope=within("team", database)).submit(derive(job_spec(name="ours")))
     page = open_page()
     page.goto(url)
     page.get_by_label("API key").fill(key_in(database, "team", "viewer"))
@@ -285,7 +286,7 @@ def answer_with(text: str, route: Any) -> None:
 def test_refusals_and_the_pages_of_a_viewer_are_accessible_and_fit_a_phone_and_a_screen(
         scheme: str, guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
-    job = Jobs(database, scope=within("team", database)).submit(job_spec(name="ours")).id
+    job = Jobs(database, scope=within("team", database)).submit(derive(job_spec(name="ours"))).id
     Endpoints(database).create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart", "team")
     keys = {role: key_in(database, "team", role) for role in ("viewer", "operator")}
     off = "/console/endpoints/chat/compare"

@@ -11,6 +11,7 @@ import pytest
 from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.samples import job_spec
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in, within
@@ -21,7 +22,7 @@ POSITIONS = (0.8, 0.7, 0.6)
 
 def trained(jobs: Jobs, name: str, ends: dict[str, int], project: str = "default") -> str:
     """A job whose candidates have metrics up to the given steps."""
-    job_id = jobs.submit(job_spec(name=name, serve={"endpoint": f"{project}-endpoint"}), project=project).id
+    job_id = jobs.submit(derive(job_spec(name=name, serve={"endpoint": f"{project}-endpoint"})), project=project).id
     for number, (key, end) in enumerate(ends.items()):
         record(jobs, job_id, key, range(10, end + 1, 10), 1.0 + 0.2 * number)
     return job_id

@@ -13,6 +13,8 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -111,7 +113,7 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
     serving = Condition(type="Serving", status="True", reason="Healthy", message="", last_transition_time=clock())
     for one in ("busy", "chat", "plain"):
         Endpoints(database, clock).observe(one, url=None, conditions=(serving,))
-    in_training(Jobs(database), Jobs(database).submit(job_spec(name="nightly")).id, ("base",))
+    in_training(Jobs(database), Jobs(database).submit(derive(job_spec(name="nightly"))).id, ("base",))
     SHOTS.mkdir(parents=True, exist_ok=True)
     for width, height in SIZES:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,

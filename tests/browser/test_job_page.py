@@ -14,11 +14,11 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
+from eyrie_api.v1alpha1.plan import StagePlan
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
-from tests.api.samples import finish_stage, job_spec
+from tests.api.samples import finish_stage, job_spec, planned
 from tests.api.test_stage_tables import ANSWERS, STATES
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, picture
 from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
@@ -28,14 +28,14 @@ OpenPage = Callable[..., Any]
 Server = tuple[str, Database]
 _SPEEDUPS = {"a-step-1": 1.5, "b-step-1": 1.9, "b-step-2": 0.9}
 _FAMILIES = {"a-step-1": "eagle3", "b-step-1": "dflash", "b-step-2": "dflash"}
-_PLANNED = PlannedStages(stages=tuple(
+_PLANNED = tuple(
     StagePlan(stage=name, tokens=2_000, bytes_on_disk=2_000_000, hours=hours)
-    for name, hours in (("regenerate", 0.02), ("capture", 0.01), ("train", 0.05), ("tune", 0.02))))
+    for name, hours in (("regenerate", 0.02), ("capture", 0.01), ("train", 0.05), ("tune", 0.02)))
 
 
 def job_in(server: Server, tmp_path: Path, name: str = "nightly", **fields: Any) -> tuple[str, Path]:
     """A job whose stages no worker runs, and the directory of its stages."""
-    job = Jobs(server[1]).submit(job_spec(name=name, target={"model": "quickstart"}, **fields), planned=_PLANNED)
+    job = Jobs(server[1]).submit(planned(job_spec(name=name, target={"model": "quickstart"}, **fields), *_PLANNED))
     return job.id, tmp_path / "guarded" / "jobs" / job.id / "stages"
 
 

@@ -14,6 +14,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.projects import ApiKeys, KeyRequest
 from eyrie_api.database.tables import JobRow
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.status import Progress, StageStatus
 from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, ended, job_spec
@@ -74,7 +75,7 @@ def shows(page: Any, done: int) -> None:
 
 def test_a_stream_that_is_cut_is_opened_again_and_shows_what_has_changed_without_a_reload(
         server: Running, relay: Relay, open_page: OpenPage) -> None:
-    job = Jobs(server.control.database).submit(job_spec()).id
+    job = Jobs(server.control.database).submit(derive(job_spec())).id
     page = opened(relay, open_page, job)
     advance(server, job, 10)
     shows(page, 10)
@@ -86,7 +87,7 @@ def test_a_stream_that_is_cut_is_opened_again_and_shows_what_has_changed_without
 
 def test_a_page_says_since_when_it_is_not_current_while_its_database_fails_or_nothing_arrives_and_goes_on_by_itself(
         server: Running, relay: Relay, open_page: OpenPage) -> None:
-    job = Jobs(server.control.database).submit(job_spec()).id
+    job = Jobs(server.control.database).submit(derive(job_spec())).id
     page = opened(relay, open_page, job)
     advance(server, job, 10)
     shows(page, 10)
@@ -107,7 +108,7 @@ def test_a_page_says_since_when_it_is_not_current_while_its_database_fails_or_no
 def test_a_page_whose_session_has_ended_says_that_it_is_signed_out(
         how: str, server: Running, relay: Relay, open_page: OpenPage) -> None:
     keys = ApiKeys(server.control.database)
-    job = Jobs(server.control.database).submit(job_spec()).id
+    job = Jobs(server.control.database).submit(derive(job_spec())).id
     key, secret = keys.create(KeyRequest(name="k", role="viewer", everywhere=True))
     page = opened(relay, open_page, job, secret)
     if how == "key-revoked":
@@ -122,7 +123,7 @@ def test_a_page_whose_session_has_ended_says_that_it_is_signed_out(
 def test_a_page_says_that_its_job_was_deleted_also_when_its_stream_was_cut_before(
         is_followed: bool, server: Running, relay: Relay, open_page: OpenPage) -> None:
     jobs = Jobs(server.control.database)
-    job = jobs.submit(job_spec()).id
+    job = jobs.submit(derive(job_spec())).id
     page = opened(relay, open_page, job)
     if is_followed:
         with server.control.database.writing() as session:
@@ -151,7 +152,7 @@ def test_what_waits_is_listed_with_its_time_in_the_zone_of_the_viewer(
 def test_home_leads_to_older_jobs_and_back_and_each_page_of_them_is_followed(
         scheme: str, server: Running, open_page: OpenPage, faults: list[str]) -> None:
     jobs = Jobs(server.control.database)
-    ids = [jobs.submit(job_spec(name=f"night-{number:02}")).id for number in range(53)]
+    ids = [jobs.submit(derive(job_spec(name=f"night-{number:02}"))).id for number in range(53)]
     page = open_page(color_scheme=scheme)
     page.set_default_timeout(_PATIENCE_MS)
     page.request.post(f"{server.url}/console/sign-in", headers={"authorization": f"Bearer {TOKEN}"})
@@ -163,7 +164,7 @@ def test_home_leads_to_older_jobs_and_back_and_each_page_of_them_is_followed(
     page.evaluate("window.stays = true")
     assert names.all_inner_texts() == ["night-02", "night-01", "night-00"]
     assert page.get_by_role("link", name="Older jobs").count() == 0
-    jobs.submit(job_spec(name="night-53"))
+    jobs.submit(derive(job_spec(name="night-53")))
     jobs.save_status(ids[1], ended("Cancelled"))
     page.locator("section[aria-labelledby=jobs] tr", has_text="night-01").filter(has_text="Cancelled").wait_for()
     assert names.all_inner_texts() == ["night-02", "night-01", "night-00"]

@@ -45,7 +45,7 @@ from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import identify, wait_until
-from eyrie_pipelines.work_done import work_done
+from eyrie_pipelines.run_records import work_done
 from eyrie_workers.catalog import stage_dir
 from tests.campaigns.deployments import Deployment, OnePlane, Separate
 from tests.campaigns.histories import History, broken_lists, broken_rules, outcome

@@ -40,6 +40,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import Conflict, EyrieError, NotFound
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -194,7 +195,7 @@ class Campaigner:
 
     def _submit_job(self) -> None:
         if len(self.jobs.live()) < MAX_OBJECTS:
-            self.jobs.submit(job_spec())
+            self.jobs.submit(derive(job_spec()))
 
     def _cancel_job(self) -> None:
         live = self.jobs.live()

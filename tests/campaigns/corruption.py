@@ -48,6 +48,7 @@ from tests.campaigns.corruption_home import Home
 from tests.campaigns.corruption_store import StoreObjects
 from tests.campaigns.live_servers import scratch
 from tests.campaigns.report import ROOT, Campaign, options
+from tests.pipelines.conftest import job_file
 
 WORLD_S = 1800.0
 """For the job; ten minutes were not enough on a crowded machine. With --world the next campaign continues the job."""
@@ -131,7 +132,7 @@ class World:
         wanted["data"]["max_conversations"] = 60
         wanted["train"] |= {"max_steps": 12, "num_checkpoints": 2}
         wanted["benchmark"]["suites"][0]["path"] = "held-out"
-        local.start(self.job, "job-1", JobSpec.model_validate(wanted))
+        local.start(self.job, job_file(JobSpec.model_validate(wanted)))
         if not wait_until(lambda: local.observe(self.job).state != "running", WORLD_S):
             local.stop(self.job)
         if local.observe(self.job).state != "succeeded":

@@ -29,7 +29,7 @@ from eyrie_pipelines.processes import wait_until
 from tests.campaigns.chaos import rehearsed
 from tests.campaigns.corruption_damage import Damage, Verdict, damage_bytes
 from tests.campaigns.live_servers import Plane
-from tests.pipelines.conftest import Rehearsal, spec_of
+from tests.pipelines.conftest import Rehearsal, job_file, spec_of
 
 END_S = 120.0
 _WITH_LOG = "eyrie.db and its log"
@@ -80,7 +80,7 @@ class Home:
             os.kill(pid, signal.SIGKILL)
         directory = self.home / "jobs" / self.failed
         directory.mkdir(exist_ok=True)
-        local.start(directory, self.failed, JobSpec.model_validate(_BODY))
+        local.start(directory, job_file(JobSpec.model_validate(_BODY), job_id=self.failed))
         assert wait_until(lambda: local.observe(directory).state != "running", END_S)
         assert local.observe(directory).state == "failed", local.observe(directory)
         plane.http.close()

@@ -23,8 +23,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import is_over, is_true
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import plan_endpoint
-from eyrie_operator.jobs.events import changes
-from eyrie_operator.jobs.observation import observe_serving
+from eyrie_operator.jobs.observation import changes, observe_serving
 from eyrie_operator.jobs.reconcile import (
     Decide,
     ObservedJob,

@@ -21,17 +21,14 @@ from eyrie_api.chores.worker import run_worker
 from eyrie_api.database.engine import Database
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines import local
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.runner import ObservedRun
-from eyrie_pipelines.steps import JobFile
-from eyrie_pipelines.work_done import work_done
+from eyrie_pipelines.run_records import work_done
+from eyrie_pipelines.runner import JobFile, ObservedRun
 from eyrie_workers.catalog import SYNC_VARIABLE
 
 _NO_KUBEFLOW = "http://127.0.0.1:1"
@@ -51,21 +48,20 @@ class PodRunner(KubeflowRunner):
         """See `Runner`."""
         return self._runs_here.observe(job_id)
 
-    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None,
-              reuse: tuple[str, ...] = ()) -> None:
+    def start(self, job: JobFile) -> None:
         """See `Runner`: on an empty node."""
-        seen = self.observe(job_id)
-        if seen.attempt == attempt and (seen.alive or seen.state == "succeeded"):
+        seen = self.observe(job.id)
+        if seen.attempt == job.attempt and (seen.alive or seen.state == "succeeded"):
             return
-        job = self._write_job(JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent, reuse=reuse))
-        self._remove_failure(job_id)
-        directory = self._node / "jobs" / job_id
+        job = self._write_job(job)
+        self._remove_failure(job.id)
+        directory = self._node / "jobs" / job.id
         directory.mkdir(parents=True, exist_ok=True)
         local.stop(directory)
         if self._got_further(directory):
             local.pause(directory)
         shutil.rmtree(directory / "stages", ignore_errors=True)
-        local.start(directory, job_id, spec, attempt, job.incumbent, job.reuse)
+        local.start(directory, job)
 
     @staticmethod
     def _got_further(directory: Path) -> bool:

@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.records import WaitingPod
 from eyrie_operator.cluster.client import Cluster
@@ -21,7 +22,7 @@ from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
 from tests.cluster.patience import eventually
 from tests.cluster.programs import programs
 from tests.cluster.test_kubeflow_double import Double, doubling
-from tests.pipelines.conftest import REHEARSAL, Rehearsal, spec_of
+from tests.pipelines.conftest import REHEARSAL, Rehearsal, job_file, spec_of
 
 DEADLINE_S = 400.0
 """For the nine pods of the smallest job on a crowded machine."""
@@ -71,11 +72,11 @@ def stage(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Stage]:
 
 def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: Stage) -> None:
     spec = spec_of()
-    stage.runner.start("dj-1", spec, 1, None)
-    stage.runner.start("dj-1", spec, 1, None)
+    stage.runner.start(job_file(spec, job_id="dj-1"))
+    stage.runner.start(job_file(spec, job_id="dj-1"))
 
     def over() -> object:
-        stage.runner.refresh("dj-1", spec)
+        stage.runner.refresh("dj-1", derive(spec))
         seen = stage.runner.observe("dj-1")
         return seen if seen.state != "running" else None
 
@@ -102,7 +103,7 @@ def test_a_pod_that_no_node_takes_is_seen_as_waiting_and_runs_when_a_node_does(c
     profile = stage.profile.model_copy(update={"stages": placed})
     runner = KubeflowRunner(profile, stage.home, None)
     stage.rehearsal.plan(regenerate=["hang"])
-    runner.start("dj-1", spec_of(), 1, None)
+    runner.start(job_file(spec_of(), job_id="dj-1"))
 
     def waiting() -> WaitingPod | None:
         pods = cluster.list_all("v1", "Pod", stage.double.namespace, labelled=f"{RUN_LABEL},{STAGE_LABEL}",
@@ -128,7 +129,7 @@ def test_a_pod_that_no_node_takes_is_seen_as_waiting_and_runs_when_a_node_does(c
 
 def test_a_stages_failure_is_reported_while_the_run_lives_and_ends_it(stage: Stage) -> None:
     stage.rehearsal.plan(regenerate=["permanent"])
-    stage.runner.start("dj-1", spec_of(), 1, None)
+    stage.runner.start(job_file(spec_of(), job_id="dj-1"))
     seen = eventually(lambda: (one := stage.runner.observe("dj-1")).state == "failed" and one, "it has failed",
                       DEADLINE_S)
     assert seen.failure is not None
@@ -141,7 +142,7 @@ def test_a_stages_failure_is_reported_while_the_run_lives_and_ends_it(stage: Sta
 
 def test_a_stopped_job_leaves_no_pod_and_its_stage_is_reported(cluster: Cluster, stage: Stage) -> None:
     stage.rehearsal.plan(regenerate=["hang"])
-    stage.runner.start("dj-1", spec_of(), 1, None)
+    stage.runner.start(job_file(spec_of(), job_id="dj-1"))
     eventually(stage.rehearsal.starts, "the first stage runs", DEADLINE_S)
     stage.runner.stop("dj-1")
     stage.runner.stop("dj-1")

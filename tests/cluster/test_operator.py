@@ -20,6 +20,7 @@ from eyrie_api.database.projects import Projects
 from eyrie_api.errors import NotFound
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.resources import FINALIZER
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
@@ -391,7 +392,7 @@ def test_a_namespace_says_whose_its_objects_are_and_a_full_project_waits(cluster
         second = submitted(cluster, namespace, jobs, "second")
         assert jobs.project_of(second.id) == "search"
         # What the REST API would not let a caller of the project name, kubectl does not either.
-        other = jobs.submit(job_spec(), project="default")
+        other = jobs.submit(derive(job_spec()), project="default")
         body = manifest(namespace, "thief")
         body["spec"]["job"] = job_body(data={"sources": [{"path": str(tmp_path / "jobs" / other.id / "rows.jsonl")}]})
         cluster.create(body)

@@ -49,5 +49,5 @@ in_image workers "$of_eyrie; python -c \"$(without 'sqlalchemy pytest')\"
   # A spec that lacks everything: the program starts, and says what is missing.
   if python -m eyrie_workers.stages.train --spec spec.json --out out/manifest.json 2> said.txt; then exit 1; fi
   grep -q 'error: ' said.txt || { cat said.txt; exit 1; }
-  python -c 'import torch, transformers, kfp.dsl, eyrie_pipelines.drafter, eyrie_workers.stages.prove as p; print(torch.__version__)'"
+  python -c 'import torch, transformers, kfp.dsl, eyrie_pipelines.kfp_pipeline, eyrie_workers.stages.prove as p; print(torch.__version__)'"
 echo "workers: passed"

@@ -19,6 +19,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import JobStatus, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -43,7 +45,7 @@ class Made:
         self.database = Database(f"sqlite:///{home / 'eyrie.db'}")
         upgrade(self.database)
         jobs = Jobs(self.database)
-        self.job = jobs.submit(job_spec()).id
+        self.job = jobs.submit(derive(job_spec())).id
         done = StageStatus(stage="capture", state="Succeeded")
         running = StageStatus(stage="train", key="base", state="Running")
         jobs.save_status(self.job, JobStatus(phase="Running", stages=(done, running)))
@@ -137,7 +139,7 @@ def test_a_copied_home_is_whole_where_it_is_restored_and_a_database_older_than_i
         made: Made, tmp_path: Path) -> None:
     made.database.close()
     shutil.copytree(made.home, tmp_path / "backup")
-    later = Jobs(made.database).submit(job_spec()).id
+    later = Jobs(made.database).submit(derive(job_spec())).id
     (made.home / "jobs" / later).mkdir()
     made.database.close()
     for file in made.home.glob("eyrie.db*"):
@@ -155,7 +157,7 @@ def test_a_database_that_has_lost_rows_starts_and_the_log_names_the_files_that_i
         made: Made, caplog: pytest.LogCaptureFixture) -> None:
     for lost in ("jobs/job-of-yesterday", "endpoints/of-yesterday"):
         (made.home / lost).mkdir(parents=True)
-    deleted = Jobs(made.database).submit(job_spec()).id
+    deleted = Jobs(made.database).submit(derive(job_spec())).id
     Jobs(made.database).save_status(deleted, ended("Failed"))
     assert Jobs(made.database).delete(deleted)
     (made.home / "jobs" / deleted).mkdir()  # a worker removes it soon
@@ -179,7 +181,7 @@ def test_on_postgresql_and_s3_rows_without_objects_and_objects_without_rows_are_
         postgres_server: Postgres, rclone_s3: S3Server, tmp_path: Path) -> None:
     database, store, variables = on_postgres_and_s3(postgres_server, rclone_s3, tmp_path)
     jobs = Jobs(database)
-    whole, bare, halved = (jobs.submit(job_spec()).id for _ in range(3))
+    whole, bare, halved = (jobs.submit(derive(job_spec())).id for _ in range(3))
     stages = (StageStatus(stage="benchmark", key="base-step-9", state="Succeeded"),
               StageStatus(stage="tune", state="Running"))
     for job in (whole, bare, halved):

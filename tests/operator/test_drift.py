@@ -12,6 +12,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -36,9 +38,10 @@ def database(tmp_path: Path) -> Iterator[Database]:
 def reported(database: Database, directory: Path, traffic_file: str | None, stored: Path | None) -> tuple[
         str, JobSpec | None]:
     """The words of the report, and the job that it offers."""
-    jobs, histories, endpoints = Jobs(database), Histories(database), Endpoints(database)
+    jobs = Jobs(database, idempotency=Idempotency(database, 60.0))
+    histories, endpoints = Histories(database), Endpoints(database)
     body = job_body(promotion={"drift": {"traffic_file": traffic_file}})
-    promoted = jobs.submit(JobSpec.model_validate(body))
+    promoted = jobs.submit(derive(JobSpec.model_validate(body)))
     endpoints.create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
     endpoints.propose("chat", job_id=promoted.id, checkpoint="base-step-9", tree=DraftTreeShape(),
                       drafter_dir=str(HEAD), reason="better", tau=3.0)

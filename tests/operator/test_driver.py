@@ -22,6 +22,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.records import ProgressRecord
 from eyrie_api.v1alpha1.serving import ServeSpec
@@ -30,11 +32,15 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.jobs.events import changes
+from eyrie_operator.jobs.driver import Driver, as_stored
+from eyrie_operator.jobs.observation import changes
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, identify, wait_until
 from eyrie_pipelines.tasks import load_job
 from tests.pipelines.conftest import Rehearsal, spec_of
+from tests.api.test_cli_tables import ENTRY
+from tests.pipelines.conftest import Rehearsal, job_file, spec_of
 
 LIMIT_S = 240.0
 SPEC = spec_of(serve=ServeSpec(enabled=False))
@@ -51,7 +57,7 @@ class Harness:
         self.driver = Driver(self.settings, self.database, LocalRunner(self.settings.home))
 
     def submit(self, spec: JobSpec = SPEC) -> str:
-        return self.jobs.submit(spec).id
+        return self.jobs.submit(derive(spec)).id
 
     def directory(self, job_id: str) -> Path:
         return self.settings.job_dir(job_id)
@@ -141,7 +147,7 @@ def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and
     first = harness.submit()
     assert chosen(first) == ()
     elsewhere = SPEC.model_copy(update={"serve": ServeSpec(enabled=False, endpoint="theirs")})
-    assert chosen(harness.jobs.submit(elsewhere, project="theirs").id) == ()
+    assert chosen(harness.jobs.submit(derive(elsewhere), project="theirs").id) == ()
     second = harness.submit()
     assert chosen(second) == (first,)
     harness.jobs.retry(first)
@@ -224,7 +230,7 @@ def test_a_run_that_another_driver_started_meanwhile_is_followed_and_not_started
     thread = threading.Thread(target=late.advance, args=(job_id,))
     thread.start()
     assert planned.wait(LIMIT_S)
-    run = local.start(harness.directory(job_id), job_id, SPEC)
+    run = local.start(harness.directory(job_id), job_file(SPEC, job_id=job_id))
     started.set()
     thread.join(LIMIT_S)
     assert harness.jobs.get(job_id).status.phase != "Failed", harness.jobs.get(job_id).status

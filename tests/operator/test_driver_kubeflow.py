@@ -14,6 +14,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure
@@ -24,7 +25,7 @@ from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.run_failure import RunFailure
+from eyrie_pipelines.run_records import RunFailure
 from tests.operator.test_unscheduled import pod as unscheduled_pod
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.kfp_server import KfpServer
@@ -48,7 +49,7 @@ class Harness:
         self.driver = Driver(self.settings, self.database, KubeflowRunner(self.profile, home, self.store))
 
     def submit(self) -> str:
-        return self.jobs.submit(SPEC).id
+        return self.jobs.submit(derive(SPEC)).id
 
     def fail(self, job_id: str) -> None:
         """Its run ends with the failure of a stage."""

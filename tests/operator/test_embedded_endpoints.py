@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import httpx
@@ -16,15 +16,15 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.decisions.sweep import expand
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec, PromotionPolicy
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus, Revision
+from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded import endpoints
@@ -73,9 +73,9 @@ class Harness:
 
     def submit(self, policy: PromotionPolicy) -> None:
         """The job that drafters are proposed from is another one now."""
-        self.job = self.jobs.submit(JobSpec(
+        self.job = self.jobs.submit(derive(JobSpec(
             target=self.target, data=DataSpec(sources=(DataSource(path="chats.jsonl"),)), promotion=policy,
-            serve=self.serve_spec))
+            serve=self.serve_spec)))
 
     def tend_until(self, holds: Callable[[Endpoint], bool]) -> Endpoint:
         def looked() -> bool:
@@ -342,16 +342,17 @@ def test_the_candidate_of_a_sweep_that_serves_is_trained_again_on_traffic_alone(
     spec = JobSpec.model_validate({
         "target": {"model": "quickstart"}, "data": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
         "sweep": {"axes": [{"field": "data.mix", "values": mixes}], "families": ["eagle3", "medusa"]}})
-    now = datetime.now(UTC)
-    promoted = Job(id="j-1", spec=spec, status=JobStatus(), created_at=now, updated_at=now)
-    named = {one.spec.drafter.family: one.name for one in expand(spec)}
-    warm = retraining_job(promoted, "chat", str(tmp_path / "t.jsonl"), f"{named['eagle3']}-step-20", tmp_path / "head")
+    promoted, traffic = derive(spec), str(tmp_path / "t.jsonl")
+    named = {candidate.drafter.family: candidate.name for candidate in promoted.candidates}
+    job = retraining_job("j-1", promoted, "chat", traffic, f"{named['eagle3']}-step-20", tmp_path / "head")
+    warm = job.spec
+    assert [(candidate.name, candidate.mix) for candidate in job.candidates] == [("base", None)]
     assert JobSpec.model_validate(warm.model_dump(mode="json")) == warm  # a job that would be accepted
     assert (warm.sweep.axes, warm.data.mix, warm.drafter.init_from) == ((), None, str(tmp_path / "head"))
-    assert [source.path for source in warm.data.sources] == [str(tmp_path / "t.jsonl")]
-    cold = retraining_job(promoted, "chat", str(tmp_path / "t.jsonl"), f"{named['medusa']}-step-20", tmp_path / "head")
+    assert [source.path for source in warm.data.sources] == [traffic]
+    cold = retraining_job("j-1", promoted, "chat", traffic, f"{named['medusa']}-step-20", tmp_path / "head").spec
     assert (cold.drafter.family, cold.drafter.init_from) == ("medusa", None)  # cannot be continued
-    elsewhere = retraining_job(promoted, "chat", str(tmp_path / "t.jsonl"), f"{named['eagle3']}-step-20")
+    elsewhere = retraining_job("j-1", promoted, "chat", traffic, f"{named['eagle3']}-step-20").spec
     assert elsewhere.drafter.init_from is None
 
 

@@ -20,6 +20,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.reports import TrainReport, TuneReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import FileEntry, Manifest, StageReport
@@ -54,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str,
     settings = Settings(home=home, port=listening.getsockname()[1])
     database = Database(settings.resolved_database_url)
     upgrade(database)
-    job = Jobs(database).submit(spec_of().model_copy(update={"name": "nightly"}))
+    job = Jobs(database).submit(derive(spec_of().model_copy(update={"name": "nightly"})))
     target = tiny_target(tmp_path_factory.mktemp("target") / "tiny", num_layers=8)
     directory = random_drafter(home / "jobs" / job.id / "stages/train/base/checkpoints" / NAME, target,
                                layers=(1, 2, 4))

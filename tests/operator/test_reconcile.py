@@ -15,7 +15,7 @@ from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Condition, JobStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find, is_over, is_true, observe
-from eyrie_operator.jobs.events import changes
+from eyrie_operator.jobs.observation import changes
 from eyrie_operator.jobs.reconcile import (
     MAX_STARTS,
     Decide,

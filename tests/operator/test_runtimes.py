@@ -6,11 +6,13 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
+from eyrie_operator.celery_app import runtime_of
 from eyrie_operator.conditions import find
 from eyrie_operator.control_plane import runtime_of
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.unavailable_runner import UnavailableRunner
+from eyrie_pipelines.runner import UnavailableRunner
 from tests.api.samples import job_spec
 
 
@@ -27,7 +29,7 @@ def test_without_a_profile_and_without_stage_programs_each_job_ends_at_once_with
     database = Database(settings.resolved_database_url)
     upgrade(database)
     jobs = Jobs(database)
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     Driver(settings, database, UnavailableRunner()).advance(job.id)
     failed = find(jobs.get(job.id).status.conditions, "Failed")
     assert failed is not None

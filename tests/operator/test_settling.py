@@ -15,6 +15,8 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.benchmark import RivalSpec
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
@@ -46,7 +48,7 @@ class Harness:
 
     def finished(self, spec: JobSpec, attempt: int = 1) -> str:
         """Submit a job whose run has already succeeded on disk."""
-        job_id = self.jobs.submit(spec).id
+        job_id = self.jobs.submit(derive(spec)).id
         self.lay_out(job_id, spec, attempt)
         return job_id
 

@@ -11,11 +11,14 @@ from typing import Literal
 import pytest
 
 from eyrie_api.full_disk import free_bytes
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines import local
+from eyrie_pipelines.runner import JobFile
 from tests.small_disk import small_disk
 
 REHEARSAL = Path(__file__).parent / "rehearsal"
@@ -69,6 +72,12 @@ def job_dir(tmp_path: Path) -> Iterator[Path]:
 def spec_of(**sections: object) -> JobSpec:
     least = {"target": TargetSpec(model="quickstart"), "data": DataSpec(sources=(DataSource(path="quickstart"),))}
     return JobSpec(**(least | sections))
+
+
+def job_file(spec: JobSpec, attempt: int = 1, incumbent: DrafterUse | None = None, reuse: tuple[str, ...] = (), *,
+             job_id: str = "job-1") -> JobFile:
+    """The job as a driver starts it."""
+    return JobFile(id=job_id, resolved=derive(spec), attempt=attempt, incumbent=incumbent, reuse=reuse)
 
 
 def sweeping_spec(together: Literal["auto", "always", "never"] = "auto", **sections: object) -> JobSpec:

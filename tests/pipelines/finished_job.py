@@ -4,10 +4,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import Manifest, StageSpec
-from eyrie_pipelines import steps, tasks
+from eyrie_pipelines import stage_specs, tasks
+from eyrie_pipelines.runner import JOB_FILE, JobFile
 from eyrie_workers.catalog import stage_dir
 from tests.pipelines.rehearsal.rehearsal_stage import report_of
 
@@ -16,24 +18,24 @@ NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
 def lay_out(root: Path, job_id: str, spec: JobSpec) -> None:
     """Write `job.json` and the manifest of every stage of a job with one candidate."""
-    job = steps.JobFile(id=job_id, spec=spec)
-    write_model(root / steps.JOB_FILE, job)
-    train = steps.train_spec(job, root, "base")
+    job = JobFile(id=job_id, resolved=derive(spec))
+    write_model(root / JOB_FILE, job)
+    train = stage_specs.train_spec(job, root, "base")
     trained = report_of(train)
     assert isinstance(trained, TrainReport)
-    refs = steps.benchmarked(spec, [trained])
-    _finish(root, steps.regenerate_spec(job, root))
-    _finish(root, steps.capture_spec(job, root))
+    refs = stage_specs.benchmarked(job.resolved, [trained])
+    _finish(root, stage_specs.regenerate_spec(job, root))
+    _finish(root, stage_specs.capture_spec(job, root))
     _finish(root, train, "base")
-    benchmarks = [steps.benchmark_spec(job, root, ref, first=number == 0) for number, ref in enumerate(refs)]
+    benchmarks = [stage_specs.benchmark_spec(job, root, ref, first=number == 0) for number, ref in enumerate(refs)]
     for ref, benchmark in zip(refs, benchmarks, strict=True):
         _finish(root, benchmark, ref.name)
-    chosen = tasks.select(str(root), [steps.reference("benchmark", ref.name) for ref in refs])
+    chosen = tasks.select(str(root), [stage_specs.reference("benchmark", ref.name) for ref in refs])
     best = next(ref for ref in refs if ref.name == chosen)
     measured = [report_of(one) for one in benchmarks]
-    rival = steps.rival_to_beat(spec, [trained], measured, chosen)  # type: ignore[arg-type]
-    _finish(root, steps.tune_spec(job, root, best, rival))
-    _finish(root, steps.prove_spec(job, root, best, steps.reference("tune"), rival))
+    rival = stage_specs.rival_to_beat(job.resolved, [trained], measured, chosen)  # type: ignore[arg-type]
+    _finish(root, stage_specs.tune_spec(job, root, best, rival))
+    _finish(root, stage_specs.prove_spec(job, root, best, stage_specs.reference("tune"), rival))
 
 
 def _finish(root: Path, spec: StageSpec, key: str = "") -> None:

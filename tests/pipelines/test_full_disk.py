@@ -15,7 +15,7 @@ from eyrie_api.full_disk import ROOM, await_room, free_bytes, is_full, is_short
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.stage_program import Stage
-from tests.pipelines.conftest import Rehearsal, fill, spec_of
+from tests.pipelines.conftest import Rehearsal, fill, job_file, spec_of
 
 
 def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal) -> None:
@@ -23,10 +23,10 @@ def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal
     job_dir.mkdir()
     filler = fill(disk)
     with pytest.raises(DiskFull, match="0 MB are free") as caught:
-        local.start(job_dir, "job-1", spec_of())
+        local.start(job_dir, job_file(spec_of()))
     assert "goes on by itself" in caught.value.hint
     filler.unlink()
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     assert wait_until(lambda: local.observe(job_dir).state == "succeeded", 120.0)
 
 
@@ -35,7 +35,7 @@ def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(dis
     job_dir.mkdir()
     begun = job_dir / "stages" / "regenerate" / "spec.json"
     rehearsal.plan(prove=["wait"])  # else the run may have ended before the disk is full
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     assert wait_until(begun.exists, 60.0)
     filler = fill(disk)
     time.sleep(8.0)
@@ -52,7 +52,7 @@ def test_a_disk_that_fills_up_between_two_stages_is_waited_for_in_the_run(disk: 
     job_dir.mkdir()
     filler = job_dir / "stages" / "regenerate" / "filler"
     rehearsal.plan(regenerate=["fill"])
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     assert wait_until(lambda: filler.exists() and free_bytes(disk) == 0, 60.0)
     assert not wait_until(lambda: local.observe(job_dir).state != "running", 8.0), "it waits"
     filler.unlink()

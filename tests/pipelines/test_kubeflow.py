@@ -14,26 +14,27 @@ import pytest
 from eyrie_api.artifacts import write_model
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.errors import Permanent, Transient
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure, ProgressRecord
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines.kfp_api import (
+from eyrie_pipelines.kubeflow import (
     KfpApi,
     KubeflowAccessDenied,
     KubeflowNotFound,
+    KubeflowRunner,
     KubeflowUnavailable,
     PipelineRejected,
 )
-from eyrie_pipelines.kubeflow import KubeflowRunner
-from eyrie_pipelines.run_failure import RunFailure
-from eyrie_pipelines.runner import ObservedRun
-from eyrie_pipelines.steps import JobFile
-from tests.pipelines.conftest import spec_of
+from eyrie_pipelines.run_records import RunFailure
+from eyrie_pipelines.runner import JobFile, ObservedRun
+from tests.pipelines.conftest import job_file, spec_of
 from tests.pipelines.kfp_server import KfpServer
 
 SPEC = spec_of()
+RESOLVED = derive(SPEC)
 INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
 
 
@@ -59,7 +60,7 @@ class Harness:
         return KubeflowRunner(self.profile, self.home, self.store)
 
     def start(self, attempt: int = 1, incumbent: DrafterUse | None = None) -> None:
-        self.runner.start("job-1", SPEC, attempt, incumbent)
+        self.runner.start(job_file(SPEC, attempt, incumbent))
 
     def put(self, name: str, text: str) -> None:
         self.store.write(f"jobs/job-1/{name}", text.encode())
@@ -83,7 +84,7 @@ def test_an_attempt_is_started_once_however_often_and_by_whomever_it_is_asked_fo
     assert harness.runner.observe("job-1") == ObservedRun()
     harness.start()
     harness.start()
-    harness.another().start("job-1", SPEC, 1, INCUMBENT)
+    harness.another().start(job_file(SPEC, 1, INCUMBENT))
     assert names(server) == ["job-1-1.1"]
     seen = harness.runner.observe("job-1")
     assert (seen.state, seen.attempt, seen.starts, seen.run_id) == ("running", 1, 1, server.runs[0]["run_id"])
@@ -237,7 +238,7 @@ def test_damaged_files_of_a_job_are_written_again_by_its_next_start(
     for name in ("job.json", "run/counting.json", "run/failure.json"):
         harness.put(name, damage)
     assert harness.runner.observe("job-1").state == "gone"
-    harness.another().start("job-1", SPEC, 1, None)
+    harness.another().start(job_file(SPEC))
     assert names(server) == ["job-1-1.1", "job-1-1.2"]
     assert JobFile.model_validate_json(harness.store.read("jobs/job-1/job.json")).spec == SPEC
     assert harness.runner.observe("job-1").state == "running"
@@ -294,18 +295,18 @@ def test_what_stages_say_is_brought_here_piece_by_piece(harness: Harness, server
     harness.start()
     harness.put("stages/regenerate/spec.json", "{}")
     harness.put("stages/regenerate/events.jsonl", "one\n")
-    harness.runner.refresh("job-1", SPEC)
+    harness.runner.refresh("job-1", RESOLVED)
     assert harness.read("stages/regenerate/events.jsonl") == "one\n"
     began = (harness.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns
     harness.put("stages/regenerate/events.jsonl", "one\ntwo\n")
     harness.put("stages/regenerate/failure.json", "{}")
-    harness.runner.refresh("job-1", SPEC)
+    harness.runner.refresh("job-1", RESOLVED)
     assert harness.read("stages/regenerate/events.jsonl") == "one\ntwo\n"
     assert harness.read("stages/regenerate/failure.json") == "{}"
     assert (harness.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns == began
     harness.store.delete("jobs/job-1/stages/regenerate/failure.json")  # the stage is tried again
     harness.put("stages/regenerate/events.jsonl", "anew\n")
-    harness.runner.refresh("job-1", SPEC)
+    harness.runner.refresh("job-1", RESOLVED)
     assert harness.read("stages/regenerate/events.jsonl") == "anew\n"
     assert harness.read("stages/regenerate/failure.json") is None
 
@@ -324,7 +325,7 @@ def test_two_drivers_that_fetch_the_same_events_at_the_same_time_have_each_once(
 
     monkeypatch.setattr(LocalStore, "read", read_together)  # the real store, at an unlucky moment
     with ThreadPoolExecutor(2) as drivers:
-        list(drivers.map(lambda runner: runner.refresh("job-1", SPEC), (harness.runner, harness.another())))
+        list(drivers.map(lambda runner: runner.refresh("job-1", RESOLVED), (harness.runner, harness.another())))
     assert harness.read("stages/regenerate/events.jsonl") == "one\n"
 
 
@@ -334,7 +335,7 @@ def test_what_the_driver_decided_outlives_its_disk(harness: Harness, tmp_path: P
     kept = harness.read("outcome.json")
     harness.home = tmp_path / "another"
     other = KubeflowRunner(harness.profile, harness.home, harness.store)
-    other.refresh("job-1", SPEC)
+    other.refresh("job-1", RESOLVED)
     assert harness.read("outcome.json") == kept
 
 

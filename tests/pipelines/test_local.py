@@ -15,22 +15,25 @@ from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.errors import Conflict, Transient
 from eyrie_api.submission.devices import gpus_of
 from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
+from eyrie_api.submission.facts import gpus_of
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
+from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.records import ProgressRecord
 from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local, tasks
-from eyrie_pipelines.gpu_shares import gpu_shares, written
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
-from eyrie_pipelines.run_failure import StageFailed, read_failure, read_stage_failure
-from eyrie_pipelines.steps import JOB_FILE, JobFile
+from eyrie_pipelines.run_records import Attempts, StageFailed, read_failure, read_stage_failure
+from eyrie_pipelines.runner import JOB_FILE, JobFile
+from eyrie_pipelines.several_gpus import gpu_shares, written
 from eyrie_pipelines.tasks import load_job
-from eyrie_pipelines.work_done import Attempts
 from eyrie_workers.catalog import CATALOG
-from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
+from tests.pipelines.conftest import Rehearsal, job_file, spec_of, sweeping_spec
 
 LIMIT_S = 120.0
 
@@ -53,7 +56,7 @@ def wait_for_start(rehearsal: Rehearsal, name: str) -> None:
 
 def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
         job_dir: Path, rehearsal: Rehearsal) -> None:
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
     assert seen.state == "succeeded", log_of(job_dir)
     assert rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
@@ -66,7 +69,7 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
 
     # Run again, every stage finds its manifest: that is our cache. Only the proof compares with what serves meanwhile.
     first = rehearsal.starts()
-    second = local.start(job_dir, "job-1", spec_of(), 2, INCUMBENT)
+    second = local.start(job_dir, job_file(spec_of(), 2, INCUMBENT))
     assert wait_until(lambda: local.observe(job_dir).state == "succeeded", LIMIT_S), log_of(job_dir)
     assert local.observe(job_dir).handle == second
     assert rehearsal.starts() == [*first, "prove"]
@@ -82,11 +85,11 @@ def test_every_hardware_profile_is_measured_after_the_proof_and_once(job_dir: Pa
         PlacedProfile(name="one-thread", price_per_hour=0.1, threads=1),
         PlacedProfile(name="two-threads", price_per_hour=0.2, threads=2)))))
     rehearsal.plan(**{"hardware__two-threads": ["permanent", "ok"]})
-    local.start(job_dir, "job-1", spec)
+    local.start(job_dir, job_file(spec))
     assert wait_until(lambda: local.observe(job_dir).state == "failed", LIMIT_S), log_of(job_dir)
     assert rehearsal.starts()[-3:] == ["prove", "hardware/one-thread", "hardware/two-threads"]
     before = rehearsal.starts()
-    local.start(job_dir, "job-1", spec, 2)
+    local.start(job_dir, job_file(spec, 2))
     assert wait_until(lambda: local.observe(job_dir).state == "succeeded", LIMIT_S), log_of(job_dir)
     assert rehearsal.starts() == [*before, "hardware/two-threads"]
 
@@ -94,7 +97,7 @@ def test_every_hardware_profile_is_measured_after_the_proof_and_once(job_dir: Pa
 @pytest.mark.slow
 def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_time(
         job_dir: Path, rehearsal: Rehearsal) -> None:
-    local.start(job_dir, "job-1", sweeping_spec())
+    local.start(job_dir, job_file(sweeping_spec()))
     assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S), log_of(job_dir)
     starts = rehearsal.starts()
     assert len([one for one in starts if one.startswith("train/")]) == 3
@@ -115,7 +118,7 @@ def test_checkpoints_are_measured_at_once_each_on_a_share_of_the_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
     rehearsal.plan(**{f"benchmark__c{number}-lr-0p00{number}-step-{step}": ["meet"]
                       for number in (1, 2, 3) for step in (10, 20)})
-    local.start(job_dir, "job-1", sweeping_spec(engine=EngineSpec(kind="sglang", tp_size=2)))
+    local.start(job_dir, job_file(sweeping_spec(engine=EngineSpec(kind="sglang", tp_size=2))))
     assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S), log_of(job_dir)
     lines = [line.split() for line in (rehearsal.home / "gpus.log").read_text().splitlines()]
     measured = {name: gpus for name, gpus in lines if name.startswith("benchmark/")}
@@ -129,7 +132,7 @@ def test_the_failure_of_a_checkpoint_on_a_share_of_the_gpus_is_the_runs(
     monkeypatch.delenv("EYRIE_DEVICE", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     rehearsal.plan(**{"benchmark__base-step-20": ["permanent"]})
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     assert wait_for(job_dir, "succeeded", "failed", "gone").state == "failed"
     failure = read_failure(job_dir)
     assert failure is not None
@@ -163,7 +166,7 @@ def test_candidates_of_different_mixes_are_trained_one_by_one_from_one_capture(
     mixes = [{"chats": 1, "tools": 1}, {"chats": 3, "tools": 1}]
     spec = spec_of(data={"sources": [{"path": "quickstart", "name": "chats"}, {"path": "tools.jsonl"}]},
                    sweep={"axes": [{"field": "data.mix", "values": mixes}]})
-    local.start(job_dir, "job-1", spec)
+    local.start(job_dir, job_file(spec))
     assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S), log_of(job_dir)
     before = rehearsal.starts()[:4]
     assert before[:2] == ["regenerate", "capture"]
@@ -175,7 +178,7 @@ def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_
         job_dir: Path, rehearsal: Rehearsal) -> None:
     spec = sweeping_spec("never")
     rehearsal.plan(**{"train__c1-lr-0p001": ["permanent"]})
-    local.start(job_dir, "job-1", spec)
+    local.start(job_dir, job_file(spec))
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
     assert seen.state == "failed"
     assert seen.result is not None
@@ -193,7 +196,7 @@ def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_
 def test_of_candidates_trained_together_one_fails_in_its_own_words_and_a_retry_trains_it_alone(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(**{"train__c2-lr-0p002": ["permanent", "ok"], "tune": ["hang"]})
-    local.start(job_dir, "job-1", sweeping_spec())
+    local.start(job_dir, job_file(sweeping_spec()))
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
     assert seen.result is not None
     assert seen.result.failure is not None
@@ -202,7 +205,7 @@ def test_of_candidates_trained_together_one_fails_in_its_own_words_and_a_retry_t
     assert seen.result.failure.failure.hint == "lower train.learning_rate"
     assert sorted(path.parent.name for path in job_dir.glob("stages/train/*/manifest.json")) == [
         "c1-lr-0p001", "c3-lr-0p003"]
-    local.start(job_dir, "job-1", sweeping_spec(), attempt=2)
+    local.start(job_dir, job_file(sweeping_spec(), attempt=2))
     wait_for_start(rehearsal, "tune")
     assert [one for one in rehearsal.starts() if one.startswith("train/")] == [
         "train/c1-lr-0p001", "train/c2-lr-0p002", "train/c3-lr-0p003", "train/c2-lr-0p002"]
@@ -220,7 +223,7 @@ def test_candidates_trained_together_are_tried_again_as_one_alone_is(
     # The box runs in this process: what `sitecustomize` does for others.
     monkeypatch.setitem(CATALOG, "train", dataclasses.replace(CATALOG["train"], together="rehearsal_stage"))
     rehearsal.plan(**{"train__c1-lr-0p001": [word]})
-    job = JobFile(id="job-1", spec=sweeping_spec())
+    job = JobFile(id="job-1", resolved=derive(sweeping_spec()))
     write_model(job_dir / JOB_FILE, job)
     with pytest.raises(StageFailed, match=words):
         tasks.sweep(str(job_dir), digest_model(job), "stages/capture")
@@ -240,7 +243,7 @@ def test_a_stage_on_two_gpus_is_two_processes_and_is_tried_again_when_one_was_ki
     monkeypatch.delenv("EYRIE_DEVICE", raising=False)
     rehearsal.plan(train__base=["die", "ok"], capture=["die", "ok"])
     placement = JobPlacement.model_validate({"stages": {stage: {"num_gpus": 2}}})
-    job = JobFile(id="job-1", spec=spec_of(placement=placement))
+    job = JobFile(id="job-1", resolved=derive(spec_of(placement=placement)))
     write_model(job_dir / JOB_FILE, job)
     if stage == "train":
         assert tasks.train(str(job_dir), digest_model(job), "stages/capture", key) == "stages/train/base"
@@ -255,10 +258,10 @@ def test_a_stage_on_two_gpus_is_two_processes_and_is_tried_again_when_one_was_ki
 def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_stage(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["transient", "die", "ok"], capture=["permanent", "ok"], train__base=["hang"])
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     assert wait_for(job_dir, "succeeded", "failed", "gone").state == "failed", log_of(job_dir)
     assert rehearsal.starts() == ["regenerate"] * 3 + ["capture"]
-    local.start(job_dir, "job-1", spec_of(), attempt=2)
+    local.start(job_dir, job_file(spec_of(), attempt=2))
     wait_for_start(rehearsal, "train/base")
     assert rehearsal.starts() == ["regenerate"] * 3 + ["capture"] * 2 + ["train/base"]
 
@@ -271,7 +274,7 @@ def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_
 def test_what_does_not_pass_is_not_tried_forever_and_always_explained(
         word: str, starts: int, reason: str, words: str, job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=[word])
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
     assert rehearsal.starts() == ["regenerate"] * starts
     assert seen.result is not None
@@ -285,7 +288,7 @@ def test_what_does_not_pass_is_not_tried_forever_and_always_explained(
 def test_a_stage_that_gets_further_is_started_again_however_often_it_is_killed(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["further"] * 4 + ["ok"], capture=["further", "die", "die", "die"])
-    local.start(job_dir, "job-1", spec_of())
+    local.start(job_dir, job_file(spec_of()))
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
     assert rehearsal.starts() == ["regenerate"] * 5 + ["capture"] * 4, log_of(job_dir)
     assert seen.result is not None
@@ -309,7 +312,7 @@ def test_candidates_trained_together_are_started_again_while_one_of_them_gets_fu
     # The box runs in this process: what `sitecustomize` does for others.
     monkeypatch.setitem(CATALOG, "train", dataclasses.replace(CATALOG["train"], together="rehearsal_stage"))
     rehearsal.plan(**{"train__c2-lr-0p002": ["further"] * 4 + ["ok"]})
-    job = JobFile(id="job-1", spec=sweeping_spec())
+    job = JobFile(id="job-1", resolved=derive(sweeping_spec()))
     write_model(job_dir / JOB_FILE, job)
     tasks.sweep(str(job_dir), digest_model(job), "stages/capture")
     assert len(rehearsal.sweeps()) == 5
@@ -319,7 +322,7 @@ def test_candidates_trained_together_are_started_again_while_one_of_them_gets_fu
 def test_stop_leaves_no_process_even_when_a_stage_ignores_sigterm(
         manner: str, job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=[manner])
-    handle = local.start(job_dir, "job-1", spec_of())
+    handle = local.start(job_dir, job_file(spec_of()))
     wait_for_start(rehearsal, "capture")
     assert len(group_members(handle.process.pid)) >= 3  # leader, shell, box, stage
     local.stop(job_dir, grace_s=1.0)
@@ -331,10 +334,10 @@ def test_a_run_outlives_the_process_that_started_it_and_is_found_again(job_dir: 
     rehearsal.plan(capture=["hang"])
     code = (
         "import sys, time; from pathlib import Path; from eyrie_pipelines import local\n"
-        "from eyrie_api.v1alpha1.job import JobSpec\n"
-        "spec = JobSpec.model_validate_json(sys.argv[2])\n"
-        "local.start(Path(sys.argv[1]), 'job-1', spec); print('started', flush=True); time.sleep(600)\n")
-    plane = subprocess.Popen([sys.executable, "-c", code, str(job_dir), spec_of().model_dump_json()],
+        "from eyrie_pipelines.runner import JobFile\n"
+        "job = JobFile.model_validate_json(sys.argv[2])\n"
+        "local.start(Path(sys.argv[1]), job); print('started', flush=True); time.sleep(600)\n")
+    plane = subprocess.Popen([sys.executable, "-c", code, str(job_dir), job_file(spec_of()).model_dump_json()],
                              stdout=subprocess.PIPE)
     assert plane.stdout is not None
     plane.stdout.readline()
@@ -343,14 +346,14 @@ def test_a_run_outlives_the_process_that_started_it_and_is_found_again(job_dir: 
     wait_for_start(rehearsal, "capture")
     assert local.observe(job_dir).state == "running"
     with pytest.raises(Conflict):
-        local.start(job_dir, "job-1", spec_of())
+        local.start(job_dir, job_file(spec_of()))
     local.stop(job_dir)
     assert local.live_processes(job_dir) == []
 
 
 def test_two_leaders_in_one_job_directory_are_impossible(job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang"])
-    first = local.start(job_dir, "job-1", spec_of())
+    first = local.start(job_dir, job_file(spec_of()))
     second = subprocess.run([sys.executable, "-m", "eyrie_pipelines.local", "--job-dir", str(job_dir)],
                             capture_output=True, timeout=60, check=False)
     assert second.returncode == 3
@@ -363,12 +366,12 @@ def test_a_runner_asked_to_start_a_run_that_is_alive_leaves_it_alone(tmp_path: P
     rehearsal.plan(regenerate=["hang"])
     runner, job_dir = local.LocalRunner(tmp_path), tmp_path / "jobs" / "job-1"
     try:
-        runner.start("job-1", spec_of(), 1, None)
+        runner.start(job_file(spec_of()))
         first = runner.observe("job-1")
-        runner.start("job-1", spec_of(), 1, None)
+        runner.start(job_file(spec_of()))
         assert runner.observe("job-1") == first
         record = (job_dir / "run" / "run.json").rename(tmp_path / "aside")  # its leader has not written it yet
-        runner.start("job-1", spec_of(), 1, None)
+        runner.start(job_file(spec_of()))
         record.rename(job_dir / "run" / "run.json")
         assert runner.observe("job-1") == first
     finally:
@@ -378,13 +381,13 @@ def test_a_runner_asked_to_start_a_run_that_is_alive_leaves_it_alone(tmp_path: P
 def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_goes_on(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["hang", "ok"], train__base=["hang"])
-    first = local.start(job_dir, "job-1", spec_of())
+    first = local.start(job_dir, job_file(spec_of()))
     wait_for_start(rehearsal, "capture")
     os.kill(first.process.pid, signal.SIGKILL)
     assert wait_until(lambda: local.observe(job_dir).state == "gone", LIMIT_S)
     assert local.live_processes(job_dir)
     # What serves was looked up when the attempt began; a start after a death keeps it.
-    second = local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
+    second = local.start(job_dir, job_file(spec_of(), incumbent=INCUMBENT))
     assert load_job(str(job_dir)).incumbent is None
     assert second.starts == 1, "a stage has finished since"
     assert group_members(first.process.pid) == []
@@ -401,7 +404,7 @@ def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal:
             events.parent.mkdir(parents=True, exist_ok=True)
             record = ProgressRecord(time=datetime.now(UTC), done=done).model_dump_json()
             events.write_text(f'{record}\n{{"kind": "event", "torn')
-        handle = local.start(job_dir, "job-1", spec_of())
+        handle = local.start(job_dir, job_file(spec_of()))
         counted.append(handle.starts)
         assert wait_until(lambda number=number: rehearsal.starts().count("regenerate") == number + 1, LIMIT_S)  # type: ignore[misc]
         os.killpg(handle.process.pid, signal.SIGKILL)
@@ -415,7 +418,7 @@ def test_a_run_whose_record_is_damaged_or_lost_is_followed_and_stopped_all_the_s
     rehearsal.plan(regenerate=["hang"])
     runner, job_dir = local.LocalRunner(tmp_path), tmp_path / "jobs" / "job-1"
     try:
-        runner.start("job-1", spec_of(), 2, None)
+        runner.start(job_file(spec_of(), 2))
         first = runner.observe("job-1")
         record = job_dir / "run" / "run.json"
         record.unlink() if damage is None else record.write_bytes(damage)
@@ -433,7 +436,7 @@ def test_a_run_whose_record_is_damaged_or_lost_is_followed_and_stopped_all_the_s
 def test_a_damaged_job_file_is_written_again_by_the_next_start(job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang"])
     (job_dir / JOB_FILE).write_bytes(b"{")
-    local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
+    local.start(job_dir, job_file(spec_of(), incumbent=INCUMBENT))
     job = load_job(str(job_dir))
     assert (job.id, job.spec, job.incumbent) == ("job-1", spec_of(), INCUMBENT)
 
@@ -457,7 +460,7 @@ def test_a_leader_that_is_killed_before_its_record_is_started_again(
     killed.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(killed))
     with pytest.raises(Transient, match="killed by signal 9 before it wrote its record"):
-        local.start(job_dir, "job-1", spec_of())
+        local.start(job_dir, job_file(spec_of()))
     assert local.observe(job_dir).state == "none"
 
 

@@ -10,10 +10,19 @@ from pydantic import ValidationError
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, KubeflowSpec, ModelCacheSpec
 from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
-from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork, WorkArea
-from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
+from eyrie_api.v1alpha1.placement import (
+    HostPath,
+    JobPlacement,
+    Placement,
+    PlacementRequest,
+    S3Work,
+    SecretVariable,
+    Toleration,
+    VolumeWork,
+    WorkArea,
+)
 from eyrie_pipelines.placement import POD_ANNOTATION, compile_for
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE
+from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 
 S3 = S3Work(url="s3://bucket/eyrie", endpoint_url="http://minio:9000", credentials_secret="s3-keys",

@@ -20,8 +20,8 @@ from kfp.dsl.executor import Executor
 from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_pipelines import drafter, run_artifacts, steps
+from eyrie_api.v1alpha1.placement import JobPlacement
+from eyrie_pipelines import kfp_pipeline, run_artifacts
 from eyrie_pipelines.placement import compile_for
 from eyrie_pipelines.tasks import load_job
 from tests.kubeflow.interpreter import (
@@ -92,7 +92,7 @@ def run_through(job_dir: Path, objects: Path) -> Shown:
     pipeline = Pipeline.of(compile_for(profile, JobPlacement()))
     job = load_job(str(job_dir))
     arguments = arguments_of(pipeline, {"job_dir": str(job_dir), "spec_digest": digest_model(job),
-                                        "code_version": "v", **steps.run_parameters(job)})
+                                        "code_version": "v", **job.run_parameters()})
     seen: dict[str, Seen] = {}
     shown = Shown({}, {})
     while wave := list(startable(walk(pipeline, arguments, seen))):
@@ -106,7 +106,7 @@ def run_through(job_dir: Path, objects: Path) -> Shown:
 def _execute(pipeline: Pipeline, node: Node, objects: Path) -> Seen:
     handed = executor_input(pipeline, node, str(objects))
     written = objects / "written" / node.path / "output_metadata.json"
-    component = getattr(drafter, re.sub(r"\W", "_", node.component.removeprefix("comp-")))
+    component = getattr(kfp_pipeline, re.sub(r"\W", "_", node.component.removeprefix("comp-")))
     Executor({**handed, "outputs": {**handed["outputs"], "outputFile": str(written)}}, component).execute()
     files = {OUTPUT_FILE: written.read_bytes()}
     return Seen(State.SUCCEEDED, outputs_of(pipeline, node.component, files),

@@ -8,14 +8,14 @@ import httpx
 import pytest
 
 from eyrie_api.artifacts import digest_model, write_model
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
-from eyrie_api.v1alpha1.placement import Placement, VolumeWork
-from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.placement import JobPlacement, Placement, VolumeWork
 from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines import work_area
-from eyrie_pipelines.run_failure import read_failure
-from eyrie_pipelines.steps import JOB_FILE, JobFile
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, TRAINJOB_VARIABLE, num_processes, under_torchrun
+from eyrie_pipelines.run_records import read_failure
+from eyrie_pipelines.runner import JOB_FILE, JobFile
+from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE, TRAINJOB_VARIABLE, num_processes, under_torchrun
 from eyrie_pipelines.trainjob import (
     TrainJobClient,
     TrainJobRequest,
@@ -28,7 +28,7 @@ from eyrie_workers.catalog import SYNC_VARIABLE, command
 from tests.pipelines.conftest import Rehearsal, spec_of
 from tests.pipelines.test_placement import EVERYTHING, compiled, container, platform, variables
 
-ARGUMENTS = ["--job-dir", "/var/lib/eyrie/jobs/j", "--spec-digest", "sha256:0", "--candidate", "base"]
+ARGUMENTS = ["--job-dir", "/var/lib/eyrie/jobs/j", "--spec-digest", "sha256:0", "--key", "base"]
 
 
 def request(placement: Placement = EVERYTHING, nodes: int = 4) -> TrainJobRequest:
@@ -44,7 +44,7 @@ def test_a_trainjob_sets_number_of_nodes_command_resources_and_environment() -> 
                                   "kind": "ClusterTrainingRuntime"}
     trainer = spec["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 2)
-    assert trainer["command"] + trainer["args"] == ["python3", "-m", "eyrie_pipelines.train_node", *ARGUMENTS]
+    assert trainer["command"] + trainer["args"] == ["python3", "-m", "eyrie_pipelines.task_program", *ARGUMENTS]
     assert trainer["resourcesPerNode"] == {"requests": {"cpu": "500m", "memory": "2Gi"},
                                            "limits": {"cpu": "4", "memory": "64Gi", "nvidia.com/gpu": "2"}}
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in trainer["env"]
@@ -166,10 +166,10 @@ def test_a_node_whose_training_was_killed_does_not_fail_the_run_and_a_permanent_
         rehearsal: Rehearsal, job_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, final: bool) -> None:
     monkeypatch.setenv("PET_NNODES", "1")
     rehearsal.plan(train__base=[word])
-    job = JobFile(id="job-1", spec=spec_of(), attempt=1)
+    job = JobFile(id="job-1", resolved=derive(spec_of()), attempt=1)
     write_model(job_dir / JOB_FILE, job)
-    node = subprocess.run([sys.executable, "-m", "eyrie_pipelines.train_node", "--job-dir", str(job_dir),
-                           "--spec-digest", digest_model(job), "--candidate", "base"],
+    node = subprocess.run([sys.executable, "-m", "eyrie_pipelines.task_program", "train", "--job-dir", str(job_dir),
+                           "--spec-digest", digest_model(job), "--key", "base"],
                           capture_output=True, text=True, timeout=300)
     assert node.returncode != 0
     assert (read_failure(job_dir) is not None) == final, node.stderr

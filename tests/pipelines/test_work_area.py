@@ -22,6 +22,7 @@ from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreOptions, StoreUnavailable
 from eyrie_api.errors import Transient
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
@@ -38,9 +39,10 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import tasks, work_area
 from eyrie_pipelines.directory_sync import DirectorySync, _take_snapshot, join_parts
 from eyrie_pipelines.processes import wait_until
-from eyrie_pipelines.run_failure import RunFailure, StageFailed
+from eyrie_pipelines.run_records import RunFailure, StageFailed
+from eyrie_pipelines.runner import JobFile
 from eyrie_pipelines.stage_process import INTERRUPTED_EXIT_CODE
-from eyrie_pipelines.steps import JobFile, regenerate_spec
+from eyrie_pipelines.stage_specs import regenerate_spec
 from eyrie_workers.catalog import (
     CATALOG,
     LEDGER_PARTS,
@@ -68,7 +70,7 @@ class Pods:
     def __init__(self, home: Path, store: ArtifactStore, spec: JobSpec = SPEC, job_id: str = "job-1",
                  reuse: tuple[str, ...] = ()) -> None:
         self.job_dir, self.store = home / "jobs" / job_id, store
-        self.take(JobFile(id=job_id, spec=spec, reuse=reuse))
+        self.take(JobFile(id=job_id, resolved=derive(spec), reuse=reuse))
 
     def take(self, job: JobFile) -> None:
         """Be about that job."""
@@ -154,7 +156,7 @@ def test_a_hardware_profile_gets_the_drafter_the_proof_and_the_requests_of_the_f
         pods: Pods, rehearsal: Rehearsal) -> None:
     hardware = HardwareSpec(profiles=(PlacedProfile(name="one", price_per_hour=1.0),
                                       PlacedProfile(name="two", price_per_hour=2.0)))
-    pods.take(JobFile(id="job-1", spec=spec_of(prove=ProveSpec(hardware=hardware))))
+    pods.take(JobFile(id="job-1", resolved=derive(spec_of(prove=ProveSpec(hardware=hardware)))))
     trained = pods.run(tasks.train, pods.run(tasks.capture, pods.run(tasks.regenerate)), "base")
     assert pods.run(tasks.list_checkpoints, [trained]) == ["base-step-10", "base-step-20"]
     best = pods.run(tasks.select, [pods.run(tasks.benchmark, name) for name in ("base-step-10", "base-step-20")])
@@ -398,7 +400,7 @@ def artifact_in(store: ArtifactStore, prefix: str) -> dict[str, bytes]:
 
 def test_candidates_trained_together_in_one_pod_are_each_in_the_store_whichever_failed(
         pods: Pods, rehearsal: Rehearsal) -> None:
-    pods.take(JobFile(id="job-1", spec=sweeping_spec()))
+    pods.take(JobFile(id="job-1", resolved=derive(sweeping_spec())))
     store = pods.run(tasks.capture, pods.run(tasks.regenerate))
     rehearsal.plan(**{"train__c1-lr-0p001": ["permanent", "ok"]})
     with pytest.raises(StageFailed, match=r"lower train\.learning_rate"):
@@ -673,7 +675,7 @@ def test_the_model_cache_is_filled_in_the_first_stage_s_name_and_what_that_stage
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("EYRIE_MODEL_CACHE", str(environment / "models"))
-        pods.take(JobFile(id="job-1", spec=spec_of(target=TargetSpec(model="org/model"))))
+        pods.take(JobFile(id="job-1", resolved=derive(spec_of(target=TargetSpec(model="org/model")))))
         ledger = f"stages/regenerate/{ROWS_FILE}.parts/{0:015d}"
         pods.store.write(f"jobs/job-1/{ledger}", b"{}\n")
         assert pods.run(tasks.prefetch) == "org/model"

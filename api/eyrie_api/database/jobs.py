@@ -18,14 +18,14 @@ control plane itself.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import JsonValue
 from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
@@ -35,6 +35,7 @@ from eyrie_api.database.engine import Database, rowcount, upsert
 from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import DEFAULT_DEMAND, Demand, check_job
+from eyrie_api.database.quotas import check_job
 from eyrie_api.database.rendering import (
     ENDS,
     decode_cursor,
@@ -57,8 +58,8 @@ from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action, WebhookEvent
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import PlannedStages
 from eyrie_api.v1alpha1.records import WaitingPod
+from eyrie_api.v1alpha1.resolved import Demand, ResolvedJob
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
     Condition,

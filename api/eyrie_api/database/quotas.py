@@ -1,7 +1,7 @@
 """Quotas of projects, checked inside the transaction that would use more, and the DrafterJobs that wait for one.
 
 Usage is counted from the rows. GPUs and replicas depend on the cluster profile, which is not in the database:
-`eyrie_api.submission.demand` computes them when a request is accepted, and the rows keep them.
+`eyrie_api.submission.resolve` computes them when a request is accepted, and the rows keep them.
 
 Race: two concurrent requests could both pass as the last one allowed; so where a limit is set, the project's row is
 locked until the transaction ends. Without a limit the check costs one read.
@@ -13,6 +13,7 @@ would charge for waiting.
 from dataclasses import dataclass
 
 from sqlalchemy import delete, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import SYSTEM, Scope

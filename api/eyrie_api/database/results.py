@@ -24,11 +24,9 @@ from eyrie_api.decisions.leaderboard import (
     select,
     select_best,
 )
-from eyrie_api.decisions.sweep import axes_by_candidate
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
 from eyrie_api.v1alpha1.status import Leaderboard
-from eyrie_api.v1alpha1.sweep import SweepSpec
 
 
 @dataclass(frozen=True)
@@ -109,12 +107,12 @@ class Results:
 
     def _with_axes(self, entries: Sequence[LeaderboardEntry]) -> tuple[LeaderboardEntry, ...]:
         """With what the sweeps of their jobs say. Race: a job that was deleted since its results were read has none."""
-        query = query_of(JobRow.id, JobRow.spec).where(JobRow.id.in_({one.job_id for one in entries}))
+        query = query_of(JobRow.id, JobRow.submission).where(JobRow.id.in_({entry.job_id for entry in entries}))
         with self._database.reading() as session:
-            axes = {job_id: axes_by_candidate(SweepSpec.model_validate(spec.get("sweep", {})))
-                    for job_id, spec in session.execute(query)}
-        return tuple(one.model_copy(update={"axes": axes.get(one.job_id, {}).get(one.candidate, {})})
-                     for one in entries)
+            axes = {(job_id, candidate["name"]): candidate["axes"] for job_id, kept in session.execute(query)
+                    if kept is not None for candidate in kept["resolved"]["candidates"]}
+        return tuple(entry.model_copy(update={"axes": axes.get((entry.job_id, entry.candidate), {})})
+                     for entry in entries)
 
 
 def _result(row: ResultRow) -> Result:

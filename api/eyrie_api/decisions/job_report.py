@@ -1,11 +1,17 @@
-"""Everything that was measured of a job, from the manifests of its finished stages. Pure."""
+"""What a job has measured so far, from the manifests of its finished stages, and its plan against what they took. Pure.
 
-from collections.abc import Sequence
+The plan is the one that the job was accepted with. It has the parts of a stage one after the other; actual time is that
+in which any part ran.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.decisions.hardware_choice import hardware_of
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.plan import Plan, PlannedStages, StageComparison, StagePlan, TimeLeft
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
@@ -15,7 +21,11 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_api.v1alpha1.status import Job, JobReport
+from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.status import Job, JobReport, StageStatus
+
+LEAST_LEFT_S = 600.0
+"""On CPUs a plan does not count the start of programs and the loading of models: less is not shown."""
 
 
 def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[LeaderboardEntry, ...]) -> JobReport:
@@ -38,3 +48,77 @@ def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[L
             job.spec.prove.hardware, [report for report in reports if isinstance(report, HardwareMeasurement)]),
         leaderboard=leaderboard, decision=job.status.decision, endpoint=job.status.endpoint,
         devices_per_server=job.spec.engine.tp_size)
+
+
+def planned_and_actual(plan: PlannedStages, stages: Sequence[StageStatus], sizes: Mapping[str, int],
+                       now: datetime) -> tuple[StageComparison, ...]:
+    """A row for every stage of the plan or the job, in order. `sizes`: bytes of the files of a stage."""
+    planned, found = _by_stage(plan), []
+    for stage in STAGES:
+        boxes = [one for one in stages if one.stage == stage]
+        if stage not in planned and not boxes:
+            continue
+        spans = [(one.started_at, one.finished_at or now) for one in boxes if one.started_at is not None]
+        is_over = bool(boxes) and all(one.state in ("Succeeded", "Skipped") for one in boxes)
+        found.append(StageComparison(
+            stage=stage, planned=planned.get(stage), seconds=_covered_s(spans) if spans else None,
+            is_running=any(one.state == "Running" for one in boxes),
+            size_bytes=sizes.get(stage) if is_over else None))
+    return tuple(found)
+
+
+def time_left(planned: Plan | None, stages: Sequence[StageStatus], now: datetime) -> TimeLeft | None:
+    """About what a running job will still take: for every stage what was planned less what it has taken, and of a
+    running one at least what it expects of the phase that it is in. None without a plan, and for less than
+    `LEAST_LEFT_S`."""
+    if planned is None:
+        return None
+    left = [_left_of(part, [one for one in stages if one.stage == name], now)
+            for name, part in _by_stage(planned).items()]
+    lows, highs = [one.low for one in left if one.low is not None], [one.high for one in left if one.high is not None]
+    ranged = len(lows) == len(left)
+    found = TimeLeft(seconds=sum(one.seconds for one in left), low=sum(lows) if ranged else None,
+                     high=sum(highs) if ranged else None)
+    return found if found.seconds >= LEAST_LEFT_S else None
+
+
+def _left_of(part: StagePlan, boxes: Sequence[StageStatus], now: datetime) -> TimeLeft:
+    if boxes and all(one.state in ("Succeeded", "Skipped") for one in boxes):
+        return TimeLeft(seconds=0.0, low=0.0, high=0.0)
+    taken = _covered_s([(one.started_at, one.finished_at or now) for one in boxes if one.started_at is not None])
+    expected = max((one.progress.eta_s or 0.0 for one in boxes if one.state == "Running" and one.progress is not None),
+                   default=0.0)
+
+    def rest(hours: float) -> float:
+        return max(expected, hours * 3600 - taken)
+
+    ends = part.hours_range
+    return TimeLeft(seconds=rest(part.hours), low=None if ends is None else rest(ends.low),
+                    high=None if ends is None else rest(ends.high))
+
+
+def _by_stage(plan: Plan | PlannedStages) -> dict[str, StagePlan]:
+    """The rows of a stage, one for each hardware profile, together, as their time is."""
+    found: dict[str, StagePlan] = {}
+    for one in plan.stages:
+        found[one.stage] = _added(found[one.stage], one) if one.stage in found else one
+    return found
+
+
+def _added(first: StagePlan, second: StagePlan) -> StagePlan:
+    """Both one after the other; the range where both have one."""
+    ranges = (first.hours_range, second.hours_range)
+    return first.model_copy(update={
+        "hours": first.hours + second.hours, "bytes_on_disk": first.bytes_on_disk + second.bytes_on_disk,
+        "hours_range": None if ranges[0] is None or ranges[1] is None else Interval(
+            low=ranges[0].low + ranges[1].low, high=ranges[0].high + ranges[1].high)})
+
+
+def _covered_s(spans: Iterable[tuple[datetime, datetime]]) -> float:
+    """Seconds that at least one span covers: parts that run together are not counted twice, pauses not at all."""
+    total, end = 0.0, None
+    for start, stop in sorted(spans):
+        begin = start if end is None else max(start, end)
+        total += max(0.0, (stop - begin).total_seconds())
+        end = stop if end is None else max(stop, end)
+    return total

@@ -1,8 +1,7 @@
 """Estimates the tokens, bytes on disk and hours of a job before it runs. Pure; every assumption is listed in the plan.
 
-    plan_facts     sizes of the target and of the data
-    plan_work      rows, tokens and bytes of the job
-    plan_stages    each stage at given rates
+    plan_work      sizes of target and data; rows, tokens and bytes of the job
+    plan_stages    each stage at given rates, and its use of an object store
 
 The rates are those of the GPUs that the job requests (`decisions.hardware`), with a range; without GPUs they are
 settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
@@ -11,11 +10,11 @@ settings with measured defaults, and a plan is accurate to about a factor of two
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from eyrie_api.decisions.families import description
 from eyrie_api.decisions.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu, start_seconds
-from eyrie_api.decisions.plan_facts import DataFacts, TargetFacts
 from eyrie_api.decisions.plan_stages import (
+    ObjectStore,
     hours_of,
+    month_cost,
     plan_benchmark,
     plan_capture,
     plan_prove,
@@ -24,36 +23,37 @@ from eyrie_api.decisions.plan_stages import (
     plan_tune,
     starts,
     store_transfers,
+    with_store_use,
 )
 from eyrie_api.decisions.plan_work import (
     ASSUMED_GPU_BYTES,
+    DataFacts,
     PlannedWork,
-    planned_gpu,
+    TargetFacts,
     training_gpus,
     training_on_gpus,
 )
-from eyrie_api.decisions.store_cost import ObjectStore, month_cost, with_store_use
-from eyrie_api.decisions.sweep import Candidate, families_of
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.capture import ID_AND_MASK_BYTES
 from eyrie_api.v1alpha1.data import FEW_ROWS
 from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.placement import StageKey
 from eyrie_api.v1alpha1.plan import Assumption, Plan, Present, StagePlan
-from eyrie_api.v1alpha1.requests import PlacementRequest, StageKey
+from eyrie_api.v1alpha1.resolved import ResolvedJob
+from eyrie_api.v1alpha1.targets import ELEMENT_BYTES
 
 STAGES: tuple[StageKey, ...] = get_args(StageKey)
 _LITTLE_OF_THE_UNION = 0.5
 """Share of the captured rows below which a draw for `data.mix` is warned of."""
 
 
-def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: TargetFacts, free_bytes: int | None, *,
+def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
               gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None) -> Plan:
-    """The cost of `spec` and its sweep's candidates for a target, stage by stage.
+    """The cost of a job with all its candidates for a target, stage by stage.
 
     free_bytes        free space where the job would write, None when unknown
     rates             of this machine, if they were set; by default those of the GPUs that the job requests, or measured
@@ -62,14 +62,13 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
     gpu_hour_prices   by node label of the type
     store             where the job's stages exchange files; None: on this machine, or on a volume
     """
-    data_facts = data_facts or DataFacts()
-    work = PlannedWork(spec, target_facts, data_facts, candidates)
-    counts: dict[str, int] = {stage: _stage_gpus(spec, stage, len(candidates), on_gpus) for stage in STAGES}
+    work = PlannedWork(job, target_facts, data_facts or DataFacts())
+    counts: dict[str, int] = {stage: _stage_gpus(job, stage, on_gpus) for stage in STAGES}
     used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected") for stage in STAGES}
-    stages = _stages(work, candidates, used, counts, "expected")
+    stages = _stages(work, used, counts, "expected")
     if rates is None and any(counts.values()):
-        slow, fast = (_stages(work, candidates, {stage: _rates_of(work, stage, counts[stage], speed)
-                                                 for stage in STAGES}, counts, speed) for speed in ("low", "high"))
+        slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in STAGES}, counts,
+                              speed) for speed in ("low", "high"))
         stages = tuple(_on_gpus(work, one, counts[one.stage], gpu_hour_prices or {}, (least.hours, most.hours))
                        if counts[one.stage] else one.model_copy(update={"bound_by": ""})
                        for one, least, most in zip(stages, fast, slow, strict=True))
@@ -77,13 +76,13 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         stages = tuple(one.model_copy(update={"bound_by": ""}) for one in stages)
     stages += _hardware(work, rates, counts["prove"])
     if store is not None:
-        stages = with_store_use(stages, store_transfers(work, candidates, store), store)
+        stages = with_store_use(stages, store_transfers(work, store), store)
     uses = [stage.store for stage in stages if stage.store is not None]
     ranges = [use.cost_range for use in uses if use.cost_range is not None]
     total = sum(stage.bytes_on_disk for stage in stages)
-    warnings = list(_warnings(work, candidates))
+    warnings = list(_warnings(work))
     if rates is None:
-        warnings += _unknown_gpus(spec, counts)
+        warnings += _unknown_gpus(job, counts)
     fits = None if free_bytes is None else total <= free_bytes
     if fits is False:
         warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
@@ -99,53 +98,52 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         total_store_cost=sum(use.cost or 0.0 for use in uses) if ranges else None,
         total_store_cost_range=Interval(low=sum(one.low for one in ranges), high=sum(one.high for one in ranges))
         if ranges else None, store_month_cost=None if store is None else month_cost(total, store),
-        assumptions=(*_assumptions(work, candidates, used, counts), *_store_assumptions(store)),
+        assumptions=(*_assumptions(work, used, counts), *_store_assumptions(store)),
         warnings=tuple(warnings), present=present,
-        notes=(*((present.words,) if present else ()), *(description(family) for family in families_of(candidates)),
+        notes=(*((present.words,) if present else ()), *map(_description, job.families),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
-                 for rival in spec.benchmarked_rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
+                 for rival in job.rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
 
 
-def _stages(work: PlannedWork, candidates: Sequence[Candidate], rates: Mapping[str, Rates], counts: Mapping[str, int],
+def _description(family: str) -> str:
+    row = FAMILIES[family]
+    engine = (f"SGLang serves it as {row.sglang_algorithm}" if row.sglang_algorithm
+              else "served by the embedded engine alone")
+    return (f"{family}: for {row.best_for}; drafting takes {row.drafting_cost}; {row.quickstart_speedup:.2f}x on the "
+            f"quickstart target, trained for 100 s; {engine}")
+
+
+def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, int],
             speed: Speed) -> tuple[StagePlan, ...]:
     """At these rates, with the starts of those that compute on GPUs."""
-    computing = (
-        plan_regenerate(work, rates["regenerate"]), plan_capture(work, rates["capture"]),
-        plan_train(work, candidates, rates["train"]), plan_benchmark(work, candidates, rates["benchmark"]),
-        plan_tune(work, rates["tune"]), plan_prove(work, rates["prove"]))
-    started = _starts(work, candidates, counts)
-    return tuple(one if stage not in started else one.model_copy(update={
-        "hours": one.hours + started[stage] * _start_s(work, stage, speed) / 3600})
-        for one, stage in zip(computing, STAGES, strict=True))
+    plans = {"regenerate": plan_regenerate, "capture": plan_capture, "train": plan_train, "benchmark": plan_benchmark,
+             "tune": plan_tune, "prove": plan_prove}
+    started, stages = _starts(work, counts), []
+    for stage in STAGES:
+        plan = plans[stage](work, rates[stage])
+        start_s = started.get(stage, 0) * _start_s(work, stage, speed)
+        stages.append(plan.model_copy(update={"hours": plan.hours + start_s / 3600}))
+    return tuple(stages)
 
 
-def _starts(work: PlannedWork, candidates: Sequence[Candidate], counts: Mapping[str, int]) -> dict[StageKey, int]:
+def _starts(work: PlannedWork, counts: Mapping[str, int]) -> dict[StageKey, int]:
     """Of the stages that compute on GPUs."""
     servers = max(1, counts["benchmark"] // work.spec.engine.tp_size)
-    return {stage: number for stage, number in starts(work, candidates, servers).items()
+    return {stage: number for stage, number in starts(work, servers).items()
             if number and counts[stage]}
 
 
 def _start_s(work: PlannedWork, stage: StageKey, speed: Speed) -> float:
     is_server = work.spec.engine.kind == "sglang" and stage not in ("capture", "train")
-    return start_seconds(speed, is_server=is_server, weight_bytes=_weight_bytes(work))
+    return start_seconds(speed, is_server=is_server, weight_bytes=work.weight_bytes)
 
 
-def _weight_bytes(work: PlannedWork) -> int:
-    return work.target.parameters * (4 if work.spec.resolved_target.dtype == "float32" else 2)
-
-
-def _stage_gpus(spec: JobSpec, stage: StageKey, num_candidates: int, on_gpus: bool) -> int:
+def _stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
     """GPUs that a stage computes on together; 0: CPUs. On one machine an engine's GPUs are those of every stage."""
-    request = spec.placement.stages.get(stage, PlacementRequest())
-    placed = request.num_gpus if request.num_gpus is not None else spec.placement.every.num_gpus
+    placed = job.gpus[stage].num_gpus
     if placed is None:
-        return spec.engine.num_gpus or int(on_gpus)
-    return training_gpus(spec, num_candidates) if stage == "train" else placed
-
-
-def _label(spec: JobSpec, stage: StageKey) -> str | None:
-    return spec.placement.stages.get(stage, PlacementRequest()).gpu_type or spec.placement.every.gpu_type
+        return job.spec.engine.num_gpus or int(on_gpus)
+    return training_gpus(job) if stage == "train" else placed
 
 
 def _rates_of(work: PlannedWork, stage: StageKey, num_gpus: int, speed: Speed) -> Rates:
@@ -156,20 +154,20 @@ def _rates_of(work: PlannedWork, stage: StageKey, num_gpus: int, speed: Speed) -
     together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else spec.engine.tp_size
     loads = {"regenerate": spec.regenerate.concurrency, "benchmark": max(spec.benchmark.concurrencies, default=1),
              "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.loads, default=1)}
-    return _gpu_rates(work, _label(spec, stage), speed, together,
+    return _gpu_rates(work, work.job.gpus[stage].gpu_type, speed, together,
                       together if stage == "benchmark" else spec.engine.tp_size, int(loads.get(stage, 1)))
 
 
 def _gpu_rates(work: PlannedWork, label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int) -> Rates:
     return gpu_rates(
         known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch,
-        weight_bytes=4 if work.spec.resolved_target.dtype == "float32" else 2,
+        weight_bytes=ELEMENT_BYTES[work.job.target.dtype],
         active_share=work.target.active_parameters / work.target.parameters)
 
 
 def _on_gpus(work: PlannedWork, plan: StagePlan, num_gpus: int, prices: Mapping[str, float],
              hours_range: tuple[float, float]) -> StagePlan:
-    label = _label(work.spec, plan.stage)  # type: ignore[arg-type]
+    label = work.job.gpus[plan.stage].gpu_type  # type: ignore[index]
     price = prices.get(label or "")
     return plan.model_copy(update={
         "num_gpus": num_gpus, "gpu_type": (known_gpu(label) or ASSUMED).name,
@@ -198,7 +196,7 @@ def _hardware(work: PlannedWork, rates: Rates | None, default_gpus: int) -> tupl
     found = []
     for one in hardware.profiles:
         num_gpus = default_gpus if one.placement.num_gpus is None else one.placement.num_gpus
-        label = one.placement.gpu_type or _label(work.spec, "prove")
+        label = one.placement.gpu_type or work.job.gpus["prove"].gpu_type
         plan = StagePlan(stage="hardware", key=one.name, tokens=alone + together, bytes_on_disk=0,
                          hours=hours(rates or Rates()))
         if rates is None and num_gpus:
@@ -234,8 +232,8 @@ def _bottleneck(stages: Sequence[StagePlan]) -> str:
     return f"{slowest.stage} takes {slowest.hours / total:.0%} of the time{limited}"
 
 
-def _unknown_gpus(spec: JobSpec, counts: Mapping[str, int]) -> list[str]:
-    labels = {_label(spec, stage) for stage in STAGES if counts[stage]}
+def _unknown_gpus(job: ResolvedJob, counts: Mapping[str, int]) -> list[str]:
+    labels = {job.gpus[stage].gpu_type for stage in STAGES if counts[stage]}
     unknown = sorted(label or "none" for label in labels if known_gpu(label) is None)
     if not unknown:
         return []
@@ -243,8 +241,8 @@ def _unknown_gpus(spec: JobSpec, counts: Mapping[str, int]) -> list[str]:
             "name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS"]
 
 
-def _warnings(work: PlannedWork, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    found = []
+def _warnings(work: PlannedWork) -> tuple[str, ...]:
+    found, job = [], work.job
     if work.data.prompt_tokens is None:
         found.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
     capture = work.spec.capture
@@ -257,15 +255,15 @@ def _warnings(work: PlannedWork, candidates: Sequence[Candidate]) -> tuple[str, 
     if work.prompt + work.answer > work.spec.capture.max_length:
         found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
                      f"{work.spec.capture.max_length}")
-    stored, asked = work.target.dtype, work.spec.target.dtype
+    stored, asked = work.target.dtype, job.target.dtype
     if work.num_gpus and asked == "float32" and stored in ("bfloat16", "float16"):
         found.append(f"target.dtype is float32 and the checkpoint stores {stored}, which takes half of the "
                      f"memory: set target.dtype {stored}")
-    unknown = sorted({one.drafter.family for one in candidates if not FAMILIES[one.drafter.family].step_cost_known})
+    unknown = sorted(family for family in job.families if not FAMILIES[family].step_cost_known)
     if work.num_gpus and unknown:
         found.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a GPU "
                      "run out of it, lower train.max_tokens_per_gpu")
-    smallest = min(work.step_tokens(candidate) for candidate in candidates)
+    smallest = min(map(work.step_tokens, job.candidates))
     if work.trained < 10 * smallest:
         found.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
     if work.rows < FEW_ROWS:
@@ -285,9 +283,8 @@ def _why_stored(work: PlannedWork) -> str:
     return "capture.codec" if work.spec.capture.max_bytes is None else "capture.max_bytes"
 
 
-def _assumptions(work: PlannedWork, candidates: Sequence[Candidate], used: Mapping[str, Rates],
-                 counts: Mapping[str, int]) -> tuple[Assumption, ...]:
-    target, data, dtype = work.target, work.data, work.spec.resolved_target.dtype
+def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
+    target, data, job = work.target, work.data, work.job
 
     def say(name: str, value: float, unit: str, source: str) -> Assumption:
         return Assumption(name=name, value=float(value), unit=unit, source=source)
@@ -299,20 +296,20 @@ def _assumptions(work: PlannedWork, candidates: Sequence[Candidate], used: Mappi
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
-        say("target weights", *_in_unit(_weight_bytes(work)),
-            f"{dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
-        say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
-            f"estimated for candidate {candidates[0].name}"),
+        say("target weights", *_in_unit(work.weight_bytes),
+            f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
+        say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
+            f"estimated for candidate {job.candidates[0].name}"),
         say("states of every token", work.num_aux, "layers",
-            f"what {', '.join(families_of(candidates))} read"
+            f"what {', '.join(job.families)} read"
             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
         say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
             f"{work.stored.name}: {_why_stored(work)}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
-        say("candidates", len(candidates), "drafters", "sweep"),
-        *_training_memory(work, candidates),
+        say("candidates", len(job.candidates), "drafters", "sweep"),
+        *_training_memory(work),
         *_rates_named(used, counts),
-        *_starts_named(_starts(work, candidates, counts), work),
+        *_starts_named(_starts(work, counts), work),
     )
 
 
@@ -327,17 +324,17 @@ def _starts_named(started: Mapping[StageKey, int], work: PlannedWork) -> tuple[A
                        source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
 
 
-def _training_memory(work: PlannedWork, candidates: Sequence[Candidate]) -> tuple[Assumption, ...]:
+def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
     """Tokens of a step, and on GPUs the memory that the candidate with the highest need takes of each."""
-    trainings = [found for candidate in candidates
-                 if (found := training_on_gpus(work, candidate)) is not None]
+    candidates = work.job.candidates
+    trainings = [found for candidate in candidates if (found := training_on_gpus(work, candidate)) is not None]
     given = candidates[0].train.max_tokens_per_batch is not None
     tokens = Assumption(
         name="tokens per training step", value=float(work.step_tokens(candidates[0])), unit="tokens",
         source="train.max_tokens_per_batch" if given else f"default for {work.num_gpus} GPUs (0: on CPUs)")
     if not trainings:
         return (tokens,)
-    device = gpu_bytes(planned_gpu(work.spec))
+    device = gpu_bytes(work.job.gpus["train"].gpu_type)
     assumed = "" if device else "; for a GPU of 80 GB: placement names none"
     highest = max(trainings, key=lambda one: one.need(device or ASSUMED_GPU_BYTES).total)
     need = highest.need(device or ASSUMED_GPU_BYTES)

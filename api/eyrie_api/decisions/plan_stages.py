@@ -1,27 +1,43 @@
-"""Tokens, bytes and hours of each stage, at given rates. Pure.
+"""Tokens, bytes and hours of each stage, at given rates, and what it costs in the object store of a cluster. Pure.
 
 Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training those of
 `decisions.training_cost` where it describes the family's step, else 6 per drafter parameter and pass of a token through
 the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. Hours are of stages, and of a
 stage's parts, one after the other. On GPUs each start of a program or server with the target (`starts`) is added by
 `decisions.plan`; on CPUs it is not counted, and is most of a job of minutes.
+
+The use of an object store is objects, requests, bytes read, and the time that bytes stay. Counted is what grows with
+the job: answers, hidden states and exported drafters, in parts as the store transfers them. Not counted are single
+small files, and the uploads of unfinished work, which depend on how often a pod is killed. States stay from capture to
+the end of the job, and after it until `eyrie storage --clean` removes them: a plan says what each month costs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.decisions.hardware import Rates
 from eyrie_api.decisions.plan_work import PlannedWork, share_of_steps, shared_tokens, tokens_seen, training_flops
 from eyrie_api.decisions.store_cost import ObjectStore, StageTransfer
 from eyrie_api.decisions.sweep import Candidate, may_train_together
 from eyrie_api.v1alpha1.capture import ID_AND_MASK_BYTES
 from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.decisions.sweep import may_train_together
+from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import StagePlan
-from eyrie_api.v1alpha1.requests import StageKey
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.placement import StageKey
+from eyrie_api.v1alpha1.plan import StagePlan, StoreUse
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.tuning import TuneSpec
+
+_HOURS_PER_MONTH = 730.0
+_SMALL_FILES = 4
+"""Manifest, log, events and spec of a stage."""
 
 ROW_JSON_BYTES_PER_TOKEN = 6
 """Token ids as decimal text with a comma."""
@@ -39,16 +55,16 @@ def _store_hours(num_bytes: float, rates: Rates) -> float:
     return 0.0 if rates.store_bytes_per_s is None else num_bytes / rates.store_bytes_per_s / _SECONDS_PER_HOUR
 
 
-def starts(work: PlannedWork, candidates: Sequence[Candidate], servers: int) -> dict[StageKey, int]:
+def starts(work: PlannedWork, servers: int) -> dict[StageKey, int]:
     """How often the target is loaded in each stage, one after the other, where `servers` of it run side by side in the
     benchmark. In SGLang settings of a drafter are arguments of a server, so each is a start."""
     spec = work.spec
     if spec.engine.kind != "sglang":
         benchmark = tune = prove = 1
     else:
-        benchmark = math.ceil(_checkpoints(spec, candidates) / servers) + 1
-        tune = _variants(spec.tune) * (1 + _tunes_rival(spec))
-        prove = 2 + _tunes_rival(spec)
+        benchmark = math.ceil(_checkpoints(work.job) / servers) + 1
+        tune = _variants(spec.tune) * (1 + work.job.rivals_to_tune)
+        prove = 2 + work.job.rivals_to_tune
     is_answered = spec.data.answered or work.present >= work.rows
     return {"regenerate": 0 if is_answered else 1, "capture": 0 if work.streamed else 1, "train": int(work.streamed),
             "benchmark": benchmark, "tune": tune, "prove": prove}
@@ -78,30 +94,29 @@ def plan_capture(work: PlannedWork, rates: Rates) -> StagePlan:
                      hours=max(computing, storing), bound_by="compute" if computing >= storing else "storage")
 
 
-def plan_train(work: PlannedWork, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
+def plan_train(work: PlannedWork, rates: Rates) -> StagePlan:
     """All candidates, with the states that they read or that the target computes for them."""
     tokens = num_bytes = 0
-    hours, share = 0.0, share_of_steps(work.spec, candidates)
-    for candidate in candidates:
-        train = candidate.train
+    hours, share = 0.0, share_of_steps(work)
+    for candidate in work.job.candidates:
         seen = tokens_seen(work, candidate)
         tokens += round(seen * share)
         hours += hours_of(training_flops(work, candidate, round(seen * share)), rates.train)
         # Exported checkpoints, and one resumable state: weights and two moments.
-        num_bytes += work.target.drafter_parameters(candidate) * 4 * (train.num_checkpoints + 3)
+        num_bytes += work.drafter(candidate).parameters * 4 * (candidate.train.num_checkpoints + 3)
     reading = 0.0
     if work.streamed:
-        hours += hours_of(shared_tokens(work, candidates) * work.flops_per_token, rates.prefill)
+        hours += hours_of(shared_tokens(work) * work.flops_per_token, rates.prefill)
     else:
-        shared = shared_tokens(work, candidates) * (work.state_bytes + ID_AND_MASK_BYTES)
+        shared = shared_tokens(work) * (work.state_bytes + ID_AND_MASK_BYTES)
         reading = _store_hours(shared, rates)
     return StagePlan(stage="train", tokens=tokens, bytes_on_disk=num_bytes, hours=max(hours, reading),
                      bound_by="compute" if hours >= reading else "storage")
 
 
-def plan_benchmark(work: PlannedWork, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
+def plan_benchmark(work: PlannedWork, rates: Rates) -> StagePlan:
     """Every checkpoint and rival, each with its baseline."""
-    checkpoints = _checkpoints(work.spec, candidates)
+    checkpoints = _checkpoints(work.job)
     alone = checkpoints * _suite_tokens(work.spec)
     together = checkpoints * _concurrent_tokens(work.spec)
     return StagePlan(stage="benchmark", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
@@ -109,9 +124,9 @@ def plan_benchmark(work: PlannedWork, candidates: Sequence[Candidate], rates: Ra
                      + hours_of(together * work.flops_per_token, rates.decode))
 
 
-def _checkpoints(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
+def _checkpoints(job: ResolvedJob) -> int:
     """Rivals are benchmarked like checkpoints; no drafter is the baseline of each."""
-    return sum(candidate.train.num_checkpoints for candidate in candidates) + len(spec.benchmarked_rivals)
+    return sum(candidate.train.num_checkpoints for candidate in job.candidates) + len(job.rivals)
 
 
 def _suite_tokens(spec: JobSpec) -> int:
@@ -138,7 +153,7 @@ def plan_tune(work: PlannedWork, rates: Rates) -> StagePlan:
     raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
     confirmed = _suite_tokens(work.spec)
     hours = min(hours_of(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
-    tuned = 1 + _tunes_rival(work.spec)
+    tuned = 1 + work.job.rivals_to_tune
     return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=tuned * (hours + hours_of(confirmed * work.flops_per_token, rates.single)))
 
@@ -146,10 +161,6 @@ def plan_tune(work: PlannedWork, rates: Rates) -> StagePlan:
 def _variants(tune: TuneSpec) -> int:
     """Settings that are measured at one concurrency, off among them."""
     return tune.trials(len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1)
-
-
-def _tunes_rival(spec: JobSpec) -> bool:
-    return spec.promotion.beat == "rivals" and bool(spec.rival_drafters)
 
 
 def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
@@ -169,7 +180,7 @@ def plan_prove(work: PlannedWork, rates: Rates) -> StagePlan:
     """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
     and without the drafter, and with a rival that the winner has to beat."""
     prove = work.spec.prove
-    each = (2 + _tunes_rival(work.spec)) * prove.requests * prove.max_new_tokens
+    each = (2 + work.job.rivals_to_tune) * prove.requests * prove.max_new_tokens
     together = each * sum(load > 1 for load in prove.loads)
     alone = (each * (sum(load <= 1 for load in prove.loads) + bool(prove.system_prompt))
              + 3 * prove.parity_prompts * prove.max_new_tokens)
@@ -178,22 +189,89 @@ def plan_prove(work: PlannedWork, rates: Rates) -> StagePlan:
                      + hours_of(together * work.flops_per_token, rates.decode))
 
 
-def store_transfers(work: PlannedWork, candidates: Sequence[Candidate], store: ObjectStore) -> dict[str, StageTransfer]:
+@dataclass(frozen=True)
+class ObjectStore:
+    """Where the jobs of a cluster exchange files."""
+
+    prices: StorePrices | None
+    """None: nothing is known of them."""
+
+    ranged: bool
+    """Hidden states stay there and are read by ranges (`placement.work.states`)."""
+
+    part_bytes: int
+    """Of one request."""
+
+    def parts(self, size_bytes: float) -> int:
+        """Requests that read so many bytes."""
+        return math.ceil(size_bytes / self.part_bytes)
+
+    def put_requests(self, size_bytes: float) -> int:
+        """Requests that write one object: one, or its parts with their beginning and their end."""
+        parts = self.parts(size_bytes)
+        return parts + 2 if parts > 1 else 1
+
+
+@dataclass(frozen=True)
+class StageTransfer:
+    """What one stage writes and reads."""
+
+    objects: int = 0
+    put_requests: int = 0
+    get_requests: int = 0
+    read_bytes: int = 0
+
+
+def with_store_use(stages: tuple[StagePlan, ...], transfers: Mapping[str, StageTransfer],
+                   store: ObjectStore) -> tuple[StagePlan, ...]:
+    """The stages with their use of the store. What a stage wrote stays until the last one; while it is being written,
+    half of it on average is there."""
+    found, before = [], 0
+    for one in stages:
+        moved = transfers.get(one.stage, StageTransfer())
+        objects = moved.objects + _SMALL_FILES
+        puts, gets = moved.put_requests + _SMALL_FILES, moved.get_requests + _SMALL_FILES
+        held = before + one.bytes_on_disk / 2
+
+        def money(hours: float, held: float = held, puts: int = puts, gets: int = gets,
+                  read: int = moved.read_bytes) -> float | None:
+            prices = store.prices
+            return None if prices is None else (
+                held / 1e12 * hours / _HOURS_PER_MONTH * prices.storage + puts / 1e6 * prices.put
+                + gets / 1e6 * prices.get + read / 1e12 * prices.traffic)
+
+        low, high = ((one.hours_range.low, one.hours_range.high) if one.hours_range is not None
+                     else (one.hours, one.hours))
+        least, most = money(low), money(high)
+        found.append(one.model_copy(update={"store": StoreUse(
+            objects=objects, put_requests=puts, get_requests=gets, read_bytes=moved.read_bytes, cost=money(one.hours),
+            cost_range=None if least is None or most is None else Interval(low=least, high=most))}))
+        before += one.bytes_on_disk
+    return tuple(found)
+
+
+def month_cost(stored_bytes: int, store: ObjectStore) -> float | None:
+    """Of what a job leaves in the store, for a month."""
+    return None if store.prices is None else stored_bytes / 1e12 * store.prices.storage
+
+
+def store_transfers(work: PlannedWork, store: ObjectStore) -> dict[str, StageTransfer]:
     """What each stage writes to the object store and reads of it."""
     spec, rows_bytes = work.spec, (round(work.rows * (work.prompt + work.answer)) * ROW_JSON_BYTES_PER_TOKEN)
     per_token = work.state_bytes + ID_AND_MASK_BYTES
     states = work.captured * ID_AND_MASK_BYTES if work.streamed else work.store_bytes
     shards = max(1, math.ceil(states / spec.capture.shard_size_bytes))
     per_row = store.parts(work.row_tokens * per_token)
-    drafters = [work.target.drafter_parameters(one) * 4 for one in candidates]
+    candidates = work.job.candidates
+    drafters = [work.drafter(candidate).parameters * 4 for candidate in candidates]
     together = may_train_together(spec.sweep)
     if store.ranged and not work.streamed:
-        read = round(shared_tokens(work, candidates) * per_token)
-        gets = round(shared_tokens(work, candidates) / max(1.0, work.row_tokens)) * per_row + shards
+        read = round(shared_tokens(work) * per_token)
+        gets = round(shared_tokens(work) / max(1.0, work.row_tokens)) * per_row + shards
     else:
         read = states * (1 if together else len(candidates))
         gets = store.parts(read)
-    exported = [(size, one.train.num_checkpoints) for one, size in zip(candidates, drafters, strict=True)]
+    exported = [(size, candidate.train.num_checkpoints) for candidate, size in zip(candidates, drafters, strict=True)]
     one_drafter = StageTransfer(get_requests=store.parts(max(drafters)), read_bytes=max(drafters))
     copied = round(states * work.states_share)
     # Answers that stay in the store: parts are read for the digest of the ordered rows and to write these; capture

@@ -9,9 +9,8 @@ The caller passes the jobs of one project: answers of another project are never 
 from collections.abc import Iterable
 from itertools import islice
 
-from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
-from eyrie_api.decisions.sweep import expand
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.status import Job
 
 MAX_JOBS = 4
@@ -37,19 +36,19 @@ def asks_the_same(spec: JobSpec, earlier: JobSpec) -> bool:
             and (spec.regenerate.turns == "last" or spec.data.max_conversations == earlier.data.max_conversations))
 
 
-def stores_the_same(spec: JobSpec, earlier: JobSpec) -> bool:
+def stores_the_same(job: ResolvedJob, earlier: ResolvedJob) -> bool:
     """Whether states of the same row are equal in both jobs, as far as the documents say. The codec that
     `capture.max_bytes` chose is in the report of the earlier job."""
-    return "stream" not in (spec.capture.feed, earlier.capture.feed) and _state_format(spec) == _state_format(earlier)
+    feeds = (job.spec.capture.feed, earlier.spec.capture.feed)
+    return "stream" not in feeds and _state_format(job) == _state_format(earlier)
 
 
-def _state_format(spec: JobSpec) -> tuple[object, ...]:
-    candidates, capture = expand(spec), spec.capture
+def _state_format(job: ResolvedJob) -> tuple[object, ...]:
+    capture, captured = job.spec.capture, job.captured
     # The draft vocabulary of top-k logits is counted over all answers.
-    counted = spec.data.max_conversations if capture.final_state == "topk" else None
-    return (capture.aux_layers, set(families_with_default_layers(candidates)), set(init_from(candidates)),
-            named_layers(candidates), capture.final_state, capture.final_top_k, capture.draft_vocab_size,
-            capture.max_length, counted)
+    counted = job.spec.data.max_conversations if capture.final_state == "topk" else None
+    return (capture.aux_layers, set(captured.families), set(captured.init_from), captured.aux_layers,
+            capture.final_state, capture.final_top_k, capture.draft_vocab_size, capture.max_length, counted)
 
 
 def _has_regenerated(job: Job) -> bool:
@@ -61,7 +60,7 @@ def _generation(spec: JobSpec) -> tuple[object, ...]:
     of their own."""
     section = spec.regenerate
     drawn = None if section.sampling.temperature == 0.0 else (section.seed, section.turns)
-    return (spec.resolved_target, section.engine or spec.engine.kind, section.served_model, section.sampling,
+    return (spec.target, section.engine or spec.engine.kind, section.served_model, section.sampling,
             section.max_new_tokens, drawn)
 
 

@@ -1,8 +1,8 @@
 """Expands a sweep into candidates: the grid of all axes, or random draws from them, as validated jobs. Pure.
 
 Once the hidden states are captured, training another candidate is cheap, so a job trains several from the same store
-(as the blog post "Making an EAGLE fly" suggests). Each candidate is the whole job spec with the axes' values inserted,
-validated by the same contract as the user's spec.
+(as the blog post "Making an EAGLE fly" suggests). Each candidate is validated by the contract of the whole document,
+with the axes' values inserted.
 
 `sweep.random` draws points instead of enumerating the grid (Bergstra and Bengio, JMLR 13, 2012: when few axes matter,
 the same number of draws tries more values of those). Draw n of an axis depends on the seed, n and the axis only: a
@@ -23,7 +23,6 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import exp, log, prod
 from random import Random
 from typing import get_args
@@ -35,8 +34,8 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.data import DataSpec, SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.resolved import Candidate
 from eyrie_api.v1alpha1.rules import rule_of
-from eyrie_api.v1alpha1.stages import ComparedMix, RowDraw
 from eyrie_api.v1alpha1.sweep import MIX_AXIS, SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 
@@ -63,25 +62,6 @@ Point = tuple[JsonValue, ...]
 """One value for each axis."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One point of the grid."""
-
-    name: str
-    spec: JobSpec
-    """The job with this candidate's values inserted."""
-
-    @property
-    def drafter(self) -> DrafterSpec:
-        """The candidate's drafter section."""
-        return self.spec.drafter
-
-    @property
-    def train(self) -> TrainSpec:
-        """The candidate's training section."""
-        return self.spec.train
-
-
 def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     """The candidates of a job, in the order of the grid (the last axis varies fastest) or of the draws.
 
@@ -98,20 +78,14 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
         raise InvalidInput(
             f"{of} {size} candidates, more than sweep.max_candidates {sweep.max_candidates}",
             "leave out values, or raise sweep.max_candidates (each candidate is trained and benchmarked)")
-    points = _points(sweep)
+    points = _draws(sweep.axes, sweep.random, sweep.seed) if sweep.random is not None else list(
+        itertools.product(*(axis.values for axis in sweep.axes)))
     candidates = _candidates(spec, points, "") if not sweep.families else tuple(
-        one for family in sweep.families for one in _candidates(_of_family(spec, family), points, family))
+        candidate for family in sweep.families for candidate in _candidates(spec.model_copy(update={
+            "drafter": spec.drafter.model_copy(update={"family": family})}), points, family))
     if sweep.random is None:
         _check_mixes_differ(sweep.axes)
     return candidates
-
-
-def axes_by_candidate(sweep: SweepSpec) -> dict[str, dict[str, JsonValue]]:
-    """Candidate's name -> its value on each axis, by field, of a sweep that was accepted. A name has room for 40
-    characters, too few for a mix and another axis. Empty without axes."""
-    fields = [axis.field for axis in sweep.axes]
-    return {_name(sweep.axes, point, number, family): dict(zip(fields, point, strict=True))
-            for family in sweep.families or ("",) for number, point in enumerate(_points(sweep), start=1) if fields}
 
 
 def axes_words(axes: Mapping[str, JsonValue]) -> str:
@@ -127,37 +101,12 @@ def _words(value: JsonValue) -> str:
     return format(value, "g") if isinstance(value, float) else str(value)
 
 
-def row_draw(candidate: Candidate, candidates: Sequence[Candidate]) -> RowDraw | None:
-    """The rows that one of a job's candidates trains on; None: all rows of the capture."""
-    data = candidate.spec.data
-    if data.mix is None:
-        return None
-    compared = {repr((one.spec.data.mix, one.train.seed)): ComparedMix(mix=one.spec.data.mix, train_seed=one.train.seed)
-                for one in candidates if one.spec.data.mix is not None}
-    return RowDraw(mix=data.mix, seed=data.seed, compared=tuple(compared.values()))
-
-
-def families_of(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """The families of the candidates, each once."""
-    return tuple(dict.fromkeys(candidate.drafter.family for candidate in candidates))
-
-
-def _of_family(spec: JobSpec, family: str) -> JobSpec:
-    return spec.model_copy(update={"drafter": spec.drafter.model_copy(update={"family": family})})
-
-
 def _check_families(spec: JobSpec) -> None:
     families = spec.sweep.families
     if len(set(families)) < len(families):
         raise InvalidInput(f"sweep.families {list(families)} name a family twice", "give each family once")
     if families and any(axis.field == "drafter.family" for axis in spec.sweep.axes):
         raise InvalidInput("sweep.axes and sweep.families both choose drafter.family", "keep sweep.families alone")
-
-
-def _points(sweep: SweepSpec) -> list[Point]:
-    if sweep.random is not None:
-        return _draws(sweep.axes, sweep.random, sweep.seed)
-    return list(itertools.product(*(axis.values for axis in sweep.axes)))
 
 
 def _draws(axes: Sequence[SweepAxis], num: int, seed: int) -> list[Point]:
@@ -204,7 +153,7 @@ def _takes(axis: SweepAxis) -> type | None:
 
 def _candidates(spec: JobSpec, points: Sequence[Point], prefix: str) -> tuple[Candidate, ...]:
     if not spec.sweep.axes:
-        return (Candidate(prefix or ONLY_CANDIDATE, spec),)
+        return (Candidate(name=prefix or ONLY_CANDIDATE, drafter=spec.drafter, train=spec.train, mix=spec.data.mix),)
     return tuple(_candidate(spec, spec.sweep.axes, point, number, prefix)
                  for number, point in enumerate(points, start=1))
 
@@ -265,16 +214,14 @@ def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonVa
         raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: {where}: "
                            f"{rule_of(first)}",
                            "change the axis value, or the field it collides with") from error
-    return Candidate(_name(axes, values, number, prefix), changed)
-
-
-def _name(axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int, prefix: str) -> str:
     parts = [prefix, f"c{number}"]
     for axis, value in zip(axes, values, strict=True):
         field = axis.field.partition(".")[2]
         parts += [_SHORT.get(field, field.replace("_", "-")), _label(value)]
     # The candidate's number makes the name unique, so the rest may be truncated.
-    return "-".join(part for part in parts if part)[:_MAX_NAME].rstrip("-")
+    name = "-".join(part for part in parts if part)[:_MAX_NAME].rstrip("-")
+    return Candidate(name=name, axes={axis.field: value for axis, value in zip(axes, values, strict=True)},
+                     drafter=changed.drafter, train=changed.train, mix=changed.data.mix)
 
 
 def _label(value: JsonValue) -> str:

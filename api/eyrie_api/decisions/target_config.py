@@ -6,7 +6,7 @@ The API applies them before a job is accepted, the workers before they read weig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.decisions.sglang_support import SUPPORTED_BY_SGLANG
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.capture import StateSource, StateSourceName
 from eyrie_api.v1alpha1.engine import EngineKind

@@ -31,10 +31,7 @@ from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter
 from eyrie_api.settings import Settings
 from eyrie_api.submission import spec_policy
-from eyrie_api.submission.placement import read_profile
-from eyrie_api.submission.preflight import PreflightCache
 from eyrie_api.submission.published_drafters import with_drafters_of_jobs
-from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
 
 
@@ -62,8 +59,6 @@ class Control:
     webhooks: Webhooks
     waiting: WaitingObjects
     secret_keys: SecretKeys
-    profile: ClusterProfile | None
-    preflight: PreflightCache
     scope: Scope = SYSTEM
     wake: Callable[[], None] = _nothing
     checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
@@ -78,13 +73,12 @@ class Control:
              queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         keys = SecretKeys(settings.required_secret_keys())
-        profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
         files = JobFiles.of(settings)
         return cls(settings, database, files, JobStorageMeter(settings, files, database),
                    Jobs(database, idempotency=idempotency), Endpoints(database), Histories(database),
                    Results(database), Outbox(database), idempotency, ApiKeys(database), Projects(database),
-                   Audit(database), Webhooks(database, keys=keys), WaitingObjects(database),
-                   keys, profile, PreflightCache(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
+                   Audit(database), Webhooks(database, keys=keys), StoredReports(database), WaitingObjects(database),
+                   keys, SYSTEM, wake or _nothing, checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
         """The same, restricted to `scope`."""

@@ -29,7 +29,7 @@ from eyrie_api.data_files import (
     is_pattern,
 )
 from eyrie_api.errors import NoUsableData
-from eyrie_api.submission.file_reading import GIT_LFS, LFS_HINT
+from eyrie_api.submission.target_files import GIT_LFS, LFS_HINT
 from eyrie_api.v1alpha1.data import DataSource
 
 _PARQUET = b"PAR1"

@@ -2,23 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import get_args
 
 import yaml
 from pydantic import ValidationError
 
 from eyrie_api import yaml_text
 from eyrie_api.errors import InvalidInput
-from eyrie_api.quantities import size
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.hardware import PlacedProfile
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
+from eyrie_api.v1alpha1.placement import JobPlacement, Placement, PlacementRequest, StageKey
+from eyrie_api.v1alpha1.resolved import PlacedGpus
 from eyrie_api.v1alpha1.rules import first_problem, rule_of
-
-_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-          "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+from eyrie_api.v1alpha1.serving import ServeSpec
 
 
 def read_profile(path: Path) -> ClusterProfile:
@@ -46,42 +41,24 @@ def resolve_stage_placement(profile: ClusterProfile, wanted: JobPlacement, stage
     return merge_placement(merge_placement(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
 
 
-def as_placed(spec: JobSpec, profile: ClusterProfile) -> JobSpec:
-    """The job that requests the GPUs which its stages and its endpoint get: those of the profile, where it names none.
-    For decisions and plans; the job that is stored requests what it says. Raises InvalidInput."""
-    placed = {stage: resolve_stage_placement(profile, spec.placement, stage) for stage in get_args(StageKey)}
-    stages = {stage: PlacementRequest(num_gpus=one.num_gpus, gpu_type=one.gpu_type) for stage, one in placed.items()}
-    serve = spec.serve
-    if profile.serving is not None:
-        engines = merge_placement(profile.serving.placement, serve.placement)
-        serve = serve.model_copy(update={"placement": serve.placement.model_copy(
-            update={"num_gpus": engines.num_gpus, "gpu_type": engines.gpu_type})})
-    return spec.model_copy(update={"serve": serve, "placement": spec.placement.model_copy(
-        update={"every": PlacementRequest(), "stages": stages})})
+def stage_gpus(profile: ClusterProfile, wanted: JobPlacement, stage: StageKey) -> PlacedGpus:
+    """The GPUs that a stage gets: those of the profile, where the job names none. Raises InvalidInput."""
+    placed = resolve_stage_placement(profile, wanted, stage)
+    return PlacedGpus(num_gpus=placed.num_gpus, gpu_type=placed.gpu_type)
+
+
+def serving_gpus(profile: ClusterProfile, serve: ServeSpec) -> PlacedGpus:
+    """The GPUs of the engines of an endpoint. Raises InvalidInput."""
+    if profile.serving is None:
+        return PlacedGpus(num_gpus=serve.placement.num_gpus, gpu_type=serve.placement.gpu_type)
+    placed = merge_placement(profile.serving.placement, serve.placement)
+    return PlacedGpus(num_gpus=placed.num_gpus, gpu_type=placed.gpu_type)
 
 
 def resolve_hardware_placement(profile: ClusterProfile, wanted: JobPlacement, pool: PlacedProfile) -> Placement:
     """The placement of the measurement on one profile of `prove.hardware`: that of the prove stage with the profile's.
     Raises InvalidInput."""
     return merge_placement(resolve_stage_placement(profile, wanted, "prove"), pool.placement)
-
-
-def check_scratch(spec: JobSpec, profile: ClusterProfile) -> None:
-    """Raises InvalidInput where two shards of each process of capture exceed the pod's work area: Kubernetes evicts a
-    pod that does. Of `ranged` states alone; `copied` ones need room for all of them."""
-    work, shard = profile.stages.work, spec.capture.shard_size_bytes
-    if (not isinstance(work, S3Work) or work.states != "ranged" or work.scratch_size is None
-            or spec.capture.feed == "stream"):
-        return
-    number = work.scratch_size.rstrip("mkMGTPi")
-    scratch = int(float(number) * _UNITS[work.scratch_size.removeprefix(number)])
-    processes = max(1, resolve_stage_placement(profile, spec.placement, "capture").num_gpus)
-    if 2 * processes * shard > scratch:
-        raise InvalidInput(
-            f"capture.shard_size_bytes = {shard}: two shards of each of {processes} processes are "
-            f"{size(2 * processes * shard)}, and the work area of a pod has {work.scratch_size}",
-            f"give at most {scratch // (2 * processes)}, or fewer GPUs to capture; an administrator changes "
-            "cluster.stages.work.scratch_size")
 
 
 def merge_placement(given: Placement, wanted: PlacementRequest) -> Placement:

@@ -1,42 +1,38 @@
-"""Validation of a job before it is accepted, without loading a model.
+"""Validation of a job before it is accepted, without loading a model: resolved once, then checked by `CHECKS`.
 
-Each error names field, value and rule, and a hint says what to do instead. Paths are the server's: they are made
-absolute once here, because stage programs run elsewhere. A target's files are checked by their headers and a data file
-by its first rows (`weight_files`, `tokenizer_files`, `data_files`). What is not on this machine (a Hub id) or cannot be
-checked cheaply (single malformed rows) is left to the stage that reads it; the plan's notes say so for Hub ids. The
-sweep is expanded once per job; every check gets the candidates.
+    read_facts   what is on this machine: data sources, the target's files, the cluster profile     I/O
+    resolve      defaults, candidates, GPUs: a `ResolvedJob`                                        pure
+    CHECKS       what no installation could run; the first problem refuses the job, and its plan
+    make_plan    tokens, bytes and hours, where the target's sizes are known                        pure
+    ROOM         what this installation has no room for: it refuses the job, and a plan notes it
+
+Each error names field, value and rule, and a hint says what to do instead. A target's files are checked by their
+headers and a data file by its first rows. What is not on this machine (a Hub id) or cannot be checked cheaply (single
+malformed rows) is left to the stage that reads it; the plan's notes say so for Hub ids.
 """
 
-import time
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.artifacts.store_prices import store_prices
-from eyrie_api.data_files import data_files, is_remote
-from eyrie_api.decisions.capture_support import (
+from eyrie_api.data_files import is_remote
+from eyrie_api.decisions.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus
+from eyrie_api.decisions.plan import make_plan
+from eyrie_api.decisions.plan_stages import ObjectStore
+from eyrie_api.decisions.plan_work import DEFAULT_DRAFT_VOCABULARY, DataFacts, TargetFacts, require_gpu_memory
+from eyrie_api.decisions.reuse import asks_the_same, jobs_with_answers, stores_the_same
+from eyrie_api.decisions.sglang_support import (
+    SGLANG_VERSION,
     SUPPORTED_BY_SGLANG,
+    require_block_capture,
     require_capture,
     require_layer_outputs,
     sglang_layer_ids,
 )
-from eyrie_api.decisions.engine_support import (
-    Device,
-    check_blocks,
-    check_engine,
-    check_heads,
-    with_engine_defaults,
-    with_gpu_defaults,
-)
-from eyrie_api.decisions.families import fuses
-from eyrie_api.decisions.hardware import Rates
-from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_facts import DEFAULT_DRAFT_VOCABULARY, DataFacts, TargetFacts
-from eyrie_api.decisions.plan_work import require_gpu_memory
-from eyrie_api.decisions.reuse import asks_the_same, jobs_with_answers, stores_the_same
-from eyrie_api.decisions.store_cost import ObjectStore
-from eyrie_api.decisions.sweep import Candidate, expand, families_of
 from eyrie_api.decisions.target_config import check_config, choose_source, computed_by_reference
 from eyrie_api.decisions.training_cost import usable_bytes
 from eyrie_api.decisions.training_defaults import gpu_bytes
@@ -44,39 +40,37 @@ from eyrie_api.errors import (
     ArtifactCorrupt,
     ArtifactMissing,
     DiskTooSmall,
-    GpuTooSmall,
+    EyrieError,
     InvalidInput,
     UnsupportedTarget,
     VocabularyTooLarge,
 )
 from eyrie_api.full_disk import free_bytes
+from eyrie_api.quantities import size
 from eyrie_api.settings import Settings
-from eyrie_api.submission.data_files import check_data_source
-from eyrie_api.submission.devices import computes_on_gpus, has_sglang, planned_device
-from eyrie_api.submission.gpu_memory import gpus_without_room
-from eyrie_api.submission.hardware_profiles import check_hardware
-from eyrie_api.submission.placement import as_placed, check_scratch, read_profile
-from eyrie_api.submission.published_drafters import check_published_drafters
-from eyrie_api.submission.target_facts import (
-    data_facts,
-    exists,
+from eyrie_api.submission.facts import (
+    DEVICES,
+    WITHOUT_A_NUMBER,
+    Device,
+    Facts,
+    gpu_memory_here,
+    gpus_of,
+    has_sglang,
+    is_missing,
     local_path,
-    read_config,
-    stored_dtype,
-    target_dir,
-    target_facts,
+    read_facts,
+    with_absolute_paths,
 )
-from eyrie_api.submission.this_machine import check_this_machine, notes_on_this_machine
-from eyrie_api.submission.tokenizer_files import check_tokenizer
-from eyrie_api.submission.weight_files import check_weights, weights_are_here
-from eyrie_api.v1alpha1.benchmark import SuiteSpec
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.data import DataSource
+from eyrie_api.submission.published_drafters import check_published_drafters
+from eyrie_api.submission.resolve import BLOCKS, block_chain, held_out_prompts, resolve
+from eyrie_api.submission.target_files import check_tokenizer, check_weights, served_bytes, weights_are_here
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import S3Work
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages
+from eyrie_api.v1alpha1.placement import PlacementRequest, S3Work
+from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.reports import CaptureReport, RegenerateReport
-from eyrie_api.v1alpha1.requests import PlacementRequest
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import (
     ELEMENT_BYTES,
@@ -85,140 +79,103 @@ from eyrie_api.v1alpha1.targets import (
     QUICKSTART_SUITE_NAMES,
     SUPPORTED_ARCHITECTURES,
     is_hub_id,
-    resolve_dtype,
 )
 
-OWN_SUITE = SuiteSpec(name=HELD_OUT, path=HELD_OUT, max_prompts=32)  # as many as the shipped suites have together
-_LARGEST_SHARE = 0.2
-_CACHED_S = 2.0
-_MAX_CACHED = 1000
+_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+          "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 
 
 @dataclass(frozen=True)
-class CheckedJob:
-    """A valid job with absolute paths, and its plan where the target's sizes are known."""
+class Submission:
+    """What a check looks at."""
 
-    spec: JobSpec
-    plan: Plan | None
+    job: ResolvedJob
+    facts: Facts
+    settings: Settings
 
     @property
-    def planned(self) -> PlannedStages | None:
-        """Of the plan what is kept with the job."""
-        return None if self.plan is None else PlannedStages(stages=self.plan.stages)
+    def device(self) -> Device:
+        """Of the job's engine."""
+        return self.facts.engine_device(self.job.gpus, self.job.serving_gpus)
+
+    @property
+    def architectures(self) -> list[str]:
+        """Of the target's config.json; empty where it is not here."""
+        named = self.facts.config.get("architectures")
+        return [str(name) for name in named] if isinstance(named, list) else []
+
+    def layer_choices(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every set of layers that is fused, and the field that names it."""
+        named = self.job.spec.capture.aux_layers
+        return ([] if named is None else [("capture.aux_layers", named)]) + [
+            (f"drafter.aux_layers (candidate {candidate.name})", candidate.drafter.aux_layers)
+            for candidate in self.job.candidates if candidate.drafter.aux_layers is not None and candidate.fuses]
 
 
-def check(spec: JobSpec, settings: Settings) -> CheckedJob:
-    """Check a job before it is accepted. Raises InvalidInput or DiskTooSmall, with a hint."""
-    spec, plan, lengths_known, too_small = _checked(spec, settings)
-    check_this_machine(spec, settings)
-    if too_small:
-        raise too_small[0]
-    # Only lengths sampled from the data refuse a job: without them the plan is an upper bound, which does not prove
-    # that the job will not fit.
-    if plan is not None and plan.fits_disk is False and lengths_known:
-        raise DiskTooSmall(f"the job needs about {plan.total_bytes_on_disk / 2**30:.1f} GiB under {settings.home} and "
-                           f"{free_bytes(settings.home) / 2**30:.1f} GiB are free",
-                           "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
-                           "capture.final_state topk, or set EYRIE_HOME to a larger disk")
-    return CheckedJob(absolute(spec), plan)
+Check = Callable[[Submission], None]
+"""Raises an error of `eyrie_api.errors` whose message names the field, its value and the rule."""
 
 
-class PreflightCache:
-    """`check` with its results cached for `_CACHED_S` seconds: jobs that differ only in name and labels are often
-    submitted together, and files seldom change within that time."""
-
-    def __init__(self, settings: Settings, elapsed: Callable[[], float] = time.monotonic) -> None:
-        self._settings, self._elapsed = settings, elapsed
-        self._passed: dict[str, tuple[CheckedJob, float]] = {}
-
-    def check(self, spec: JobSpec) -> CheckedJob:
-        """Raises as `check`; refusals are not cached."""
-        key, now = spec.model_dump_json(exclude={"name", "labels"}), self._elapsed()
-        passed, until = self._passed.get(key, (None, 0.0))
-        if passed is None or until <= now:
-            passed = check(spec, self._settings)
-            if len(self._passed) >= _MAX_CACHED:
-                self._passed.clear()
-            self._passed[key] = (passed, now + _CACHED_S)
-        named = passed.spec.model_copy(update={"name": spec.name, "labels": spec.labels})
-        return CheckedJob(named, passed.plan)
+def check(spec: JobSpec, settings: Settings) -> ResolvedJob:
+    """The job as it is accepted, with its plan where the target's sizes are known. Raises InvalidInput, DiskTooSmall
+    and the like, with a hint."""
+    submission = _checked(spec, settings)
+    for has_room in ROOM:
+        has_room(submission)
+    return submission.job
 
 
-def plan(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = ()) -> Plan:
+def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]] = ()) -> Plan:
     """The dry run behind `POST /plans`. Raises InvalidInput when the target's config.json is not on this machine.
 
     earlier   jobs of the same project, newest first: the answers that they have generated are not generated again
     """
-    _, planned, _, too_small = _checked(spec, settings, earlier, for_other_machines=True)
+    submission = _checked(spec, settings, earlier)
+    planned = submission.job.plan
     if planned is None:
         revision = "" if spec.target.revision is None else f" --revision {spec.target.revision}"
         raise InvalidInput(f"target.model {spec.target.model!r} is not in the Hub cache of the server, which contacts "
                            "no model hub, so its sizes are unknown",
                            f"where the server runs: `hf download {spec.target.model} config.json{revision}` is enough "
                            "for a plan; a job needs no download before")
-    problems = tuple(f"{one.message}: such a job is refused; {one.hint}" for one in too_small)
-    return planned.model_copy(update={"warnings": (*problems, *planned.warnings)})
+    warnings = [f"{error.message}: such a job is refused; {error.hint}"
+                for error in gpus_without_room(submission, for_other_machines=True)]
+    return planned.model_copy(update={"warnings": (*warnings, *planned.warnings)})
 
 
-def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[Job] = (), *,
-             for_other_machines: bool = False) -> tuple[JobSpec, Plan | None, bool, list[GpuTooSmall]]:
-    """The job with its engine's defaults, its plan where the target is here, whether the plan rests on lengths sampled
-    from the data, and which GPUs do not hold the target."""
-    profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
-    requested = spec if profile is None else as_placed(spec, profile)
-
-    def placed(job: JobSpec) -> JobSpec:
-        return job.model_copy(update={"placement": requested.placement, "serve": requested.serve})
-
-    device, on_gpus = planned_device(requested, settings), computes_on_gpus(requested, settings)
-    elsewhere = profile is not None
-    for number, source in enumerate(spec.data.sources):
-        try:
-            _check_source(source, spec.data.answered, elsewhere)
-        except InvalidInput as error:
-            raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
-    asked, spec = spec, _with_dtype(spec, on_gpus=on_gpus)
-    if on_gpus:
-        spec = with_gpu_defaults(spec, has_sglang=device == "gpu" and has_sglang(settings))
-    known = data_facts(spec.data)
-    spec = with_engine_defaults(_with_suites(spec, known), device)
-    candidates = expand(spec)
-    _check_layers(spec, candidates)
-    _check_windows(spec, candidates)
-    facts = _check_target(placed(spec), candidates, device)
-    check_blocks(spec, [one.spec for one in candidates])
-    check_published_drafters(spec, candidates, facts,
-                             None if settings.artifacts.url is None else settings.home.absolute() / "jobs")
-    for suite in spec.benchmark.suites:
-        _check_suite(suite, spec, elsewhere)
-    check_hardware(spec, settings, facts)
-    if profile is not None:
-        check_scratch(spec, profile)
-    if facts is None:
-        return spec, None, False, []
-    _check_sizes(candidates, facts)
-    require_gpu_memory(placed(spec), candidates, facts, known)
-    known = _with_what_is_present(known, absolute(spec), settings, earlier)
-    planned = make_plan(placed(spec), candidates, facts, free_bytes(settings.home), data_facts=known,
-                        rates=rates(settings), on_gpus=on_gpus, gpu_hour_prices=settings.prices,
-                        store=_object_store(settings, profile))
-    notes = (*notes_on_this_machine(spec, settings), *planned.notes, *_chosen_for_gpus(asked, spec), *_unread(spec))
-    return (spec, planned.model_copy(update={"notes": notes}),
-            known.prompt_tokens is not None,
-            gpus_without_room(placed(spec), facts, profile, for_other_machines=for_other_machines))
-
-
-def _chosen_for_gpus(asked: JobSpec, spec: JobSpec) -> list[str]:
-    """What `with_gpu_defaults` added, for the plan's reader."""
+def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]] = ()) -> Submission:
+    facts = read_facts(spec, settings)
+    submission = Submission(resolve(with_absolute_paths(spec), facts), facts, settings)
+    for passes in CHECKS:
+        passes(submission)
+    if facts.sizes is None:
+        return submission
+    job = submission.job
+    on_gpus = facts.computes_on_gpus(job.gpus, job.serving_gpus)
+    planned = make_plan(job, facts.sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
+                        data_facts=_with_what_is_present(facts.data, job, settings, earlier),
+                        gpu_hour_prices=settings.prices, store=_object_store(submission))
     chosen = [f"{name} {value}" for name, value, before in (
-        ("engine", spec.engine.kind, asked.engine.kind),
-        ("data.max_conversations", spec.data.max_conversations, asked.data.max_conversations)) if value != before]
-    return [f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}"
-            ] if chosen else []
+        ("engine", job.spec.engine.kind, spec.engine.kind),
+        ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations)) if value != before]
+    notes = [*_notes_on_this_machine(submission), *planned.notes]
+    if chosen:
+        notes.append(f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}")
+    planned = planned.model_copy(update={"notes": (*notes, *_unread(submission))})
+    return replace(submission, job=job.model_copy(update={"plan": planned}))
 
 
-def _object_store(settings: Settings, profile: ClusterProfile | None) -> ObjectStore | None:
+def rates(settings: Settings) -> Rates | None:
+    """Arithmetic rates of the machine, where one was set; None: those of the hardware that a job requests."""
+    if not {"prefill_gflops", "decode_gflops", "single_gflops", "train_gflops"} & settings.model_fields_set:
+        return None
+    return Rates(prefill=settings.prefill_gflops, decode=settings.decode_gflops, single=settings.single_gflops,
+                 train=settings.train_gflops, source="EYRIE_*_GFLOPS")
+
+
+def _object_store(submission: Submission) -> ObjectStore | None:
     """The store of a cluster's jobs. Raises InvalidInput where EYRIE_STORE_PRICES does not suit it."""
+    profile, settings = submission.facts.profile, submission.settings
     work = None if profile is None else profile.stages.work
     if not isinstance(work, S3Work):
         return None
@@ -230,179 +187,53 @@ def _object_store(settings: Settings, profile: ClusterProfile | None) -> ObjectS
     return ObjectStore(prices, work.states == "ranged", settings.artifacts.part_size_bytes)
 
 
-def _with_what_is_present(known: DataFacts, spec: JobSpec, settings: Settings, earlier: Sequence[Job]) -> DataFacts:
+def _with_what_is_present(known: DataFacts, job: ResolvedJob, settings: Settings,
+                          earlier: Sequence[tuple[Job, ResolvedJob]]) -> DataFacts:
     """With the answers of the earlier job that has most for the same data, and the states of the one that has most of
     those, as far as manifests on this machine say."""
-    for job in jobs_with_answers(spec, earlier):
-        if asks_the_same(spec, job.spec):
-            with suppress(ArtifactMissing, ArtifactCorrupt):
-                report = read_manifest(settings.job_dir(job.id) / "stages" / "regenerate").report
-                if isinstance(report, RegenerateReport) and report.rows_answered > known.present:
-                    known = replace(known, present=report.rows_answered, present_in=job.id)
-            with suppress(ArtifactMissing, ArtifactCorrupt):
-                captured = read_manifest(settings.job_dir(job.id) / "stages" / "capture").report
-                if isinstance(captured, CaptureReport) and captured.rows > known.states_present \
-                        and stores_the_same(spec, job.spec):
-                    known = replace(known, states_present=captured.rows, states_in=job.id,
-                                    states_as=(captured.codec, captured.final_state))
+    resolved = {other.id: of_other for other, of_other in earlier}
+    for other in jobs_with_answers(job.spec, (other for other, _ in earlier)):
+        if not asks_the_same(job.spec, other.spec):
+            continue
+        stages = settings.job_dir(other.id) / "stages"
+        with suppress(ArtifactMissing, ArtifactCorrupt):
+            report = read_manifest(stages / "regenerate").report
+            if isinstance(report, RegenerateReport) and report.rows_answered > known.present:
+                known = replace(known, present=report.rows_answered, present_in=other.id)
+        with suppress(ArtifactMissing, ArtifactCorrupt):
+            captured = read_manifest(stages / "capture").report
+            if isinstance(captured, CaptureReport) and captured.rows > known.states_present \
+                    and stores_the_same(job, resolved[other.id]):
+                known = replace(known, states_present=captured.rows, states_in=other.id,
+                                states_as=(captured.codec, captured.final_state))
     return known
 
 
-def _unread(spec: JobSpec) -> list[str]:
+def _unread(submission: Submission) -> list[str]:
     """What the checks did not read, because it is not on this machine."""
-    directory, notes = target_dir(spec.target), []
-    if wanted := _held_out_prompts(spec.benchmark.suites):
+    spec, target, notes = submission.job.spec, submission.facts.target, []
+    if wanted := held_out_prompts(spec.benchmark.suites):
         notes.append(f"drafters are measured on up to {wanted} prompts held out of the data "
                      f"(data.held_out_fraction {spec.data.held_out_fraction:.3g})")
-    if _is_hub_id(spec.target.model) and directory is not None and not weights_are_here(directory):
+    if _is_hub_id(spec.target.model) and target is not None and not weights_are_here(target):
         notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
                      "files")
     return notes + [f"the rows of {source.path} are not on this machine: the first stage checks them"
                     for source in spec.data.sources
-                    if is_remote(source.path) or _is_hub_id(source.path) or _is_missing(source.path)]
+                    if is_remote(source.path) or _is_hub_id(source.path) or is_missing(source.path)]
 
 
 def _is_hub_id(name: str) -> bool:
     return local_path(name) is None and is_hub_id(name)
 
 
-def rates(settings: Settings) -> Rates | None:
-    """Arithmetic rates of the machine, where one was set; None: those of the hardware that a job requests."""
-    if not {"prefill_gflops", "decode_gflops", "single_gflops", "train_gflops"} & settings.model_fields_set:
-        return None
-    return Rates(prefill=settings.prefill_gflops, decode=settings.decode_gflops, single=settings.single_gflops,
-                 train=settings.train_gflops, source="EYRIE_*_GFLOPS")
+# Checks of the document.
 
 
-def _with_dtype(spec: JobSpec, *, on_gpus: bool) -> JobSpec:
-    """The job with the dtype that `target.dtype: auto` means: stored with it, so that every attempt computes alike."""
-    if spec.target.dtype != "auto":
-        return spec
-    directory = target_dir(spec.target)
-    stored = None if directory is None else stored_dtype(read_config(directory))
-    return spec.model_copy(update={"target": resolve_dtype(spec.target, stored, on_gpus=on_gpus)})
-
-
-def _with_suites(spec: JobSpec, known: DataFacts) -> JobSpec:
-    """The job with suites for its data, where it names none, and with enough held out for suites of `held-out`: of few
-    conversations a larger part, unless the job names the part.
-
-    The shipped suites are of the shipped conversations: they are used where there are no others, or where the shipped
-    target has some of them. Any other target is measured on its own data.
-    """
-    data, suites = spec.data, spec.benchmark.suites
-    shipped = [one.path == QUICKSTART for one in data.sources]
-    if "suites" not in spec.benchmark.model_fields_set and not (
-            all(shipped) or (any(shipped) and spec.target.model == QUICKSTART)):
-        if data.held_out_fraction == 0.0:
-            raise InvalidInput("data.held_out_fraction is 0 and benchmark.suites is omitted, which takes its prompts "
-                               "from what is held out", "name suites, or omit data.held_out_fraction")
-        suites = (OWN_SUITE,)
-    wanted = _held_out_prompts(suites)
-    if wanted:
-        rows = min(data.max_conversations, known.rows or data.max_conversations)
-        given = data.held_out_fraction
-        if "held_out_fraction" not in data.model_fields_set:
-            fraction = min(_LARGEST_SHARE, max(given, 2 * wanted / rows))
-            data = data.model_copy(update={"held_out_fraction": fraction})
-        elif 0.0 < given * rows < 1.0:
-            raise InvalidInput(f"data.held_out_fraction {given:g} of about {rows} conversations is less than one "
-                               "prompt, and a benchmark suite uses held-out prompts",
-                               "omit data.held_out_fraction, or raise it")
-    return spec.model_copy(update={
-        "data": data, "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
-
-
-def _held_out_prompts(suites: Sequence[SuiteSpec]) -> int:
-    """The prompts that suites take from what is held out of the data."""
-    return max((suite.max_prompts for suite in suites if suite.path == HELD_OUT), default=0)
-
-
-def absolute(spec: JobSpec) -> JobSpec:
-    """The job with absolute local paths."""
-    target = spec.target.model_copy(update={"model": _absolute(spec.target.model)})
-    # A relative path and its absolute one may end in different names: those that the mixes use are kept.
-    named = spec.data.mix is not None or spec.sweep.varies_mix
-    sources = tuple(source.model_copy(update={"path": _absolute(source.path)} | ({"name": name} if named else {}))
-                    for source, name in zip(spec.data.sources, spec.data.source_names, strict=True))
-    suites = tuple(suite.model_copy(update={"path": _absolute(suite.path)}) for suite in spec.benchmark.suites)
-    rivals = tuple(one if one.path is None else one.model_copy(update={"path": _absolute(one.path)})
-                   for one in spec.rivals)
-    head = spec.drafter.init_from
-    drafter = spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)})
-    return spec.model_copy(update={
-        "target": target, "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals,
-        "drafter": drafter,
-        "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
-
-
-def _absolute(path: str) -> str:
-    if path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:"):
-        return path
-    found = local_path(path)
-    return path if found is None else str(found)
-
-
-def _check_target(spec: JobSpec, candidates: Sequence[Candidate], device: Device | None) -> TargetFacts | None:
-    families = families_of(candidates)
-    directory = target_dir(spec.target)
-    if directory is None:
-        check_engine(spec, families, (), device)
-        return None
-    config = read_config(directory)
-    named = config.get("architectures")
-    architectures = [str(one) for one in named] if isinstance(named, list) else []
-    check_engine(spec, families, architectures, device)
-    known = bool(set(architectures) & set(SUPPORTED_ARCHITECTURES))
-    if not architectures or (not known and spec.engine.kind == "embedded"):
-        raise UnsupportedTarget(
-            f"target.model {spec.target.model!r}: config.json names architecture "
-            f"{', '.join(architectures) or '(none)'}, which the embedded engine does not compute",
-            f"{_other_engine(architectures)}use a target of {', '.join(SUPPORTED_ARCHITECTURES)}")
-    facts = target_facts(directory)
-    if spec.engine.kind == "embedded":
-        check_config(config)
-    source = choose_source(config, spec.capture.source, engine=spec.engine.kind,
-                           streams=spec.capture.feed == "stream", fits_device=_fits_one_gpu(spec, facts))
-    if source == "sglang":
-        if spec.engine.kind != "sglang":
-            raise InvalidInput(f"capture.source 'sglang' with engine {spec.engine.kind!r}, which starts no such server",
-                               "set engine to 'sglang', or omit capture.source")
-        require_capture(architectures[0])
-        for field, layers in _layer_choices(spec, candidates):
-            require_layer_outputs(layers, field)
-    if source != "reference" and spec.capture.probe_layers:
-        raise InvalidInput(f"capture.probe_layers with a target that is captured through {source}: layers are probed "
-                           "in the reference forward pass alone", "set capture.probe_layers to false")
-    if config.get("auto_map"):
-        raise UnsupportedTarget(
-            f"target.model {spec.target.model!r}: config.json names Python code (auto_map), which is not executed",
-            f"remove auto_map if the model computes what {architectures[0]} of transformers does")
-    # A Hub snapshot may be incomplete: the first stage downloads the rest.
-    if not _is_hub_id(spec.target.model) or weights_are_here(directory):
-        check_weights(directory, config, facts, known=computed_by_reference(config))
-        check_tokenizer(directory, config, facts.vocab_size)
-    check_heads(spec.engine.tp_size, facts)
-    # For every serving engine: a checkpoint's config.json names its layers as SGLang does, so such names must exist.
-    for _, layers in _layer_choices(spec, candidates):
-        sglang_layer_ids(architectures[0], facts.num_layers, layers)
-    return facts
-
-
-def _fits_one_gpu(spec: JobSpec, facts: TargetFacts) -> bool:
-    """Whether a GPU of the capture stage can hold the target's weights; True where its label names no size."""
-    placed = spec.placement.stages.get("capture", PlacementRequest()).gpu_type or spec.placement.every.gpu_type
-    device = gpu_bytes(placed)
-    return device is None or facts.parameters * ELEMENT_BYTES[spec.target.dtype] <= usable_bytes(device)
-
-
-def _other_engine(architectures: Sequence[str]) -> str:
-    return "set engine to 'sglang', or " if set(architectures) & set(SUPPORTED_BY_SGLANG) else ""
-
-
-def _check_layers(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
-    """Rules for aux_layers that hold for any target; `sglang_layer_ids` checks those of one target."""
-    for field, layers in _layer_choices(spec, candidates):
+def layers_are_distinct(submission: Submission) -> None:
+    """Rules for aux_layers that hold for any target."""
+    job = submission.job
+    for field, layers in submission.layer_choices():
         if len(layers) < 2:
             raise InvalidInput(f"{field} {list(layers)} is one layer: SGLang treats a state of the "
                                "embedding's width as the drafter's own and skips its fc",
@@ -410,90 +241,376 @@ def _check_layers(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
         if list(layers) != sorted(set(layers)):
             raise InvalidInput(f"{field} {list(layers)} are not distinct and ascending",
                                f"write {sorted(set(layers))}")
-    named = spec.drafter.aux_layers
-    if named is not None and not any(fuses(candidate) for candidate in candidates):
+    named = job.spec.drafter.aux_layers
+    if named is not None and not any(candidate.fuses for candidate in job.candidates):
         raise InvalidInput(f"drafter.aux_layers {list(named)} is set and no family of the job fuses layers",
                            "omit drafter.aux_layers, or train eagle3 or dflash")
 
 
-def _layer_choices(spec: JobSpec, candidates: Sequence[Candidate]) -> list[tuple[str, tuple[int, ...]]]:
-    """Every set of layers that is fused, and the field that names it."""
-    captured = [] if spec.capture.aux_layers is None else [("capture.aux_layers", spec.capture.aux_layers)]
-    return captured + [(f"drafter.aux_layers (candidate {candidate.name})", candidate.drafter.aux_layers)
-                       for candidate in candidates if candidate.drafter.aux_layers is not None and fuses(candidate)]
-
-
-def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
+def windows_are_of_chains(submission: Submission) -> None:
     """SGLang applies a drafter's sliding window in chains only (`eyrie_workers.engines.sglang.profiles`)."""
-    widest = max(spec.tune.top_k)
-    if spec.engine.kind != "sglang" or widest == 1:
+    widest = max(submission.job.spec.tune.top_k)
+    if submission.job.spec.engine.kind != "sglang" or widest == 1:
         return
-    for candidate in candidates:
-        if candidate.spec.drafter.sliding_window is not None:
+    for candidate in submission.job.candidates:
+        if candidate.drafter.sliding_window is not None:
             raise InvalidInput(
-                f"drafter.sliding_window {candidate.spec.drafter.sliding_window} (candidate {candidate.name}) with "
+                f"drafter.sliding_window {candidate.drafter.sliding_window} (candidate {candidate.name}) with "
                 f"tune.top_k up to {widest}: in a tree SGLang lets the drafter attend beyond its window",
                 "set tune.top_k to [1], serve with the embedded engine, or omit drafter.sliding_window")
 
 
-def _check_source(source: DataSource, answered: bool, elsewhere: bool) -> None:
-    """`elsewhere`: stages run in pods, which may have files that this server has not."""
-    if source.path == QUICKSTART or is_remote(source.path) or (elsewhere and _is_missing(source.path)):
+def blocks_are_drafted_whole(submission: Submission) -> None:
+    """A drafter of blocks would be ranked by a draft that SGLang refuses, after it was trained. A continued drafter has
+    the block that it was trained with, which is not known here."""
+    job, tree = submission.job, submission.job.spec.benchmark.tree
+    if job.spec.engine.kind != "sglang":
         return
-    if local_path(source.path) is None:
-        if not is_hub_id(source.path):
-            raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
-                               "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
-                               "'quickstart'")
+    for candidate in job.candidates:
+        if candidate.drafter.family != BLOCKS or candidate.drafter.init_from is not None:
+            continue
+        chain = block_chain(candidate.drafter, candidate.train)
+        if tree != chain:
+            raise InvalidInput(
+                f"benchmark.tree is {tree.label()} and a drafter of family {BLOCKS!r} has blocks of "
+                f"{chain.num_draft_tokens} tokens (drafter.max_draft_tokens, by default train.ttt_length, and one "
+                "more), which SGLang drafts as a whole",
+                f"set benchmark.tree to num_steps {chain.num_steps}, top_k 1 and num_draft_tokens "
+                f"{chain.num_draft_tokens}; in a sweep, drafter.max_draft_tokens is the same for all of them")
+
+
+def drafters_of_the_target(submission: Submission) -> None:
+    """Rivals, and drafters that training continues from, are of this target."""
+    stored = None if submission.settings.artifacts.url is None else submission.settings.home.absolute() / "jobs"
+    check_published_drafters(submission.job, submission.facts, stored)
+
+
+def suites_exist(submission: Submission) -> None:
+    """Files and names of benchmark suites, and that prompts are held out for those that use them."""
+    spec, in_pods = submission.job.spec, submission.job.on_cluster
+    for suite in spec.benchmark.suites:
+        if suite.path == HELD_OUT:
+            if spec.data.held_out_fraction == 0.0:
+                raise InvalidInput(
+                    f"benchmark suite {suite.name!r} uses held-out prompts, but data.held_out_fraction is 0",
+                    "omit data.held_out_fraction or raise it, or omit the suite")
+            continue
+        kind, _, name = suite.path.partition(":")
+        if kind == QUICKSTART:
+            if name not in QUICKSTART_SUITE_NAMES:
+                raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is not shipped with Eyrie",
+                                   f"quickstart suites are {', '.join(QUICKSTART_SUITE_NAMES)}")
+            continue
+        if is_remote(suite.path) or (in_pods and is_missing(suite.path)):
+            continue
+        path = local_path(suite.path)
+        if path is None and not is_hub_id(kind):  # before the split of `org/name:split`
+            raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is neither a file here nor a Hub id",
+                               "give a JSONL file, an s3:// or https:// URL, a Hub id, quickstart:<suite>, or held-out")
+        if path is not None and not path.is_file():
+            raise InvalidInput(f"benchmark suite {suite.name!r}: no file {suite.path!r} on the server",
+                               "give a JSONL file of messages or prompt rows")
+
+
+# Checks of the engine and the target.
+
+
+def engine_can_compute(submission: Submission) -> None:
+    """What SGLang refuses after it has loaded the weights, or serves differently with only a warning in its log. Limits
+    of single launch lines, which depend on the GPU's generation, are in `eyrie_workers.engines.sglang.launch_checks`.
+
+    On a CPU, SGLang 0.5.23 verifies drafts greedily whatever the temperature (`_verify_uses_greedy` in its source):
+    output at a temperature above 0 would not be the target's. Sampled generation without a drafter is not affected, so
+    regeneration may sample there."""
+    job, device, architectures = submission.job, submission.device, submission.architectures
+    if job.spec.engine.kind != "sglang":
         return
-    check_data_source(source, answered)
+    if device == "gpu" and job.target.dtype == "float32":
+        raise InvalidInput("target.dtype is 'float32' and engine is 'sglang', whose attention kernels on GPUs have no "
+                           "float32", "set target.dtype to 'bfloat16', or engine to 'embedded'")
+    if device == "cpu" and job.target.dtype == "float16":
+        raise InvalidInput("target.dtype is 'float16' and engine is 'sglang', whose CPU kernels compute in bfloat16",
+                           "set target.dtype to 'bfloat16', or engine to 'embedded'")
+    for name, section in (("benchmark", job.spec.benchmark), ("tune", job.spec.tune)):
+        above = [value for value in section.temperatures if value > 0.0]
+        if above and device == "cpu":
+            raise InvalidInput(
+                f"{name}.temperatures has {above[0]:g} and engine is 'sglang' on a CPU, which verifies drafts greedily "
+                "only: drafted output at a temperature above 0 would not be the target's",
+                f"set {name}.temperatures to [0], or engine to 'embedded'")
+    for family in job.families:
+        algorithm = FAMILIES[family].sglang_algorithm
+        if algorithm == "DFLASH" and device == "cpu":
+            raise InvalidInput(
+                f"drafters of family {family!r} and engine 'sglang' on a CPU: SGLang runs them on GPUs only",
+                "train another family, or set engine to 'embedded'")
+        if architectures and algorithm == "EAGLE3":
+            require_capture(architectures[0])
+        elif architectures and algorithm == "DFLASH":
+            require_block_capture(architectures[0])
 
 
-def _is_missing(path: str) -> bool:
-    """Whether it is an absolute path of which nothing is on this machine."""
-    return path.startswith("/") and not data_files(path) and not exists(path)
-
-
-def _check_suite(suite: SuiteSpec, spec: JobSpec, elsewhere: bool) -> None:
-    if suite.path == HELD_OUT:
-        if spec.data.held_out_fraction == 0.0:
-            raise InvalidInput(f"benchmark suite {suite.name!r} uses held-out prompts, but data.held_out_fraction is 0",
-                               "omit data.held_out_fraction or raise it, or omit the suite")
+def target_is_computed(submission: Submission) -> None:
+    """The engine computes the target's architecture as its config describes it, without code of the checkpoint."""
+    spec, config, architectures = submission.job.spec, submission.facts.config, submission.architectures
+    if submission.facts.target is None:
         return
-    kind, _, name = suite.path.partition(":")
-    if kind == QUICKSTART:
-        if name not in QUICKSTART_SUITE_NAMES:
-            raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is not shipped with Eyrie",
-                               f"quickstart suites are {', '.join(QUICKSTART_SUITE_NAMES)}")
-        return
-    if is_remote(suite.path) or (elsewhere and _is_missing(suite.path)):
-        return
-    path = local_path(suite.path)
-    if path is None and not is_hub_id(kind):  # before the split of `org/name:split`
-        raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is neither a file here nor a Hub id",
-                           "give a JSONL file, an s3:// or https:// URL, a Hub id, quickstart:<suite>, or held-out")
-    if path is not None and not path.is_file():
-        raise InvalidInput(f"benchmark suite {suite.name!r}: no file {suite.path!r} on the server",
-                           "give a JSONL file of messages or prompt rows")
+    embedded = spec.engine.kind == "embedded"
+    if not architectures or (embedded and not set(architectures) & set(SUPPORTED_ARCHITECTURES)):
+        other_engine = "set engine to 'sglang', or " if set(architectures) & set(SUPPORTED_BY_SGLANG) else ""
+        raise UnsupportedTarget(
+            f"target.model {spec.target.model!r}: config.json names architecture "
+            f"{', '.join(architectures) or '(none)'}, which the embedded engine does not compute",
+            f"{other_engine}use a target of {', '.join(SUPPORTED_ARCHITECTURES)}")
+    assert submission.facts.sizes is not None  # read here, so that a config without sizes is named first
+    if embedded:
+        check_config(config)
 
 
-def _check_sizes(candidates: Sequence[Candidate], facts: TargetFacts) -> None:
-    _check_stored_vocabulary(candidates, facts)
-    for candidate in candidates:
+def states_are_captured(submission: Submission) -> None:
+    """The source of hidden states can record what the candidates read."""
+    spec, facts = submission.job.spec, submission.facts
+    if facts.sizes is None:
+        return
+    # Whether a GPU of the capture stage can hold the target's weights; assumed where its label names no size.
+    device = gpu_bytes(submission.job.gpus["capture"].gpu_type)
+    fits = device is None or facts.sizes.parameters * ELEMENT_BYTES[submission.job.target.dtype] <= usable_bytes(device)
+    source = choose_source(facts.config, spec.capture.source, engine=spec.engine.kind,
+                           streams=spec.capture.feed == "stream", fits_device=fits)
+    if source == "sglang":
+        if spec.engine.kind != "sglang":
+            raise InvalidInput(f"capture.source 'sglang' with engine {spec.engine.kind!r}, which starts no such server",
+                               "set engine to 'sglang', or omit capture.source")
+        require_capture(submission.architectures[0])
+        for field, layers in submission.layer_choices():
+            require_layer_outputs(layers, field)
+    if source != "reference" and spec.capture.probe_layers:
+        raise InvalidInput(f"capture.probe_layers with a target that is captured through {source}: layers are probed "
+                           "in the reference forward pass alone", "set capture.probe_layers to false")
+
+
+def target_files_are_whole(submission: Submission) -> None:
+    """Weights and tokenizer. A Hub snapshot may be incomplete: the first stage downloads the rest."""
+    facts, model = submission.facts, submission.job.spec.target.model
+    if facts.target is None or facts.sizes is None:
+        return
+    if facts.config.get("auto_map"):
+        raise UnsupportedTarget(
+            f"target.model {model!r}: config.json names Python code (auto_map), which is not executed",
+            f"remove auto_map if the model computes what {submission.architectures[0]} of transformers does")
+    if not _is_hub_id(model) or weights_are_here(facts.target):
+        check_weights(facts.target, facts.config, facts.sizes, known=computed_by_reference(facts.config))
+        check_tokenizer(facts.target, facts.config, facts.sizes.vocab_size)
+
+
+def heads_are_divided(submission: Submission) -> None:
+    """The GPUs of one server divide the target's attention heads."""
+    if submission.facts.sizes is not None:
+        check_heads(submission.job.spec.engine.tp_size, submission.facts.sizes)
+
+
+def check_heads(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size") -> None:
+    """Raises InvalidInput when so many GPUs cannot divide the target's heads; `field` gives their number."""
+    # Fewer key-value heads than GPUs are repeated; more must divide evenly, as attention heads must.
+    repeated = facts.num_kv_heads < tp_size
+    left = tp_size % facts.num_kv_heads if repeated else facts.num_kv_heads % tp_size
+    for name, number, rest in (("attention", facts.num_heads, facts.num_heads % tp_size),
+                               ("key-value", facts.num_kv_heads, left)):
+        if rest:
+            raise InvalidInput(f"{field} {tp_size} does not divide the target's {number} {name} heads",
+                               f"use a number that does: {', '.join(map(str, fitting_sizes(facts)))}")
+
+
+def layers_have_sglang_ids(submission: Submission) -> None:
+    """For every serving engine: a checkpoint's config.json names its layers as SGLang does, so they need such names."""
+    if submission.facts.sizes is not None:
+        for _, layers in submission.layer_choices():
+            sglang_layer_ids(submission.architectures[0], submission.facts.sizes.num_layers, layers)
+
+
+def vocabularies_fit(submission: Submission) -> None:
+    """Draft vocabularies are no larger than the target's. A store of top-k logits has one draft vocabulary, which every
+    drafter trained from it must use."""
+    facts, capture = submission.facts.sizes, submission.job.spec.capture
+    if facts is None:
+        return
+    stored = capture.draft_vocab_size or min(facts.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+    for candidate in submission.job.candidates:
         wanted = candidate.drafter.draft_vocab_size
+        if capture.final_state == "topk" and wanted not in (None, stored):
+            raise InvalidInput(
+                f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) with capture.final_state topk, which "
+                f"stores logits over {stored} draft tokens",
+                f"set capture.draft_vocab_size {wanted} and no other in the sweep, or capture.final_state keep")
         if wanted is not None and wanted > facts.vocab_size:
             raise VocabularyTooLarge(f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) is larger than "
                                      f"the target's vocabulary of {facts.vocab_size}",
                                      f"give at most {facts.vocab_size}, or omit it")
 
 
-def _check_stored_vocabulary(candidates: Sequence[Candidate], facts: TargetFacts) -> None:
-    """A store of top-k logits has one draft vocabulary: every drafter trained from it must use that one."""
-    for candidate in candidates:
-        capture, wanted = candidate.spec.capture, candidate.drafter.draft_vocab_size
-        stored = capture.draft_vocab_size or min(facts.vocab_size, DEFAULT_DRAFT_VOCABULARY)
-        if capture.final_state == "topk" and wanted not in (None, stored):
-            raise InvalidInput(
-                f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) with capture.final_state topk, which "
-                f"stores logits over {stored} draft tokens",
-                f"set capture.draft_vocab_size {wanted} and no other in the sweep, or capture.final_state keep")
+# Checks of the hardware.
+
+
+def hardware_profiles_exist(submission: Submission) -> None:
+    """Each profile of `prove.hardware` is one that can be there, and the target fits it.
+
+    On one machine a profile is a part of it: its GPUs, or threads of its CPU. On a cluster a profile names a type of
+    GPU by the label of its nodes. Which nodes there are changes with the autoscaler, so a type without nodes is waited
+    for; one that neither the table of GPUs nor the administrator's prices name is taken for a typing error, for which a
+    job would wait without end."""
+    spec, facts, prices = submission.job.spec, submission.facts.sizes, submission.settings.prices
+    gpus, processors = gpus_of(os.environ), len(os.sched_getaffinity(0))
+    for number, profile in enumerate(spec.prove.hardware.profiles if spec.prove.hardware is not None else ()):
+        field, placed, label = f"prove.hardware.profiles.{number}", profile.placement, profile.placement.gpu_type
+        num_gpus = placed.num_gpus or 0
+        if submission.job.on_cluster:
+            if label is not None and known_gpu(label) is None and label not in prices:
+                known = ", ".join(sorted({*prices, *(gpu.name for gpu in GPUS)}))
+                raise InvalidInput(f"{field}.placement.gpu_type {label!r} is not a known type of GPU",
+                                   f"known are labels that name one of {known}; an administrator adds others to "
+                                   "EYRIE_GPU_HOUR_PRICES")
+        else:
+            named = [name for name, default in PlacementRequest() if name != "num_gpus"
+                     and getattr(placed, name) != default]
+            if named:
+                raise InvalidInput(
+                    f"{field}.placement.{named[0]} is set and this server runs jobs on one machine, which has no nodes "
+                    "to choose from", "name num_gpus or threads, or submit the job to a cluster")
+            if num_gpus > len(gpus):
+                raise InvalidInput(f"{field}.placement.num_gpus is {num_gpus} and this machine has {len(gpus)} GPUs",
+                                   "lower it, or submit the job to a cluster")
+            if (profile.threads or 0) > processors:
+                raise InvalidInput(
+                    f"{field}.threads is {profile.threads} and this machine has {processors} processors", "lower it")
+        if facts is None or not num_gpus:
+            continue
+        if spec.engine.kind == "sglang":
+            check_heads(num_gpus, facts, f"{field}.placement.num_gpus")
+        device, weights = gpu_bytes(label), facts.parameters * ELEMENT_BYTES[submission.job.target.dtype]
+        if device is not None and weights > num_gpus * usable_bytes(device):
+            raise InvalidInput(f"{field}: the target's weights are {weights / 1e9:.0f} GB, and {num_gpus} x {label} "
+                               f"hold {num_gpus * usable_bytes(device) / 1e9:.0f} GB",
+                               "raise placement.num_gpus of the profile, or name a larger GPU")
+
+
+def shards_fit_the_pod(submission: Submission) -> None:
+    """Two shards of each process of capture fit the pod's work area: Kubernetes evicts a pod that exceeds it. Of
+    `ranged` states alone; `copied` ones need room for all of them."""
+    profile, capture = submission.facts.profile, submission.job.spec.capture
+    work, shard = None if profile is None else profile.stages.work, capture.shard_size_bytes
+    if (not isinstance(work, S3Work) or work.states != "ranged" or work.scratch_size is None
+            or capture.feed == "stream"):
+        return
+    number = work.scratch_size.rstrip("mkMGTPi")
+    scratch = int(float(number) * _UNITS[work.scratch_size.removeprefix(number)])
+    processes = submission.job.num_processes("capture")
+    if 2 * processes * shard > scratch:
+        raise InvalidInput(
+            f"capture.shard_size_bytes = {shard}: two shards of each of {processes} processes are "
+            f"{size(2 * processes * shard)}, and the work area of a pod has {work.scratch_size}",
+            f"give at most {scratch // (2 * processes)}, or fewer GPUs to capture; an administrator changes "
+            "cluster.stages.work.scratch_size")
+
+
+def training_steps_fit(submission: Submission) -> None:
+    """A training step of every candidate fits the requested type of GPU, if its label names a size."""
+    if submission.facts.sizes is not None:
+        require_gpu_memory(submission.job, submission.facts.sizes, submission.facts.data)
+
+
+CHECKS: tuple[Check, ...] = (
+    layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, states_are_captured,
+    target_files_are_whole, heads_are_divided, layers_have_sglang_ids, blocks_are_drafted_whole, drafters_of_the_target,
+    suites_exist, hardware_profiles_exist, shards_fit_the_pod, vocabularies_fit, training_steps_fit)
+"""In order: later ones assume what earlier ones have checked."""
+
+
+# What this installation has no room for.
+
+
+def this_machine_has_it(submission: Submission) -> None:
+    """This machine has the GPUs and the SGLang that a job asks for, where jobs run on one machine."""
+    for error in missing_here(submission):
+        raise error
+
+
+def missing_here(submission: Submission, devices: Path = DEVICES) -> list[InvalidInput]:
+    """What a job asks for and this machine does not have; on a cluster nothing.
+
+    GPUs are counted by their device files. Where those give no number, nothing is refused: the stage that needs them
+    counts them with torch."""
+    if submission.job.on_cluster:
+        return []
+    errors, on_cpu = [], os.environ.get("EYRIE_DEVICE") == "cpu"
+    if on_cpu or not any((devices / name).exists() for name in WITHOUT_A_NUMBER):
+        num_gpus = len(gpus_of(os.environ, devices))
+        has = f"this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
+        what = "EYRIE_DEVICE is cpu, with which this machine uses no GPUs" if on_cpu else has
+        lower = f"lower it to at most {num_gpus}" if num_gpus else "omit it"
+        errors = [InvalidInput(f"{field}.num_gpus is {request.num_gpus} and {what}",
+                               f"{lower}, or submit the job where there are as many")
+                  for field, request in _requests(submission.job.spec) if (request.num_gpus or 0) > num_gpus]
+    if submission.job.spec.engine.kind == "sglang" and not has_sglang(submission.settings):
+        errors.append(InvalidInput(
+            f"engine.kind is 'sglang', and this server finds no SGLang: {SGLANG_PROGRAM} is not set, and SGLang is not "
+            "installed next to Eyrie",
+            f"`pip install sglang=={SGLANG_VERSION}` in an environment of its own, and set {SGLANG_PROGRAM}="
+            "'ENVIRONMENT/bin/python -m sglang.launch_server' before `eyrie up`; or set engine to 'embedded'"))
+    return errors
+
+
+def _notes_on_this_machine(submission: Submission) -> list[str]:
+    """For the reader of a plan, who may plan for another machine: what a job would be refused for here, and what of its
+    placement is not used on one machine."""
+    if submission.job.on_cluster:
+        return []
+    return [*(f"a job of this plan is refused on this machine: {error.message}" for error in missing_here(submission)),
+            *(f"{field}.gpu_type {request.gpu_type!r} is for the plan alone: on one machine a job runs on the GPUs "
+              "that are there" for field, request in _requests(submission.job.spec) if request.gpu_type is not None)]
+
+
+def _requests(spec: JobSpec) -> list[tuple[str, PlacementRequest]]:
+    """Every placement that a job requests, by the field that names it."""
+    return [("placement.every", spec.placement.every),
+            *((f"placement.stages.{stage}", request) for stage, request in spec.placement.stages.items()),
+            ("serve.placement", spec.serve.placement)]
+
+
+def gpus_hold_the_target(submission: Submission) -> None:
+    """The GPUs of every stage, and of the endpoint, hold the target's weights."""
+    for error in gpus_without_room(submission):
+        raise error
+
+
+def gpus_without_room(submission: Submission, *, for_other_machines: bool = False) -> Sequence[EyrieError]:
+    """One error for each kind of GPUs that the target does not fit; none where a size is not known. On a cluster a
+    GPU's memory is that of its label. On one machine a job runs on the GPUs that are there, and a label is for plans
+    alone.
+
+    for_other_machines   where jobs run on one machine: take a GPU of the job's label, as a plan does
+    """
+    job, facts = submission.job, submission.facts
+    if facts.target is None or facts.sizes is None:
+        return []
+    weights = served_bytes(facts.target, facts.config, facts.sizes, job.target.dtype)
+    if weights is None:
+        return []
+    if facts.profile is not None:
+        return too_small_gpus(job, facts.sizes, weights, serves=facts.profile.serving is not None)
+    here = gpu_memory_here()
+    return too_small_gpus(job, facts.sizes, weights, serves=True, memory=lambda label: (
+        memory_of(label) if for_other_machines and label is not None else here))
+
+
+def disk_holds_the_job(submission: Submission) -> None:
+    """The disk under EYRIE_HOME has room for what the job writes. Only lengths sampled from the data refuse a job:
+    without them the plan is an upper bound, which does not prove that the job will not fit."""
+    planned, home = submission.job.plan, submission.settings.home
+    if planned is not None and planned.fits_disk is False and submission.facts.data.prompt_tokens is not None:
+        raise DiskTooSmall(f"the job needs about {planned.total_bytes_on_disk / 2**30:.1f} GiB under {home} and "
+                           f"{free_bytes(home) / 2**30:.1f} GiB are free",
+                           "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
+                           "capture.final_state topk, or set EYRIE_HOME to a larger disk")
+
+
+ROOM: tuple[Check, ...] = (this_machine_has_it, gpus_hold_the_target, disk_holds_the_job)

@@ -4,25 +4,23 @@ Only what is readable here is checked; the stage that reads the drafter runs the
 in the cache is left to that stage.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
-from eyrie_api.decisions.mtp_layers import require_mtp_architecture
-from eyrie_api.decisions.plan_facts import TargetFacts
-from eyrie_api.decisions.sweep import Candidate
+from eyrie_api.decisions.plan_work import TargetFacts
+from eyrie_api.decisions.sglang_support import require_mtp_architecture
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
-from eyrie_api.submission.target_facts import local_path, read_config, target_dir
+from eyrie_api.submission.facts import Facts, local_path, read_config, target_dir
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec, is_hub_id
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-
-
 _OF_JOB = "job:"
 
 
@@ -56,36 +54,29 @@ def with_drafters_of_jobs(spec: JobSpec, job_of: Callable[[str], Job], home: Pat
         "sweep": spec.sweep.model_copy(update={"axes": axes})})
 
 
-def check_published_drafters(spec: JobSpec, candidates: Sequence[Candidate], facts: TargetFacts | None,
-                             stored: Path | None = None) -> None:
+def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None = None) -> None:
     """Check them against the target.
 
     stored   directory whose files an artifact store has: a drafter below it that is not here is left to the stage
 
     Raises InvalidInput for a drafter that is missing or whose config.json is of another target, naming both values;
     UnsupportedTarget for MTP layers that SGLang does not draft with."""
-    target = target_dir(spec.target)
-    if target is not None and any(rival.method == "nextn" for rival in spec.rivals):
-        require_mtp_architecture(read_config(target))
-    for one in candidates:
-        if one.drafter.init_from is not None and not FAMILIES[one.drafter.family].continues:
-            raise InvalidInput(f"drafter.init_from is set, and training of {one.drafter.family} drafters cannot "
+    if facts.target is not None and any(rival.method == "nextn" for rival in job.rivals):
+        require_mtp_architecture(facts.config)
+    for candidate in job.candidates:
+        if candidate.drafter.init_from is not None and not FAMILIES[candidate.drafter.family].continues:
+            raise InvalidInput(f"drafter.init_from is set, and training of {candidate.drafter.family} drafters cannot "
                                "continue from a checkpoint", "leave it out, or train one of "
                                + ", ".join(name for name, row in FAMILIES.items() if row.continues))
-    for field, path, revision in _named(spec, candidates):
+    named = [(f"rivals: {rival.path!r}", rival.path, rival.revision) for rival in job.rivals if rival.path is not None]
+    heads = dict.fromkeys(candidate.drafter.head for candidate in job.candidates if candidate.drafter.head is not None)
+    named += [(f"drafter.init_from {head.path!r}", head.path, head.revision) for head in heads]
+    for field, path, revision in named:
         if stored is not None and Path(path).is_relative_to(stored) and not Path(path).exists():
             continue
         directory = _directory(field, path, revision)
-        if directory is not None and facts is not None:
-            _check_sizes(field, read_config(directory), facts)
-
-
-def _named(spec: JobSpec, candidates: Sequence[Candidate]) -> Iterator[tuple[str, str, str | None]]:
-    for rival in spec.rivals:
-        if rival.path is not None:
-            yield f"rivals: {rival.path!r}", rival.path, rival.revision
-    for head in dict.fromkeys(one.drafter.head for one in candidates if one.drafter.head is not None):
-        yield f"drafter.init_from {head.path!r}", head.path, head.revision
+        if directory is not None and facts.sizes is not None:
+            _check_sizes(field, read_config(directory), facts.sizes)
 
 
 def _directory(field: str, path: str, revision: str | None) -> Path | None:

@@ -9,8 +9,7 @@ Secret, no path of a node. `eyrie_api.submission.placement` lays the one over th
 from pydantic import Field, model_validator
 
 from eyrie_api.v1alpha1.model import Frozen, Name
-from eyrie_api.v1alpha1.placement import AbsolutePath, LabelKey, LabelValue, ObjectName, Placement
-from eyrie_api.v1alpha1.requests import StageKey
+from eyrie_api.v1alpha1.placement import AbsolutePath, LabelKey, LabelValue, ObjectName, Placement, StageKey
 
 
 class KubeflowSpec(Frozen):

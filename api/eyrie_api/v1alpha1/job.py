@@ -21,8 +21,12 @@ from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
+from eyrie_api.v1alpha1.model import Frozen, Name, later
+from eyrie_api.v1alpha1.placement import JobPlacement
+from eyrie_api.v1alpha1.rivals import RivalSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
-from eyrie_api.v1alpha1.targets import JobTarget, TargetSpec, resolve_dtype
+from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
 
@@ -62,26 +66,6 @@ class JobSpec(Frozen):
 
     labels: dict[Name, str] = Field(default_factory=dict, max_length=64)
     """Your own, to find the job by."""
-
-    @property
-    def resolved_target(self) -> TargetSpec:
-        """What stages load. An `auto` that no submission has resolved is float32."""
-        return resolve_dtype(self.target, None, on_gpus=False)
-
-    @property
-    def rival_drafters(self) -> tuple[RivalSpec, ...]:
-        """The rivals with weights of their own."""
-        return tuple(rival for rival in self.rivals if rival.has_drafter)
-
-    @property
-    def benchmarked_rivals(self) -> tuple[RivalSpec, ...]:
-        """The rivals with a benchmark stage: all but `off`, which is the baseline of each."""
-        return tuple(rival for rival in self.rivals if rival.method != "off")
-
-    @property
-    def endpoint_serve(self) -> EndpointServeSpec:
-        """How an endpoint serves what this job promotes."""
-        return EndpointServeSpec(**dict(self.serve), engine=self.engine)
 
     @model_validator(mode="after")
     def _answers_are_given_or_generated(self) -> "JobSpec":

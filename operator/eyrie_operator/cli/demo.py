@@ -37,6 +37,8 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -106,7 +108,8 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         screen.note(f"POST {plane.url}/v1alpha1/jobs  ->  202, job {created.id}\n")
         job = watch(client, created.id, screen)
         verdict(job)
-        endpoint = wait_serving(client, job, job.spec.endpoint_serve.healthy_within_s + _SERVING_S)
+        serve = EndpointServeSpec(**dict(job.spec.serve), engine=job.spec.engine)
+        endpoint = wait_serving(client, job, serve.healthy_within_s + _SERVING_S)
         plots = draw(home, figures_of_job(client, job.id))
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)

@@ -36,9 +36,9 @@ from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached, Waitin
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy
-from eyrie_api.submission.demand import demand_of, replicas_of
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.submission.published_drafters import with_drafters_of_jobs
+from eyrie_api.submission.resolve import replicas_of
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job

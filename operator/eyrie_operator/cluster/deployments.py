@@ -29,8 +29,8 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing, EyrieError
 from eyrie_api.settings import Settings
+from eyrie_api.submission.facts import read_config, target_dir
 from eyrie_api.submission.placement import merge_placement
-from eyrie_api.submission.target_facts import read_config, target_dir
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work, WorkArea

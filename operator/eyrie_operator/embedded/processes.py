@@ -37,7 +37,7 @@ from eyrie_api.artifacts import read_sealed, verify_part, write_atomically, writ
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.processes import free_port, last_lines
-from eyrie_api.submission.target_facts import target_dir
+from eyrie_api.submission.facts import target_dir
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.v1alpha1.targets import TargetSpec

@@ -52,17 +52,19 @@ from eyrie_api.v1alpha1.hardware import HardwareMeasurement
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
+from eyrie_api.v1alpha1.model import IsDefault
+from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry, TuneReport
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import Job, JobStatus, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.conditions import is_over, observe
 from eyrie_operator.jobs import report as reports
-from eyrie_operator.jobs.events import changes
 from eyrie_operator.jobs.observation import (
     OUTCOME_FILE,
     AttemptOutcome,
-    candidate_names,
+    changes,
     finished_manifests,
     observe_serving,
     observe_stages,
@@ -82,8 +84,8 @@ from eyrie_operator.jobs.reconcile import (
     plan_failure,
     reconcile,
 )
-from eyrie_pipelines.runner import ObservedRun, Runner
-from eyrie_pipelines.steps import find_checkpoint
+from eyrie_pipelines.runner import JobFile, ObservedRun, Runner
+from eyrie_pipelines.stage_specs import find_checkpoint
 from eyrie_workers.catalog import CATALOG, stage_dir
 
 log = logging.getLogger(__name__)
@@ -170,10 +172,10 @@ class Driver:
         return seen, reconcile(job.spec, seen, self._clock())
 
     def _observe(self, job: Job, run: ObservedRun) -> ObservedJob:
-        job_dir = self._settings.job_dir(job.id)
+        job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
         intent = self._jobs.intent(job.id)
         # Race: refreshed after `run` was observed, so that the files of a run observed as ended are complete.
-        self._runner.refresh(job.id, job.spec)
+        self._runner.refresh(job.id, resolved)
         outcome = read_outcome(job_dir, intent.attempt, job.status)
         tuned = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True)) if outcome else ()
         # A tuned rival that was to be beaten is not the job's own result; one that was selected is alone.
@@ -181,7 +183,7 @@ class Driver:
         return ObservedJob(
             attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
             delete_requested=intent.delete_requested, has_capacity=self._has_capacity(job),
-            run=run, stages=tuple(observe_stages(job, job_dir)),
+            run=run, stages=tuple(observe_stages(job, resolved, job_dir)),
             waiting_pods=tuple(one for one in self._jobs.waiting_pods(job.id) if one.run_id == run.run_id),
             decision=outcome.decision if outcome else None, best=best[0] if best else None,
             serving=self._observe_serving(outcome))
@@ -204,8 +206,10 @@ class Driver:
             with self._start_lock():
                 # Race: while this driver waited, one whose lease has expired may have started the run.
                 if self._runner.observe(job.id).run_id == seen.run.run_id and self._has_capacity(job):
-                    self._runner.start(job.id, job.spec, action.attempt, self._incumbent_use(job.spec),
-                                       self._jobs_with_answers(job))
+                    resolved = self._jobs.resolved(job.id)
+                    self._runner.start(JobFile(id=job.id, resolved=resolved, attempt=action.attempt,
+                                               incumbent=self._incumbent_use(resolved),
+                                               reuse=self._jobs_with_answers(job)))
         elif isinstance(action, StopRun):
             self._runner.stop(job.id)
         elif isinstance(action, Decide):
@@ -224,25 +228,25 @@ class Driver:
             yield
 
     def _decide(self, job: Job, attempt: int) -> None:
-        job_dir = self._settings.job_dir(job.id)
+        job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
         tuned = read_manifest(stage_dir(job_dir, "tune")).report
         assert isinstance(tuned, TuneReport)
-        benchmarks = [manifest.report for manifest in finished_manifests(job, job_dir)
+        benchmarks = [manifest.report for manifest in finished_manifests(job, resolved, job_dir)
                       if isinstance(manifest.report, BenchmarkReport)]
         for report in benchmarks:
             if report.dropped is None:
-                self._record(job, report, tuned=False)
+                self._record(job.id, resolved, report, tuned=False)
         for named in job.spec.rivals:
             if named.method == "off":
                 baseline = next(one for one in benchmarks if one.dropped is None)
-                self._record(job, no_drafter(named.checkpoint, baseline), tuned=False)
+                self._record(job.id, resolved, no_drafter(named.checkpoint, baseline), tuned=False)
         final, rival = tuned_finals(tuned, benchmarks)
-        self._record(job, final, tuned=True)
+        self._record(job.id, resolved, final, tuned=True)
         if rival is not None:
-            self._record(job, rival, tuned=True)
+            self._record(job.id, resolved, rival, tuned=True)
         proof = read_manifest(stage_dir(job_dir, "prove")).report
         assert isinstance(proof, ProveReport)
-        decision = decide_job(job.spec, benchmarks, tuned, proof, self._incumbent(job.spec))
+        decision = decide_job(job.spec, benchmarks, tuned, proof, self._incumbent(job))
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         self._write_outcome(job.id, AttemptOutcome(attempt=attempt, decision=decision))
 
@@ -250,32 +254,32 @@ class Driver:
         write_model(self._settings.job_dir(job_id) / OUTCOME_FILE, outcome)
         self._runner.persist(job_id, OUTCOME_FILE)
 
-    def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
-        trained = train_reports(candidate_names(job), self._settings.job_dir(job.id))
-        family = report.family or next(each.family for each in trained if each.candidate == report.candidate)
-        measured = Measured(job.id, family, job.spec.target.model, tuned, report)
-        directory = "" if family in WITHOUT_DRAFTER else self._drafter_dir(job, report.checkpoint)
+    def _record(self, job_id: str, job: ResolvedJob, report: BenchmarkReport, *, tuned: bool) -> None:
+        families = {candidate.name: candidate.drafter.family for candidate in job.candidates}
+        family = report.family or families[report.candidate]
+        measured = Measured(job_id, family, job.target.model, tuned, report)
+        directory = "" if family in WITHOUT_DRAFTER else self._drafter_dir(job_id, job, report.checkpoint)
         self._results.record(measured, directory)
 
-    def _drafter_dir(self, job: Job, checkpoint: str) -> str:
-        job_dir = self._settings.job_dir(job.id)
-        return str(job_dir / find_checkpoint(job.spec, train_reports(candidate_names(job), job_dir), checkpoint).path)
+    def _drafter_dir(self, job_id: str, job: ResolvedJob, checkpoint: str) -> str:
+        job_dir = self._settings.job_dir(job_id)
+        return str(job_dir / find_checkpoint(job, train_reports(job, job_dir), checkpoint).path)
 
-    def _incumbent(self, spec: JobSpec) -> BenchmarkReport | None:
+    def _incumbent(self, job: Job) -> BenchmarkReport | None:
         """The report of the drafter that the job's endpoint serves, on the prompts of this job; None when it serves
         without one, or not at all, or was measured on other prompts."""
-        active = self._active(spec.serve.endpoint)
+        active = self._active(job.spec.serve.endpoint)
         if active is None or active.job_id is None or active.checkpoint is None or active.use.drafter_dir is None:
             return None
         try:
             report = self._results.find(active.job_id, active.checkpoint).measured.report
-            return on_suites(report, comparable_suites(spec, self._jobs.get(active.job_id).spec))
+            return on_suites(report, comparable_suites(job.spec, self._jobs.get(active.job_id).spec))
         except NotFound:  # its job was deleted, and its results with it
             return None
 
-    def _incumbent_use(self, spec: JobSpec) -> DrafterUse | None:
+    def _incumbent_use(self, job: ResolvedJob) -> DrafterUse | None:
         """The drafter and setting the endpoint serves with, for comparison in prove; None when it does not draft."""
-        active = self._active(spec.serve.endpoint, spec.resolved_target) if spec.serve.enabled else None
+        active = self._active(job.spec.serve.endpoint, job.target) if job.spec.serve.enabled else None
         return None if active is None or active.use.setting.method == "off" else active.use
 
     def _jobs_with_answers(self, job: Job) -> tuple[str, ...]:
@@ -295,21 +299,21 @@ class Driver:
         return next((each for each in serving.revisions if each.number == serving.active_revision), None)
 
     def _promote(self, job: Job, status: JobStatus, name: str) -> None:
-        job_dir = self._settings.job_dir(job.id)
+        job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
         outcome = outcome_of(status, status.attempt)
         assert outcome is not None, "promote follows decide"
-        model = job.spec.target.model
+        model = resolved.target.model
         # Clients send this name in each request: the last part of a path is shorter than the path.
         name_for_clients = Path(model).name if Path(model).is_absolute() else model
-        created = self._endpoints.create(name, job.spec.resolved_target, job.spec.endpoint_serve, name_for_clients,
-                                         num_replicas=self._jobs.demand(job.id).num_replicas)
+        created = self._endpoints.create(name, resolved.target, resolved.endpoint_serve, name_for_clients,
+                                         num_replicas=resolved.demand.num_replicas)
         revision = created.revisions[0].number
         if outcome.decision.promote:
             tuned = read_manifest(stage_dir(job_dir, "tune")).report
             proof = read_manifest(stage_dir(job_dir, "prove")).report
             assert isinstance(tuned, TuneReport)
             assert isinstance(proof, ProveReport)
-            drafter = Path(self._drafter_dir(job, tuned.checkpoint))
+            drafter = Path(self._drafter_dir(job.id, resolved, tuned.checkpoint))
             # Next to the checkpoint, not inside: the manifest holds the digests of the checkpoint's files.
             results_file = drafter.with_name(f"{drafter.name}-results.json")
             write_atomically(results_file, json.dumps(reports.results_for_card(tuned.final, proof), indent=2) + "\n")
@@ -327,7 +331,7 @@ class Driver:
         outcome = read_outcome(job_dir, status.attempt, status)
         endpoint = self._endpoints.get(outcome.endpoint) if outcome and outcome.endpoint else None
         total_s = (self._clock() - job.created_at).total_seconds()
-        manifests = finished_manifests(job, job_dir)
+        manifests = finished_manifests(job, self._jobs.resolved(job.id), job_dir)
         hardware = None if job.spec.prove.hardware is None else hardware_of(job.spec.prove.hardware, [
             one.report for one in manifests if isinstance(one.report, HardwareMeasurement)])
         content = reports.build_report(job.id, manifests, status.conditions, total_s,

@@ -1,24 +1,28 @@
-"""What the driver reads of a job's directory and of its endpoint before it decides."""
+"""What the driver reads of a job's directory and of its endpoint before it decides, and the events for what changed.
+
+Events are a function of two statuses. The driver stores them in the transaction of the new status: a kill loses no
+event and repeats none.
+"""
 
 import contextlib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, read_manifest
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.artifacts import MANIFEST, read_manifest, read_report
+from eyrie_api.database.jobs import NewEvent
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import PromotionDecision, TrainReport
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
-from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, StageState, StageStatus
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
 from eyrie_operator.unscheduled import WAITS
-from eyrie_pipelines.run_failure import read_stage_failure
-from eyrie_pipelines.run_records import read_record
-from eyrie_pipelines.steps import benchmarked
-from eyrie_workers.catalog import stage_dir
+from eyrie_pipelines.run_records import read_record, read_stage_failure
+from eyrie_pipelines.stage_specs import benchmarked
+from eyrie_workers.catalog import CATALOG, stage_dir
 
 OUTCOME_FILE = "outcome.json"
 
@@ -53,9 +57,9 @@ def observe_serving(endpoint: Endpoint, revision: int) -> ObservedServing:
                            endpoint.name)
 
 
-def finished_manifests(job: Job, job_dir: Path) -> list[Manifest]:
+def finished_manifests(job: Job, resolved: ResolvedJob, job_dir: Path) -> list[Manifest]:
     """Manifests of every finished stage, in the pipeline's order: candidates as in the sweep, checkpoints by step."""
-    return [stage.manifest for stage in observe_stages(job, job_dir) if stage.manifest is not None]
+    return [stage.manifest for stage in observe_stages(job, resolved, job_dir) if stage.manifest is not None]
 
 
 def read_outcome(job_dir: Path, attempt: int, status: JobStatus) -> AttemptOutcome | None:
@@ -75,42 +79,29 @@ def outcome_of(status: JobStatus, attempt: int) -> AttemptOutcome | None:
     return AttemptOutcome(attempt=attempt, decision=status.decision)
 
 
-def observe_stages(job: Job, job_dir: Path) -> Iterator[ObservedStage]:
+def observe_stages(job: Job, resolved: ResolvedJob, job_dir: Path) -> Iterator[ObservedStage]:
     """Every stage of a job and each of its members known so far."""
-    candidates = candidate_names(job)
     for stage in STAGES:
-        for key in _keys(job, candidates, job_dir, stage):
+        for key in _keys(resolved, job_dir, stage):
             yield _observe_stage(job, job_dir, stage, key)
 
 
-def candidate_names(job: Job) -> list[str]:
-    """Names of the sweep's candidates."""
-    return [candidate.name for candidate in expand(job.spec)]
-
-
-def _keys(job: Job, candidates: list[str], job_dir: Path, stage: StageName) -> list[str]:
+def _keys(job: ResolvedJob, job_dir: Path, stage: StageName) -> list[str]:
     """Members of a stage known so far: the sweep's candidates; checkpoints and rivals once every candidate is trained.
     """
     if stage == "train":
-        return candidates
+        return [candidate.name for candidate in job.candidates]
     if stage == "benchmark":
         try:
-            return [checkpoint.name for checkpoint in benchmarked(job.spec, train_reports(candidates, job_dir))]
+            return [checkpoint.name for checkpoint in benchmarked(job, train_reports(job, job_dir))]
         except ArtifactMissing:
             return []
-    if stage == "hardware":
-        return list(job.spec.prove.profile_names)
-    return [""]
+    return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
 
 
-def train_reports(candidates: list[str], job_dir: Path) -> list[TrainReport]:
-    """The training reports of these candidates. Raises ArtifactMissing when one is not trained."""
-    reports = []
-    for candidate in candidates:
-        report = read_manifest(stage_dir(job_dir, "train", candidate)).report
-        assert isinstance(report, TrainReport)
-        reports.append(report)
-    return reports
+def train_reports(job: ResolvedJob, job_dir: Path) -> list[TrainReport]:
+    """The training reports of all candidates. Raises ArtifactMissing when one is not trained."""
+    return [read_report(stage_dir(job_dir, "train", candidate.name), TrainReport) for candidate in job.candidates]
 
 
 def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> ObservedStage:
@@ -123,3 +114,54 @@ def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> Obser
     manifest = read_manifest(directory) if (directory / MANIFEST).exists() else None
     failure = read_stage_failure(directory) if manifest is None else None
     return ObservedStage(stage, key, started, manifest, failure)
+
+
+# Events.
+
+
+def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
+    """An event for each stage, and for each condition that is not a stage's, that differs between the statuses."""
+    for stage in after.stages:
+        known = next((each for each in before.stages if (each.stage, each.key) == (stage.stage, stage.key)), None)
+        if known is None or known.state != stage.state:
+            yield from _of_stage(stage, None if known is None else known.state)
+        if stage.state in ("Pending", "Running") and stage.reason and (known is None or known.reason != stage.reason):
+            yield NewEvent(stage.reason, f"{_name(stage)}: {stage.message}; hint: {stage.hint}", stage=stage.stage,
+                           type="Normal" if stage.reason == "WaitingForQueue" else "Warning", key=stage.key)
+    for condition in after.conditions:
+        previous = find(before.conditions, condition.type)
+        same = previous is not None and (previous.status, previous.reason) == (condition.status, condition.reason)
+        repeats = condition.type == "Succeeded" and condition.status == "False"  # Failed or Cancelled says the same
+        if not same and not repeats and _stage_of(condition.type) is None:
+            reason, warning = _event_of(condition)
+            yield NewEvent(reason, condition.message, type="Warning" if warning else "Normal")
+
+
+def _of_stage(stage: StageStatus, before: StageState | None) -> Iterator[NewEvent]:
+    name = _name(stage)
+    if stage.state == "Failed":
+        yield NewEvent(stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.hint}", type="Warning",
+                       stage=stage.stage, key=stage.key)
+    elif stage.state in ("Running", "Succeeded"):
+        if before != "Running":  # it may have started and finished between two observations
+            yield NewEvent("StageStarted", f"{name} started", stage=stage.stage, key=stage.key)
+        if stage.state == "Succeeded":
+            yield NewEvent("StageFinished", f"{name} finished", stage=stage.stage, key=stage.key)
+
+
+def _name(stage: StageStatus) -> str:
+    return f"{stage.stage} {stage.key}".rstrip()
+
+
+def _event_of(condition: Condition) -> tuple[str, bool]:
+    """Reason of the event for a changed condition, and whether it is a warning."""
+    if condition.type == "Accepted" and condition.reason not in ("JobAccepted", "Queued"):
+        return condition.reason, True
+    if condition.status == "True":
+        return (condition.reason, True) if condition.type == "Failed" else (condition.type, False)
+    return condition.reason, condition.status == "False" and condition.reason not in (
+        "Cancelled", "NotFaster", "PromotionOff")
+
+
+def _stage_of(kind: str) -> StageName | None:
+    return next((stage.name for stage in CATALOG.values() if stage.condition == kind), None)

@@ -14,11 +14,12 @@ from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.http.control import Control
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.plan import PlannedStages
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.resources import WaitingObject
 from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
+from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, planned, report_body
 
 TOKEN = "the-installation-s-own-token"
 SECRET_KEY = "c2VjcmV0LWtleS1vZi10aGUtdGVzdHMtMDEyMzQ1Njc="
@@ -91,7 +92,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     assert hook.status_code == 201, hook.text
 
     spec = job_spec(name=f"{project}-job", serve={"endpoint": f"{project}-endpoint"})
-    job_id = control.jobs.submit(spec, project=project, planned=PlannedStages(stages=())).id
+    job_id = control.jobs.submit(planned(spec), project=project).id
     key = f"{project}-c1-step-1"
     control.jobs.set_stage(job_id, StageStatus(stage="benchmark", key=key, state="Succeeded", started_at=NOW))
     control.jobs.record_event(job_id, "Told", f"a word of {project}")
@@ -103,7 +104,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     control.results.record(Measured(job_id, "eagle3", "quickstart", True, benchmarked), str(directory))
     control.jobs.save_status(job_id, ended("Succeeded"))
     endpoint = f"{project}-endpoint"
-    control.endpoints.create(endpoint, spec.resolved_target, spec.endpoint_serve, "quickstart")
+    control.endpoints.create(endpoint, derive(spec).target, derive(spec).endpoint_serve, "quickstart")
     control.endpoints.activate(endpoint, 1)
     control.endpoints.propose(endpoint, job_id=job_id, checkpoint=benchmarked.checkpoint, reason="better",
                               drafter_dir=str(directory))

@@ -21,6 +21,7 @@ from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
 from eyrie_api.http.authentication import CACHED_S, LOCAL, Authenticator
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import CreateMember, CreateProject
 from tests.api.access.harness import JOBS, KEYS, TOKEN, WEBHOOKS, two_projects
 from tests.api.access.receiver import receiving
@@ -159,7 +160,7 @@ def test_on_loopback_nothing_is_demanded_and_a_key_that_is_shown_counts(
 
 
 def test_the_audit_cannot_be_changed_or_deleted(database: Database, clock: ManualClock) -> None:
-    Jobs(database, clock, scope=ROOT).submit(job_spec())
+    Jobs(database, clock, scope=ROOT).submit(derive(job_spec()))
     for statement in (delete(AuditRow), update(AuditRow).values(actor="nobody")):
         with pytest.raises(DatabaseError, match="the audit is kept"), database.writing() as session:
             session.execute(statement)

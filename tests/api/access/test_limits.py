@@ -18,9 +18,11 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
-from eyrie_api.database.quotas import Demand, PriorityClassRefused, QuotaReached
+from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import Quotas
+from eyrie_api.v1alpha1.resolved import Demand
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -109,12 +111,12 @@ def accepted_at_once(number: int, submit: Callable[[], str]) -> list[str]:
 def test_a_project_may_have_so_many_jobs_at_once(database: Database, clock: ManualClock) -> None:
     Projects(database, clock).set_quotas("default", Quotas(max_jobs=2))
     jobs = Jobs(database, clock, scope=ADMIN)
-    accepted = accepted_at_once(6, lambda: jobs.submit(job_spec()).id)
+    accepted = accepted_at_once(6, lambda: jobs.submit(derive(job_spec())).id)
     assert len(accepted) == 2, "not even when all come at once"
     Jobs(database, clock).save_status(accepted[0], ended("Failed"))
-    assert jobs.submit(job_spec()).id
+    assert jobs.submit(derive(job_spec())).id
     with pytest.raises(QuotaReached, match="2 jobs"):
-        jobs.submit(job_spec())
+        jobs.submit(derive(job_spec()))
     with pytest.raises(QuotaReached, match="2 jobs"):
         jobs.retry(accepted[0])
     assert Projects(database, clock).get("default").live_jobs == 2
@@ -125,10 +127,10 @@ def test_a_project_may_have_so_many_endpoints_and_is_refused_before_it_trains(
     Projects(database, clock).set_quotas("default", Quotas(max_endpoints=1))
     jobs, endpoints = Jobs(database, clock, scope=ADMIN), Endpoints(database, clock, ADMIN)
     endpoints.create("one", TargetSpec(model="m"), EndpointServeSpec(), "m")
-    assert jobs.submit(job_spec(serve={"endpoint": "one"})).id, "to the one there is"
-    assert jobs.submit(job_spec(serve={"endpoint": "two", "enabled": False})).id
+    assert jobs.submit(derive(job_spec(serve={"endpoint": "one"}))).id, "to the one there is"
+    assert jobs.submit(derive(job_spec(serve={"endpoint": "two", "enabled": False}))).id
     with pytest.raises(QuotaReached, match="1 endpoints"):
-        jobs.submit(job_spec(serve={"endpoint": "three"}))
+        jobs.submit(derive(job_spec(serve={"endpoint": "three"})))
     with pytest.raises(QuotaReached):
         endpoints.create("two", TargetSpec(model="m"), EndpointServeSpec(), "m")
     endpoints.set_desired("one", "off")
@@ -141,13 +143,13 @@ def test_a_repeated_submission_gets_its_job_although_the_quota_is_used_up_now(
         database: Database, clock: ManualClock) -> None:
     Projects(database, clock).set_quotas("default", Quotas(max_jobs=1))
     jobs = Jobs(database, clock, scope=ADMIN, idempotency=Idempotency(database, 60.0, clock))
-    first = jobs.submit_once(job_spec(), Once("k", "r", "d"), "default")
-    again = jobs.submit_once(job_spec(), Once("k", "r", "d"), "default")
+    first = jobs.submit_once(derive(job_spec()), Once("k", "r", "d"), "default")
+    again = jobs.submit_once(derive(job_spec()), Once("k", "r", "d"), "default")
     assert isinstance(first, Job)
     assert isinstance(again, Replay)
     assert again.response["id"] == first.id
     with pytest.raises(QuotaReached):
-        jobs.submit_once(job_spec(), Once("another", "r", "d"), "default")
+        jobs.submit_once(derive(job_spec()), Once("another", "r", "d"), "default")
 
 
 def test_a_projects_jobs_may_request_so_many_gpus_at_one_time(database: Database, clock: ManualClock) -> None:
@@ -156,19 +158,19 @@ def test_a_projects_jobs_may_request_so_many_gpus_at_one_time(database: Database
     jobs = Jobs(database, clock, scope=ADMIN)
 
     def submit() -> str:
-        return jobs.submit_once(job_spec(), None, "default", Demand(num_gpus=3)).id  # type: ignore[union-attr]
+        return jobs.submit_once(derive(job_spec(), demand=Demand(num_gpus=3)), None, "default").id  # type: ignore[union-attr]
 
     accepted = accepted_at_once(5, submit)
     assert len(accepted) == 2, "not even when all come at once"
     assert projects.get("default").live_gpus == 6
     with pytest.raises(QuotaReached, match=r"requests 3 GPUs .* 'default' may have 8 .* and has 6") as refused:
-        jobs.submit(job_spec(), demand=Demand(num_gpus=3))
+        jobs.submit(derive(job_spec(), demand=Demand(num_gpus=3)))
     assert "placement.*.num_gpus" in refused.value.hint
     assert "administrator of the installation: eyrie projects quotas default --gpus" in refused.value.hint
-    assert jobs.submit(job_spec(), demand=Demand(num_gpus=2)).id
-    assert jobs.submit(job_spec()).id, "on CPUs"
+    assert jobs.submit(derive(job_spec(), demand=Demand(num_gpus=2))).id
+    assert jobs.submit(derive(job_spec())).id, "on CPUs"
     Jobs(database, clock).save_status(accepted[0], ended("Failed"))
-    assert jobs.submit(job_spec(), demand=Demand(num_gpus=1)).id
+    assert jobs.submit(derive(job_spec(), demand=Demand(num_gpus=1))).id
     with pytest.raises(QuotaReached, match="requests 3 GPUs"):
         jobs.retry(accepted[0])
     projects.set_quotas("default", Quotas(max_gpus=9))
@@ -189,8 +191,8 @@ def test_a_projects_endpoints_may_have_so_many_replicas_together(database: Datab
         create("two", 2)
     assert "eyrie projects quotas default --replicas" in refused.value.hint
     with pytest.raises(QuotaReached):
-        jobs.submit(job_spec(serve={"endpoint": "two"}), demand=Demand(num_replicas=2))
-    assert jobs.submit(job_spec(serve={"endpoint": "two", "enabled": False}), demand=Demand(num_replicas=2)).id
+        jobs.submit(derive(job_spec(serve={"endpoint": "two"}), demand=Demand(num_replicas=2)))
+    assert jobs.submit(derive(job_spec(serve={"endpoint": "two", "enabled": False}), demand=Demand(num_replicas=2))).id
     create("one", 4)
     with pytest.raises(QuotaReached, match="is 5"):
         create("one", 5)
@@ -208,27 +210,27 @@ def test_jobs_and_endpoints_name_only_priority_classes_of_their_project(database
     jobs, endpoints = Jobs(database, clock, scope=ADMIN), Endpoints(database, clock, ADMIN)
     urgent = {"priority_class": "urgent"}
     for placement in ({"every": urgent}, {"stages": {"train": urgent}}):
-        old = jobs.submit(job_spec(placement=placement)).id
+        old = jobs.submit(derive(job_spec(placement=placement))).id
         Jobs(database, clock).save_status(old, ended("Failed"))
         changed = projects.set_quotas("default", Quotas(priority_classes=("batch", "low")))
         assert changed.quotas.priority_classes == ("batch", "low")
         with pytest.raises(PriorityClassRefused, match=r"is 'urgent'; .* may use batch, low") as refused:
-            jobs.submit(job_spec(placement=placement))
+            jobs.submit(derive(job_spec(placement=placement)))
         assert "eyrie projects quotas default --priority-class" in refused.value.hint
         with pytest.raises(PriorityClassRefused):
             jobs.retry(old)
-        assert jobs.submit(job_spec(placement={"every": {"priority_class": "batch"}})).id
-        assert jobs.submit(job_spec()).id
+        assert jobs.submit(derive(job_spec(placement={"every": {"priority_class": "batch"}}))).id
+        assert jobs.submit(derive(job_spec())).id
         projects.set_quotas("default", Quotas(priority_classes=()))
         with pytest.raises(PriorityClassRefused, match="may use none"):
-            jobs.submit(job_spec(placement=placement))
+            jobs.submit(derive(job_spec(placement=placement)))
         projects.set_quotas("default", Quotas())
     serve = EndpointServeSpec.model_validate({"placement": urgent})
     projects.set_quotas("default", Quotas(priority_classes=("batch",)))
     with pytest.raises(PriorityClassRefused, match=r"serve\.placement\.priority_class"):
         endpoints.create("one", TargetSpec(model="m"), serve, "m")
     with pytest.raises(PriorityClassRefused, match=r"serve\.placement\.priority_class"):
-        jobs.submit(job_spec(serve={"placement": urgent}))
+        jobs.submit(derive(job_spec(serve={"placement": urgent})))
 
 
 def test_rest_answers_what_exceeds_a_quota_with_field_value_rule_and_remedy(

@@ -22,6 +22,7 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.webhooks import BACKOFF_S, KEPT_S, MAX_FAILURES, Webhooks
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import CreateWebhook
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -55,7 +56,7 @@ def test_what_happens_is_sent_once_and_signed(database: Database, clock: ManualC
     hook, secret = webhooks.create(CreateWebhook(url=receiver.url))
     jobs, endpoints = Jobs(database, clock), Endpoints(database, clock)
     for kind in ("Succeeded", "Failed", "Cancelled"):
-        job = jobs.submit(job_spec(name=f"{kind.lower()}-job"))
+        job = jobs.submit(derive(job_spec(name=f"{kind.lower()}-job")))
         for _ in range(2):
             jobs.save_status(job.id, ended(kind))
     endpoints.create("default", TargetSpec(model="m"), EndpointServeSpec(), "m")
@@ -94,9 +95,9 @@ def test_a_delivery_that_fails_is_tried_again_later_under_the_same_id(
         database: Database, clock: ManualClock, webhooks: Webhooks, receiver: Receiver) -> None:
     hook, _secret = webhooks.create(CreateWebhook(url=receiver.url, events=("job.failed",)))
     jobs = Jobs(database, clock)
-    jobs.save_status(jobs.submit(job_spec()).id, ended("Succeeded"))
+    jobs.save_status(jobs.submit(derive(job_spec())).id, ended("Succeeded"))
     assert webhooks.due() == (), "nobody asked for that"
-    jobs.save_status(jobs.submit(job_spec()).id, ended("Failed"))
+    jobs.save_status(jobs.submit(derive(job_spec())).id, ended("Failed"))
     receiver.answers = [500, 302]
     receiver.location = receiver.url
     assert deliver_all(webhooks) == 1
@@ -122,7 +123,7 @@ def test_a_webhook_that_never_answers_is_switched_off_until_a_ping_arrives(
     assert off.failures == MAX_FAILURES
     assert off.disabled_reason is not None
     jobs = Jobs(database, clock)
-    jobs.save_status(jobs.submit(job_spec()).id, ended("Failed"))
+    jobs.save_status(jobs.submit(derive(job_spec())).id, ended("Failed"))
     assert webhooks.due() == ()
     webhooks.ping(hook.id)
     assert deliver_all(webhooks) == 1

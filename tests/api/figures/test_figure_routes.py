@@ -10,6 +10,7 @@ from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.figures.job_figures import figures_of
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.status import JobReport
 from tests.api.figures.job_values import NAMES, finish_job, job_report
 from tests.api.samples import benchmark_report, job_spec
@@ -17,7 +18,7 @@ from tests.api.samples import benchmark_report, job_spec
 
 def test_figures_are_listed_and_read_as_the_report_defines_them(settings: Settings, database: Database) -> None:
     client: httpx.Client = TestClient(create_app(settings, database=database), base_url="http://127.0.0.1:8642")
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     path = f"/v1alpha1/jobs/{job.id}"
     assert client.get(f"{path}/figures").json()["items"] == []
     refused = client.get(f"{path}/figures/tuning")
@@ -38,7 +39,7 @@ def test_figures_are_listed_and_read_as_the_report_defines_them(settings: Settin
 def test_the_figure_of_the_leaderboard_is_of_the_selection_and_the_others_of_everything(
         settings: Settings, database: Database) -> None:
     client: httpx.Client = TestClient(create_app(settings, database=database), base_url="http://127.0.0.1:8642")
-    job = Jobs(database).submit(job_spec())
+    job = Jobs(database).submit(derive(job_spec()))
     for checkpoint, family, speedups in (("a-step-1", "eagle3", {"chat": (2.0, 1.8), "math": (2.2, 2.0)}),
                                          ("b-step-1", "dflash", {"chat": (1.2, 1.1), "math": (3.4, 1.9)})):
         Results(database).record(Measured(job.id, family, "t", False, benchmark_report(checkpoint, speedups)), "/d")

@@ -9,6 +9,8 @@ from eyrie_api.database.jobs import Metric
 from eyrie_api.figures.training_curves import CHARTS, LATEST, RUNG, curves_of, training_figures
 from eyrie_api.http.console.pages import HERE
 from eyrie_api.v1alpha1.figures import Chart, TrainingCurves
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.curves import Chart, TrainingCurves
 from eyrie_api.v1alpha1.status import MetricPoint, MetricSeries
 from tests.api.conftest import Running
 from tests.api.samples import NOW, job_spec
@@ -102,7 +104,7 @@ def test_of_one_run_series_beyond_the_colours_are_dashed() -> None:
 
 def test_files_have_the_words_names_and_values_that_the_api_answers_the_page(server: Running) -> None:
     jobs = server.control.jobs
-    job = jobs.submit(job_spec())
+    job = jobs.submit(derive(job_spec()))
     for key in ("a", "b"):
         for one in training(key):
             jobs.record_metrics(job.id, "train", key, [

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyrie_api.errors import TargetNotFound
-from eyrie_api.submission.target_facts import target_dir
+from eyrie_api.submission.facts import target_dir
 from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE, QUICKSTART_OLMO, TargetSpec
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.templates import ChatTokenizer

@@ -13,6 +13,8 @@ from sqlalchemy.exc import OperationalError
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.quotas import WaitingObjects
+from eyrie_api.database.waiting import WaitingObjects
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL
@@ -194,14 +196,14 @@ def pending(run_id: str, namespace: str = "kubeflow") -> tuple[str, dict[str, An
 
 def running_job(harness: Harness) -> str:
     """A job whose run is `run-1`."""
-    job = harness.jobs.submit(job_spec())
+    job = harness.jobs.submit(derive(job_spec()))
     harness.jobs.save_status(job.id, job.status.model_copy(update={"phase": "Running", "run_id": "run-1"}))
     return job.id
 
 
 def test_a_runs_pods_without_a_node_are_recorded_for_its_job_and_only_while_they_have_none(harness: Harness) -> None:
     one = controller(harness, Clock(), runs_namespace="kubeflow")
-    mine, other = running_job(harness), harness.jobs.submit(job_spec()).id
+    mine, other = running_job(harness), harness.jobs.submit(derive(job_spec())).id
     path, pod = pending("run-1")
     harness.server.put(path, pod)
     harness.server.put(path + "-done", {**pod, "status": {**pod["status"], "phase": "Succeeded"}})
@@ -340,7 +342,7 @@ def test_a_job_without_room_is_tried_again_after_fifteen_seconds_and_not_at_once
     (job_id,) = (jobs := Jobs(waits.harness.database)).live()
     assert jobs.submitted(job_id) == job_body(), "as the object has it, without the labels that name the object"
     assert jobs.get(job_id).spec.labels[NAME_LABEL] == "night"
-    assert list(jobs.planned((job_id,))) == [job_id]
+    assert jobs.resolved(job_id).plan is not None
 
 
 def test_a_row_left_by_an_operator_killed_after_the_submission_is_removed_by_the_next(waits: WaitingJob) -> None:
@@ -408,7 +410,7 @@ def test_a_job_that_cannot_be_resumed_for_want_of_room_waits_with_its_project_un
     waits.put(suspend=True)
     jobs.save_status(job_id, ended("Cancelled"))
     waits.look()
-    other = jobs.submit(job_spec(), project="search").id
+    other = jobs.submit(derive(job_spec()), project="search").id
     waits.put()
     (row,) = waits.rows.all()
     assert (row.name, row.project, row.reason) == ("night", "search", "QuotaReached")

@@ -18,6 +18,9 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
@@ -82,7 +85,7 @@ class Harness:
     def promoted_job(self, canary: CanarySpec) -> str:
         spec = JobSpec.model_validate(job_body())
         promotion = spec.promotion.model_copy(update={"canary": canary})
-        return self.jobs.submit(spec.model_copy(update={"promotion": promotion})).id
+        return self.jobs.submit(derive(spec.model_copy(update={"promotion": promotion}))).id
 
     def serve_bare(self) -> EndpointReconciler:
         """The endpoint chat, with the target alone."""

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from eyrie_api.decisions.families import description
+
 from eyrie_api.decisions.sweep import expand
-from eyrie_api.submission.target_facts import target_facts
+from eyrie_api.submission.facts import target_facts
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -71,4 +71,4 @@ def test_a_plans_estimate_of_a_drafters_size_is_within_a_tenth(name: str, target
     size = sum(parameter.numel() for parameter in made.parameters())
     (candidate,) = expand(JobSpec(target=TargetSpec(model=str(target_dir)), drafter=spec,
                                   data=DataSpec(sources=(DataSource(path="quickstart"),))))
-    assert target_facts(target_dir).drafter_parameters(candidate) == pytest.approx(size, rel=0.1)
+    assert target_facts(target_dir).trained_drafter(candidate).parameters == pytest.approx(size, rel=0.1)

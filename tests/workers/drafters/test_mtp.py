@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.decisions.mtp_layers import mtp_tensors
+from eyrie_api.decisions.sglang_support import mtp_tensors
 from eyrie_api.errors import ArtifactMissing, UnsupportedTarget
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import open_drafter

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from eyrie_api.decisions.leaderboard import Measured, rank
 from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_facts import TargetFacts
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.plan_work import TargetFacts
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
@@ -63,9 +63,9 @@ def test_the_toy_is_trained_exported_validated_and_decodes_losslessly(tmp_path: 
 
 def test_the_toy_is_in_the_plan_with_its_size_and_description() -> None:
     spec = job("toy", "eagle3")
-    candidates = expand(spec)
-    plan = make_plan(spec, candidates, FACTS, None)
-    assert FACTS.drafter_parameters(candidates[0]) == 64 * 64 + 320 * 64
+    resolved = derive(spec)
+    plan = make_plan(resolved, FACTS, None)
+    assert FACTS.trained_drafter(resolved.candidates[0]).parameters == 64 * 64 + 320 * 64
     assert any(note.startswith("toy: for tests; drafting takes one product per round") for note in plan.notes)
 
 

@@ -10,12 +10,14 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.errors import ArtifactCorrupt, NoUsableData
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord
 from eyrie_api.v1alpha1.reports import SourceRows
 from eyrie_api.v1alpha1.stages import CaptureStage, ComparedMix, RegenerateStage, RowDraw, TrainStage
-from eyrie_pipelines import steps
+from eyrie_pipelines import stage_specs
+from eyrie_pipelines.runner import JobFile
 from eyrie_workers.catalog import stage_dir
 from eyrie_workers.conversations.rows import ROWS, read_rows
 from eyrie_workers.drafters.card import read_card
@@ -43,7 +45,7 @@ def chats(path: Path, num: int, subject: str) -> Path:
     return path
 
 
-def a_job(directory: Path, **sections: Any) -> tuple[steps.JobFile, Path]:
+def a_job(directory: Path, **sections: Any) -> tuple[JobFile, Path]:
     """A job over 44 conversations of two sources, the second with a third of the first's, and its directory."""
     target = tiny_target(directory / "target")
     data = {"sources": [{"path": str(chats(directory / "chats.jsonl", 33, "Sum")), "weight": 3},
@@ -55,7 +57,7 @@ def a_job(directory: Path, **sections: Any) -> tuple[steps.JobFile, Path]:
         "drafter": {"draft_vocab_size": 64},
         "train": {"ttt_length": 3, "epochs": 2, "max_tokens_per_batch": 96, "threads": 1, "num_checkpoints": 1},
         "sweep": {"axes": [{"field": "data.mix", "values": MIXES}]}} | sections)
-    return steps.JobFile(id="job-1", spec=spec), directory / "jobs" / "job-1"
+    return JobFile(id="job-1", resolved=derive(spec)), directory / "jobs" / "job-1"
 
 
 def run(spec: Frozen, directory: Path) -> int:
@@ -68,19 +70,20 @@ def run(spec: Frozen, directory: Path) -> int:
                                     "--out", str(directory / "manifest.json")], *more)
 
 
-def make_store(job: steps.JobFile, job_dir: Path) -> Path:
-    assert run(steps.regenerate_spec(job, job_dir), stage_dir(job_dir, "regenerate")) == 0
-    assert run(steps.capture_spec(job, job_dir), stage_dir(job_dir, "capture")) == 0
+def make_store(job: JobFile, job_dir: Path) -> Path:
+    assert run(stage_specs.regenerate_spec(job, job_dir), stage_dir(job_dir, "regenerate")) == 0
+    assert run(stage_specs.capture_spec(job, job_dir), stage_dir(job_dir, "capture")) == 0
     return stage_dir(job_dir, "capture")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[steps.JobFile, Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFile, Path]:
     """A job of two mixes, trained."""
     job, job_dir = a_job(tmp_path_factory.mktemp("mixes"))
     make_store(job, job_dir)
-    for candidate in job.candidates:
-        assert run(steps.train_spec(job, job_dir, candidate.name), stage_dir(job_dir, "train", candidate.name)) == 0
+    for candidate in job.resolved.candidates:
+        spec = stage_specs.train_spec(job, job_dir, candidate.name)
+        assert run(spec, stage_dir(job_dir, "train", candidate.name)) == 0
     return job, job_dir
 
 
@@ -90,7 +93,7 @@ def sources_of(job_dir: Path) -> list[str]:
     return found
 
 
-def test_the_capture_names_the_source_of_every_row_as_the_rows_do(trained: tuple[steps.JobFile, Path]) -> None:
+def test_the_capture_names_the_source_of_every_row_as_the_rows_do(trained: tuple[JobFile, Path]) -> None:
     _, job_dir = trained
     rows = list(read_rows(stage_dir(job_dir, "regenerate") / ROWS))
     store = stage_dir(job_dir, "capture")
@@ -102,7 +105,7 @@ def test_the_capture_names_the_source_of_every_row_as_the_rows_do(trained: tuple
 
 
 def test_two_mixes_train_from_one_capture_on_the_same_number_of_rows_in_their_shares(
-        trained: tuple[steps.JobFile, Path]) -> None:
+        trained: tuple[JobFile, Path]) -> None:
     job, job_dir = trained
     lengths, sources = FeatureStore(stage_dir(job_dir, "capture")).lengths, sources_of(job_dir)
     available = Counter(sources[row] for row in split_rows(len(sources), 0)[0])
@@ -110,10 +113,10 @@ def test_two_mixes_train_from_one_capture_on_the_same_number_of_rows_in_their_sh
     size = 2 * available["tools"]  # all tools, in the mix of one to one
     expected = {"c1-mix-chats-1-tools-1": (size // 2, size // 2),
                 "c2-mix-chats-3-tools-1": (size - size // 4, size // 4)}
-    assert [one.name for one in job.candidates] == list(expected)
+    assert [one.name for one in job.resolved.candidates] == list(expected)
     for name, (of_chats, of_tools) in expected.items():
         directory = stage_dir(job_dir, "train", name)
-        spec = steps.train_spec(job, job_dir, name)
+        spec = stage_specs.train_spec(job, job_dir, name)
         rows, _ = choose_rows(spec.rows, sources, len(sources), spec.train.seed)
         report = report_of(directory)
         assert report.rows == size
@@ -134,12 +137,12 @@ def test_two_mixes_train_from_one_capture_on_the_same_number_of_rows_in_their_sh
 
 
 def test_both_are_evaluated_on_the_same_rows_and_differ_in_no_more_than_their_mixes(
-        trained: tuple[steps.JobFile, Path]) -> None:
+        trained: tuple[JobFile, Path]) -> None:
     job, job_dir = trained
     sources = sources_of(job_dir)
     (one, held_out), (other, also_held_out) = (
-        choose_rows(steps.train_spec(job, job_dir, candidate.name).rows, sources, len(sources), 0)
-        for candidate in job.candidates)
+        choose_rows(stage_specs.train_spec(job, job_dir, candidate.name).rows, sources, len(sources), 0)
+        for candidate in job.resolved.candidates)
     assert held_out == also_held_out
     assert not set(held_out) & {*one, *other}
     assert {row for row in one if sources[row] == "chats"} < {row for row in other if sources[row] == "chats"}
@@ -147,22 +150,22 @@ def test_both_are_evaluated_on_the_same_rows_and_differ_in_no_more_than_their_mi
 
 
 def test_what_comes_before_training_is_the_same_with_and_without_mixes(
-        trained: tuple[steps.JobFile, Path], tmp_path: Path) -> None:
+        trained: tuple[JobFile, Path], tmp_path: Path) -> None:
     job, job_dir = trained
-    plain = steps.JobFile(id="job-1", spec=job.spec.model_copy(update={
-        "sweep": job.spec.sweep.model_copy(update={"axes": ()})}))
-    assert steps.regenerate_spec(plain, job_dir) == steps.regenerate_spec(job, job_dir)
-    assert steps.capture_spec(plain, job_dir) == steps.capture_spec(job, job_dir)
+    plain = JobFile(id="job-1", resolved=derive(job.spec.model_copy(update={
+        "sweep": job.spec.sweep.model_copy(update={"axes": ()})})))
+    assert stage_specs.regenerate_spec(plain, job_dir) == stage_specs.regenerate_spec(job, job_dir)
+    assert stage_specs.capture_spec(plain, job_dir) == stage_specs.capture_spec(job, job_dir)
     based = plain.model_copy(update={"spec": plain.spec.model_copy(update={
         "data": plain.spec.data.model_copy(update={"mix": {"chats": 1.0, "tools": 2.0}})})})
-    assert steps.regenerate_spec(based, job_dir) == steps.regenerate_spec(job, job_dir)
+    assert stage_specs.regenerate_spec(based, job_dir) == stage_specs.regenerate_spec(job, job_dir)
     # Run again, capture finds its manifest: the bytes stay.
     store = stage_dir(job_dir, "capture")
     before = (store / "manifest.json").read_bytes()
-    assert run(steps.capture_spec(job, job_dir), store) == 0
+    assert run(stage_specs.capture_spec(job, job_dir), store) == 0
     assert (store / "manifest.json").read_bytes() == before
     # Without a mix a candidate trains on all rows but those held out, and reports them by source too.
-    assert run(steps.train_spec(plain, job_dir, "base"), tmp_path / "base") == 0
+    assert run(stage_specs.train_spec(plain, job_dir, "base"), tmp_path / "base") == 0
     report, sources = report_of(tmp_path / "base"), sources_of(job_dir)
     assert report.rows == len(split_rows(len(sources), 0)[0])
     assert {name: rows.rows for name, rows in report.sources.items()} == Counter(
@@ -170,13 +173,13 @@ def test_what_comes_before_training_is_the_same_with_and_without_mixes(
 
 
 def test_a_stream_draws_the_same_rows_and_trains_the_same_drafters_as_a_store(
-        trained: tuple[steps.JobFile, Path], tmp_path: Path) -> None:
+        trained: tuple[JobFile, Path], tmp_path: Path) -> None:
     job, job_dir = trained
-    streamed = steps.capture_spec(job, job_dir)
+    streamed = stage_specs.capture_spec(job, job_dir)
     streamed = streamed.model_copy(update={"capture": streamed.capture.model_copy(update={"feed": "stream"})})
     assert run(streamed, tmp_path / "stream") == 0
-    name = job.candidates[1].name
-    spec = steps.train_spec(job, job_dir, name).model_copy(update={"store_dir": str(tmp_path / "stream")})
+    name = job.resolved.candidates[1].name
+    spec = stage_specs.train_spec(job, job_dir, name).model_copy(update={"store_dir": str(tmp_path / "stream")})
     assert run(spec, tmp_path / "train") == 0
     stored = stage_dir(job_dir, "train", name)
     assert report_of(tmp_path / "train").sources == report_of(stored).sources
@@ -185,9 +188,9 @@ def test_a_stream_draws_the_same_rows_and_trains_the_same_drafters_as_a_store(
     assert all(ours[one][key].equal(theirs[one][key]) for one in ours for key in ours[one])
 
 
-def test_candidates_of_different_mixes_share_no_batches(trained: tuple[steps.JobFile, Path]) -> None:
+def test_candidates_of_different_mixes_share_no_batches(trained: tuple[JobFile, Path]) -> None:
     job, job_dir = trained
-    specs = {one.name: steps.train_spec(job, job_dir, one.name) for one in job.candidates}
+    specs = {one.name: stage_specs.train_spec(job, job_dir, one.name) for one in job.resolved.candidates}
     assert group_candidates(specs) == [("c1-mix-chats-1-tools-1",), ("c2-mix-chats-3-tools-1",)]
 
 
@@ -228,9 +231,9 @@ def test_a_mix_that_leaves_less_than_one_batch_is_refused_with_the_numbers() -> 
 
 
 def test_the_train_program_refuses_a_mix_of_less_than_one_batch(
-        trained: tuple[steps.JobFile, Path], tmp_path: Path) -> None:
+        trained: tuple[JobFile, Path], tmp_path: Path) -> None:
     job, job_dir = trained
-    spec = steps.train_spec(job, job_dir, job.candidates[0].name)
+    spec = stage_specs.train_spec(job, job_dir, job.resolved.candidates[0].name)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"max_tokens_per_batch": 16_384})})
     assert run(spec, tmp_path / "out") != 0
     failure = json.loads((tmp_path / "out" / "failure.json").read_text())
@@ -252,7 +255,7 @@ def test_damaged_sources_are_found_and_capture_writes_them_again(tmp_path: Path)
     with pytest.raises(ArtifactCorrupt, match="its digest differs") as caught:
         read_row_sources(LocalBackend(store))
     assert "retry the job" in caught.value.hint
-    assert run(steps.capture_spec(job, job_dir), store) == 0
+    assert run(stage_specs.capture_spec(job, job_dir), store) == 0
     assert (store / SOURCES).read_bytes() == whole
     with pytest.raises(ArtifactCorrupt, match="of 44 rows, and the store has 45"):
         read_row_sources(LocalBackend(store), 45)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.capture_support import sglang_layer_ids
+from eyrie_api.decisions.sglang_support import sglang_layer_ids
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.targets.config import choose_aux_layers, default_aux_layers
 

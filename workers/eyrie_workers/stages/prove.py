@@ -34,7 +34,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_model, read_report, write_model
-from eyrie_api.decisions.mtp_layers import holds_mtp_layers
+from eyrie_api.decisions.sglang_support import holds_mtp_layers
 from eyrie_api.decisions.target_config import computed_by_reference
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers

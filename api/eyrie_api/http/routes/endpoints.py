@@ -79,21 +79,20 @@ def _watched(name: str, control: Control) -> endpoint_figures.Watched:
 @router.post(ENDPOINTS + "/{name}/promote", status_code=202, name="endpoint.promote")
 def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not asked."""
-    job = control.jobs.get(request.job_id)
-    result = control.results.find(request.job_id, request.checkpoint)
+    job_id = request.job_id
+    job, result = control.jobs.resolved(job_id), control.results.find(job_id, request.checkpoint)
     report = result.measured.report
-    target = job.spec.resolved_target
-    model = Path(target.model).name if Path(target.model).is_absolute() else target.model
-    control.endpoints.create(name, target, job.spec.endpoint_serve.model_copy(update={"endpoint": name}), model,
-                             control.jobs.project_of(job.id), control.jobs.demand(job.id).num_replicas)
+    model = Path(job.target.model).name if Path(job.target.model).is_absolute() else job.target.model
+    control.endpoints.create(name, job.target, job.endpoint_serve.model_copy(update={"endpoint": name}), model,
+                             control.jobs.project_of(job_id), job.demand.num_replicas)
     tau = sum(cell.tau for cell in report.cells) / len(report.cells)
     tree, family = report.cells[0].tree, result.measured.family
     if family in WITHOUT_DRAFTER:
         use = DrafterUse(setting=Setting(method="off" if tree is None else "ngram", tree=tree))
     else:
-        use = DrafterUse(drafter_dir=_drafter_dir(control, job.id, result.drafter_dir), setting=Setting(tree=tree))
-    control.endpoints.propose(name, job_id=job.id, checkpoint=report.checkpoint, use=use, speedup=report.speedup,
-                              tau=tau, reason=f"promoted by hand from job {job.id}", actor="person")
+        use = DrafterUse(drafter_dir=_drafter_dir(control, job_id, result.drafter_dir), setting=Setting(tree=tree))
+    control.endpoints.propose(name, job_id=job_id, checkpoint=report.checkpoint, use=use, speedup=report.speedup,
+                              tau=tau, reason=f"promoted by hand from job {job_id}", actor="person")
     return _after(control, name)
 
 

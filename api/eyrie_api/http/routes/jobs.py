@@ -2,12 +2,9 @@
 estimate a job without running it."""
 
 import json
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated
 
-from anyio import to_thread
-from fastapi import APIRouter, Body, Header, Query, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Body, Header, Query, Response
 from pydantic import JsonValue
 from starlette.responses import JSONResponse
 
@@ -17,9 +14,9 @@ from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
-from eyrie_api.http.control import Here, scoped
+from eyrie_api.http.control import Here
 from eyrie_api.submission import preflight
-from eyrie_api.submission.demand import demand_of
+from eyrie_api.submission.facts import with_absolute_paths
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, PlannedStages
 from eyrie_api.v1alpha1.resources import WaitingList
@@ -49,26 +46,7 @@ KEY_HEADER = "Idempotency-Key"
 IdempotencyKey = Annotated[str | None, Header(alias=KEY_HEADER, description="Sent twice, done once.")]
 
 
-class Direct(APIRoute):
-    """The route of `create_job`, which parses a valid body itself: FastAPI's parsing takes longer than all other work
-    of the request. An invalid body is passed on to FastAPI, which produces the validation error; the OpenAPI
-    description is FastAPI's as well.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The coroutine function that handles a request."""
-        by_the_framework = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            try:
-                spec = JobSpec.model_validate(json.loads(await request.body()))
-            except (ValueError, RecursionError):
-                return await by_the_framework(request)
-            return await to_thread.run_sync(self.endpoint, spec, scoped(request), request.headers.get(KEY_HEADER))
-
-        return handle
-
-
+@router.post(JOBS, status_code=202, response_model=Job, name="job.create")
 def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Response:
     """Accept a job. 202 with its Location; it runs on its own from here."""
     project = control.scope.home("jobs:write")
@@ -79,23 +57,18 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
         check_key(key)
         once = Once(key, route_within(project, JOBS), digest_model(spec))
     try:
-        checked = control.preflight.check(control.with_drafters_of_jobs(spec))
+        resolved = preflight.check(control.with_drafters_of_jobs(spec), control.settings)
     except EyrieError:
         replay = None if once is None else control.idempotency.find(once)
         if replay is None:
             raise
         done: Job | Replay = replay  # accepted earlier: replayed even if the job would be refused now
     else:
-        demand = demand_of(checked.spec, control.profile)
-        done = control.jobs.submit_once(checked.spec, once, project, demand, submitted, checked.planned)
+        done = control.jobs.submit_once(resolved, once, project, submitted)
     if isinstance(done, Replay):
         return _accepted(done.response["id"], json.dumps(done.response), replayed=True)
     control.wake()
     return _accepted(done.id, done.model_dump_json(), replayed=False)
-
-
-router.add_api_route(JOBS, create_job, methods=["POST"], status_code=202, response_model=Job, name="job.create",
-                     route_class_override=Direct)
 
 
 def _accepted(job_id: str, text: str, *, replayed: bool) -> Response:
@@ -152,11 +125,10 @@ def get_submitted(job_id: str, control: Here) -> dict[str, JsonValue]:
 def get_plan(job_id: str, control: Here) -> PlannedStages:
     """What each stage was planned to take when the job was accepted. 404 where the target's sizes were unknown then, or
     a version accepted the job that did not keep it; `POST /v1alpha1/plans` plans a document now."""
-    control.jobs.get(job_id)
-    found = control.jobs.planned((job_id,)).get(job_id)
-    if found is None:
+    planned = control.jobs.resolved(job_id).plan
+    if planned is None:
         raise NotFound(f"no plan of job {job_id} was kept", "POST its spec to /v1alpha1/plans to plan it now")
-    return found
+    return PlannedStages(stages=planned.stages)
 
 
 @router.post(JOBS + "/{job_id}/cancel", status_code=202, name="job.cancel")
@@ -190,6 +162,8 @@ def delete_job(job_id: str, control: Here) -> Response:
 def make_plan(spec: Spec, control: Here) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
     control.check_spec_policy(spec)
-    same_target = JobFilter(project=control.scope.home("jobs:read"), target=preflight.absolute(spec).target.model)
+    same_target = JobFilter(project=control.scope.home("jobs:read"), target=with_absolute_paths(spec).target.model)
     earlier = control.jobs.list(same_target, limit=MAX_PAGE).items if spec.reuse == "auto" else ()
-    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings, earlier)
+    resolved = control.jobs.all_resolved([job.id for job in earlier])
+    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings,
+                          [(job, resolved[job.id]) for job in earlier if job.id in resolved])

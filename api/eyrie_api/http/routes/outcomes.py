@@ -17,9 +17,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.clock import utc_now
 from eyrie_api.database.results import ResultFilter
-from eyrie_api.decisions.job_report import report_of
+from eyrie_api.decisions.job_report import planned_and_actual, report_of, time_left
 from eyrie_api.decisions.leaderboard import Selection
-from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, Here
@@ -63,9 +62,9 @@ def compare_plan(job_id: str, control: Here) -> PlannedAndActual:
 
 def times_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
     """`time_left` of those that run and were planned to take so long that the plan has one, by id."""
-    running, now = [one for one in jobs if one.status.phase == "Running"], utc_now()
-    planned = control.jobs.planned([one.id for one in running])
-    found = {one.id: time_left(planned.get(one.id), one.status.stages, now) for one in running}
+    running, now = [job for job in jobs if job.status.phase == "Running"], utc_now()
+    resolved = control.jobs.all_resolved([job.id for job in running])
+    found = {job.id: time_left(resolved[job.id].plan, job.status.stages, now) for job in running if job.id in resolved}
     return {job_id: left for job_id, left in found.items() if left is not None}
 
 

@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eyrie_api.decisions.capture_support import require_layer_outputs, sglang_layer_ids
+from eyrie_api.decisions.sglang_support import require_layer_outputs, sglang_layer_ids
 from eyrie_api.errors import DiskTooSmall
 from eyrie_api.v1alpha1.targets import ELEMENT_BYTES
 from eyrie_api.v1alpha1.tuning import DrafterUse

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from eyrie_api.v1alpha1.stages import JOB_STAGES
-from eyrie_pipelines.drafter import compile_to
+from eyrie_pipelines.kfp_pipeline import compile_to
 
 CHECKED_IN = Path(__file__).resolve().parents[2] / "pipelines" / "compiled" / "drafter.yaml"
 
@@ -29,7 +29,7 @@ def tasks_of(definition: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_the_compiled_pipeline_equals_what_is_checked_in(tmp_path: Path) -> None:
     compile_to(tmp_path / "drafter.yaml")
     assert load(tmp_path / "drafter.yaml") == load(CHECKED_IN), (
-        "run: python -m eyrie_pipelines.drafter --compile pipelines/compiled/drafter.yaml")
+        "run: python -m eyrie_pipelines.kfp_pipeline --compile pipelines/compiled/drafter.yaml")
 
 
 def test_every_stage_of_a_job_is_a_box() -> None:

@@ -4,11 +4,11 @@
     -> select -> tune -> prove -> with prove.hardware: the first profile -> each other profile
 
 On a cluster with a model cache, the prefetch task fills it with a target of the Hub first (`define(prefetched=True)`).
-The sweep task trains all candidates of a job in one program where that is cheaper (`sweep.trains_together`); the train
-tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
+The sweep task trains all candidates of a job in one program where that is cheaper (`ResolvedJob.trains_together`); the
+train tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
 
 On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local. For a cluster `placement` passes a
-function to `define` that places each task, and compiles the result (`python -m eyrie_pipelines.drafter --compile
+function to `define` that places each task, and compiles the result (`python -m eyrie_pipelines.kfp_pipeline --compile
 out.yaml` writes the pipeline without placements). The components install nothing at run time and contain calls into
 `tasks` and `run_artifacts` alone, so that all logic is testable without kfp.
 
@@ -22,7 +22,7 @@ Differences of kfp.local 2.17 from a cluster, and how the definition avoids them
   conditions; tasks with nothing to do return at once, and decisions are made in Python;
 - a fan-out runs at most two tasks at once whatever is configured: `parallelism=1` here, since measuring needs the whole
   machine and two trainings on the same cores take as long as one after the other; on several GPUs the first benchmark
-  task measures all checkpoints (`gpu_shares`);
+  task measures all checkpoints (`several_gpus`);
 - its cache key contains neither our code nor the contents of a path: caching is off, and finished stages are recognised
   by their manifests; `code_version` is an argument so that a cluster's cache, if it is enabled, has a correct key;
 - the workspace is deleted after a run, even a directory the caller passed: none is used; stages work in the job's own
@@ -207,7 +207,7 @@ def define(place: Callable[[Any, TaskKind, str], Any] = _unplaced, trainings: in
     @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
     def train_drafter(job_dir: str, spec_digest: str, code_version: str, target: str, data: str, sweep: str) -> str:
         """The whole job. `job_dir` contains `job.json`; all output of the run is written below it. `target`, `data` and
-        `sweep` are for people (`steps.run_parameters`)."""
+        `sweep` are for people (`runner.JobFile.run_parameters`)."""
         job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
         code = {"job_dir": job_dir, "code_version": code_version}
         rows = placed(regenerate(**job), "regenerate")
@@ -252,7 +252,7 @@ def compile_to(path: Path) -> None:
 
 
 def main() -> None:
-    """`python -m eyrie_pipelines.drafter --compile out.yaml`."""
+    """`python -m eyrie_pipelines.kfp_pipeline --compile out.yaml`."""
     parser = argparse.ArgumentParser(description="Compile the drafter pipeline for a cluster.")
     parser.add_argument("--compile", type=Path, required=True, metavar="OUT", help="YAML file to write")
     compile_to(parser.parse_args().compile)

@@ -10,19 +10,24 @@ from eyrie_api.decisions import sweep
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
+from eyrie_api.submission.resolve import derive
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.drafter import PublishedDrafter
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines import steps
+from eyrie_pipelines import stage_specs
+from eyrie_pipelines.runner import JobFile
 from tests.pipelines.conftest import spec_of, sweeping_spec
 
 ROOT = Path("/jobs/job-1")
-JOB = steps.JobFile(id="job-1", spec=spec_of())
+JOB = JobFile(id="job-1", resolved=derive(spec_of()))
 
 
 def trained(candidate: str, *at: int) -> TrainReport:
@@ -42,42 +47,44 @@ def regenerated(held_out: int) -> RegenerateReport:
 
 def test_suite_prompts_are_named_to_regenerate_so_that_none_is_trained_on() -> None:
     suites = (SuiteSpec(name="a", path="quickstart:chat"), SuiteSpec(name="b", path="held-out"))
-    job = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
-    assert steps.regenerate_spec(job, ROOT).exclude_prompts == ("quickstart:chat",)
+    job = JobFile(id="j", resolved=derive(spec_of(benchmark=BenchmarkSpec(suites=suites))))
+    assert stage_specs.regenerate_spec(job, ROOT).exclude_prompts == ("quickstart:chat",)
 
 
 
 def test_earlier_jobs_are_fixed_when_a_job_first_starts_and_the_incumbent_when_an_attempt_does() -> None:
-    first = steps.JobFile(id="j", spec=spec_of(), reuse=("job-a", "job-b"))
-    later = steps.JobFile(id="j", spec=spec_of(), reuse=("job-c",), incumbent=DrafterUse())
-    assert steps.job_file(None, first) == first
-    assert steps.job_file(first, later) == first
+    first = JobFile(id="j", resolved=derive(spec_of()), reuse=("job-a", "job-b"))
+    later = JobFile(id="j", resolved=derive(spec_of()), reuse=("job-c",), incumbent=DrafterUse())
+    assert first.after(None) == first
+    assert later.after(first) == first
     retried = later.model_copy(update={"attempt": 2})
-    assert steps.job_file(first, retried) == retried.model_copy(update={"reuse": first.reuse})
-    assert steps.job_file(first.model_copy(update={"id": "other"}), retried) == retried
-    assert steps.regenerate_spec(first, ROOT).reuse == tuple(
+    assert retried.after(first) == retried.model_copy(update={"reuse": first.reuse})
+    assert retried.after(first.model_copy(update={"id": "other"})) == retried
+    assert stage_specs.regenerate_spec(first, ROOT).reuse == tuple(
         str(ROOT.parent / earlier / "stages" / "regenerate") for earlier in first.reuse)
 
 
 def test_each_candidate_is_trained_with_its_own_values() -> None:
-    job = steps.JobFile(id="j", spec=sweeping_spec())
-    rates = [steps.train_spec(job, ROOT, candidate.name).train.learning_rate for candidate in job.candidates]
+    job = JobFile(id="j", resolved=derive(sweeping_spec()))
+    rates = [stage_specs.train_spec(job, ROOT, candidate.name).train.learning_rate
+             for candidate in job.resolved.candidates]
     assert rates == [0.001, 0.002, 0.003]
     with pytest.raises(InvalidInput, match="unknown"):
-        steps.train_spec(job, ROOT, "unknown")
+        stage_specs.train_spec(job, ROOT, "unknown")
 
 
 def test_capture_stores_what_any_candidate_reads() -> None:
-    assert steps.capture_spec(JOB, ROOT).families == ("eagle3",)
+    assert stage_specs.capture_spec(JOB, ROOT).families == ("eagle3",)
     axis = SweepAxis(field="drafter.aux_layers", values=([1, 4], [2, 4, 6]))
-    named = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,))))
-    assert (steps.capture_spec(named, ROOT).families, steps.capture_spec(named, ROOT).aux_layers) == ((), (1, 2, 4, 6))
-    continued = steps.capture_spec(steps.JobFile(id="j", spec=spec_of(drafter={
-        "init_from": "org/head", "init_revision": "v2"})), ROOT)
+    named = JobFile(id="j", resolved=derive(spec_of(sweep=SweepSpec(axes=(axis,)))))
+    captured = stage_specs.capture_spec(named, ROOT)
+    assert (captured.families, captured.aux_layers) == ((), (1, 2, 4, 6))
+    continued = stage_specs.capture_spec(JobFile(id="j", resolved=derive(spec_of(drafter={
+        "init_from": "org/head", "init_revision": "v2"}))), ROOT)
     assert (continued.families, continued.init_from) == (
         (), (PublishedDrafter(path="org/head", revision="v2"),))  # the layers are the head's
-    both = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,), families=("eagle3", "eagle1"))))
-    result = steps.capture_spec(both, ROOT)
+    both = JobFile(id="j", resolved=derive(spec_of(sweep=SweepSpec(axes=(axis,), families=("eagle3", "eagle1")))))
+    result = stage_specs.capture_spec(both, ROOT)
     assert (result.families, result.aux_layers) == (("eagle1",), (1, 2, 4, 6))
 
 
@@ -101,44 +108,45 @@ def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_th
 
 
 @pytest.mark.parametrize(("placement", "num_gpus"), [
-    ({}, 1), ({"every": {"num_gpus": 4}}, 4), ({"every": {"num_gpus": 4}, "stages": {"train": {"queue": "a"}}}, 4),
+    ({}, None), ({"every": {"num_gpus": 4}}, 4), ({"every": {"num_gpus": 4}, "stages": {"train": {"queue": "a"}}}, 4),
     ({"every": {"num_gpus": 4}, "stages": {"train": {"num_gpus": 2}}}, 2),
     ({"every": {"num_gpus": 4}, "stages": {"train": {"num_gpus": 0}}}, 0)])
 def test_the_gpus_of_a_training_are_those_of_its_stage_else_of_every_stage(
-        placement: dict[str, object], num_gpus: int) -> None:
-    assert steps.stage_gpus(spec_of(placement=JobPlacement.model_validate(placement)), "train") == num_gpus
+        placement: dict[str, object], num_gpus: int | None) -> None:
+    job = derive(spec_of(placement=JobPlacement.model_validate(placement)))
+    assert (job.gpus["train"].num_gpus, job.num_processes("train")) == (num_gpus, max(1, num_gpus or 0))
 
 
 def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:
-    found = steps.list_checkpoints([trained("b", 20, 3), trained("a", 5)])
+    found = stage_specs.list_checkpoints([trained("b", 20, 3), trained("a", 5)])
     assert [one.name for one in found] == ["b-step-3", "b-step-20", "a-step-5"]
     assert found[0].path == "stages/train/b/checkpoints/b-step-3"
     with pytest.raises(ArtifactMissing):
-        steps.list_checkpoints([trained("a")])
+        stage_specs.list_checkpoints([trained("a")])
 
 
 def test_only_the_first_checkpoint_times_transformers_and_held_out_prompts_are_named_when_wanted() -> None:
-    (ref,) = steps.list_checkpoints([trained("a", 5)])
-    result = steps.benchmark_spec(JOB, ROOT, ref, first=True)
+    (ref,) = stage_specs.list_checkpoints([trained("a", 5)])
+    result = stage_specs.benchmark_spec(JOB, ROOT, ref, first=True)
     assert result.measure_transformers
     assert result.held_out_file is None
     suites = (SuiteSpec(name="b", path="held-out"),)
-    wanting = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
-    result = steps.benchmark_spec(wanting, ROOT, ref, first=False)
+    wanting = JobFile(id="j", resolved=derive(spec_of(benchmark=BenchmarkSpec(suites=suites))))
+    result = stage_specs.benchmark_spec(wanting, ROOT, ref, first=False)
     assert not result.measure_transformers
     assert result.held_out_file == "/jobs/job-1/stages/regenerate/held_out.jsonl"
-    assert steps.tune_spec(wanting, ROOT, ref).drafter_dir == "/jobs/job-1/stages/train/a/checkpoints/a-step-5"
+    assert stage_specs.tune_spec(wanting, ROOT, ref).drafter_dir == "/jobs/job-1/stages/train/a/checkpoints/a-step-5"
 
 
 def test_rivals_are_benchmarked_after_the_candidates_and_off_is_the_baseline_of_each() -> None:
     spec = spec_of(rivals=(RivalSpec.model_validate("org/EAGLE3-Model"), RivalSpec.model_validate("ngram"),
                            RivalSpec.model_validate("off")))
-    refs = steps.benchmarked(spec, [trained("a", 5)])
+    refs = stage_specs.benchmarked(derive(spec), [trained("a", 5)])
     assert [ref.name for ref in refs] == ["a-step-5", "rival-eagle3-model", "rival-ngram"]
-    result = steps.benchmark_spec(steps.JobFile(id="j", spec=spec), ROOT, refs[1], first=False)
+    result = stage_specs.benchmark_spec(JobFile(id="j", resolved=derive(spec)), ROOT, refs[1], first=False)
     assert (result.rival, result.drafter_dir) == (
         spec.rivals[0], "/jobs/job-1/stages/benchmark/rival-eagle3-model/drafter")
-    assert steps.benchmark_spec(steps.JobFile(id="j", spec=spec), ROOT, refs[0], first=True).rival is None
+    assert stage_specs.benchmark_spec(JobFile(id="j", resolved=derive(spec)), ROOT, refs[0], first=True).rival is None
 
 
 @pytest.mark.parametrize(("rivals", "says"), [
@@ -152,34 +160,34 @@ def test_rivals_that_cannot_be_told_apart_or_measured_are_refused(rivals: tuple[
 def test_a_job_that_wants_held_out_prompts_but_has_none_is_refused_before_it_is_trained() -> None:
     data = DataSpec(sources=(DataSource(path="quickstart"),), held_out_fraction=0.01)
     suites = (SuiteSpec(name="mine", path="held-out"),)
-    job = steps.JobFile(id="j", spec=spec_of(data=data, benchmark=BenchmarkSpec(suites=suites)))
-    steps.check_held_out(job, regenerated(1))
+    job = JobFile(id="j", resolved=derive(spec_of(data=data, benchmark=BenchmarkSpec(suites=suites))))
+    stage_specs.check_held_out(job, regenerated(1))
     with pytest.raises(NoUsableData, match=r"'mine'.*0\.01") as result:
-        steps.check_held_out(job, regenerated(0))
+        stage_specs.check_held_out(job, regenerated(0))
     assert "data.held_out_fraction" in result.value.hint
-    steps.check_held_out(JOB, regenerated(0))
+    stage_specs.check_held_out(JOB, regenerated(0))
 
 
 def test_equal_jobs_give_equal_specs_and_a_changed_value_another_digest() -> None:
-    again = steps.JobFile(id="job-1", spec=spec_of())
-    assert digest_model(steps.capture_spec(JOB, ROOT)) == digest_model(steps.capture_spec(again, ROOT))
-    elsewhere = steps.capture_spec(JOB, Path("/other"))
-    assert digest_model(steps.capture_spec(JOB, ROOT)) != digest_model(elsewhere)
+    again = JobFile(id="job-1", resolved=derive(spec_of()))
+    assert digest_model(stage_specs.capture_spec(JOB, ROOT)) == digest_model(stage_specs.capture_spec(again, ROOT))
+    elsewhere = stage_specs.capture_spec(JOB, Path("/other"))
+    assert digest_model(stage_specs.capture_spec(JOB, ROOT)) != digest_model(elsewhere)
 
 
 def test_only_the_proof_receives_what_serves_now() -> None:
-    (ref,) = steps.list_checkpoints([trained("a", 5)])
+    (ref,) = stage_specs.list_checkpoints([trained("a", 5)])
     incumbent = DrafterUse(drafter_dir="/drafter", setting=Setting(tree=DraftTreeShape()))
     later = JOB.model_copy(update={"attempt": 2, "incumbent": incumbent})
-    result = steps.prove_spec(later, ROOT, ref, steps.reference("tune"))
+    result = stage_specs.prove_spec(later, ROOT, ref, stage_specs.reference("tune"))
     assert result.incumbent == incumbent
     assert result.tune_dir == "/jobs/job-1/stages/tune"
     assert (result.engine, result.max_concurrency) == (later.spec.engine, later.spec.serve.max_concurrency)
     # So a retry that meets another incumbent repeats nothing else.
-    assert digest_model(steps.tune_spec(later, ROOT, ref)) == digest_model(steps.tune_spec(JOB, ROOT, ref))
-    assert digest_model(result) != digest_model(steps.prove_spec(JOB, ROOT, ref, steps.reference("tune")))
+    assert digest_model(stage_specs.tune_spec(later, ROOT, ref)) == digest_model(stage_specs.tune_spec(JOB, ROOT, ref))
+    assert digest_model(result) != digest_model(stage_specs.prove_spec(JOB, ROOT, ref, stage_specs.reference("tune")))
 
 
 def test_references_name_a_stage_and_its_key() -> None:
-    assert steps.reference("train", "base") == "stages/train/base"
-    assert steps.reference("tune") == "stages/tune"
+    assert stage_specs.reference("train", "base") == "stages/train/base"
+    assert stage_specs.reference("tune") == "stages/tune"

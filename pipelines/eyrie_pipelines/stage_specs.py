@@ -1,9 +1,9 @@
 """The spec of each stage of a job: pure functions of values and paths.
 
-The pipeline (`drafter`) defines the order of the stages; this module builds their specs. Every spec is a function of
-the job file and of the manifests upstream, and therefore the same in a first run, a retry, on a laptop and in a pod.
-Equal specs have equal digests, and a stage whose manifest carries that digest is finished. This replaces kfp's cache,
-which is off because its key does not cover our code.
+The pipeline (`kfp_pipeline`) defines the order of the stages; this module builds their specs. Every spec is a function
+of the job file (`runner.JobFile`) and of the manifests upstream, and therefore the same in a first run, a retry, on a
+laptop and in a pod. Equal specs have equal digests, and a stage whose manifest carries that digest is finished. This
+replaces kfp's cache, which is off because its key does not cover our code.
 
 Paths are built from the job directory and `catalog.stage_dir` alone. References passed between the pipeline's tasks are
 strings relative to the job directory (`stages/train/base`), never numbers or absolute paths: kfp.local turns the
@@ -11,18 +11,14 @@ integers of a collected list into floats and rewrites text that looks like an in
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
-from eyrie_api.decisions.families import families_with_default_layers, init_from, named_layers
 from eyrie_api.decisions.leaderboard import best_rival
-from eyrie_api.decisions.sweep import Candidate, expand, row_draw
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
-from eyrie_api.v1alpha1.requests import StageKey
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
@@ -30,62 +26,17 @@ from eyrie_api.v1alpha1.stages import (
     ProveStage,
     RegenerateStage,
     RivalDrafter,
+    RowDraw,
     StageName,
     TrainStage,
     TuneStage,
 )
-from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_pipelines.runner import JobFile
 from eyrie_workers.catalog import stage_dir
 
-JOB_FILE = "job.json"
 HELD_OUT = "held-out"
 RIVAL_DIR = "drafter"
 """Where the benchmark stage of a rival keeps its drafter."""
-
-_NAMED_CANDIDATES = 16
-"""In a run's parameters."""
-
-
-class JobFile(Frozen):
-    """`job.json` in the job directory: the input of every task of the pipeline."""
-
-    id: str
-    spec: JobSpec
-    attempt: int = 1
-    incumbent: DrafterUse | None = None
-    """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
-
-    reuse: tuple[str, ...] = ()
-    """Earlier jobs whose answers and states may be reused (`decisions.reuse`): chosen once, when the job first
-    started."""
-
-    @cached_property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The sweep's candidates, expanded once."""
-        return expand(self.spec)
-
-
-def job_file(before: JobFile | None, new: JobFile) -> JobFile:
-    """What `job.json` contains after a start. Within one attempt it does not change. `reuse` does not change in later
-    attempts either: it is part of the spec of regenerate, which may have finished."""
-    if before is None or before.id != new.id:
-        return new
-    if (before.spec, before.attempt) == (new.spec, new.attempt):
-        return before
-    return new.model_copy(update={"reuse": before.reuse})
-
-
-def run_parameters(job: JobFile) -> dict[str, str]:
-    """What the parameters of a run in Kubeflow say of its job, for people: nothing reads them."""
-    target, data = job.spec.target, job.spec.data
-    sources = (f"{name}: {source.path}" for name, source in zip(data.source_names, data.sources, strict=True))
-    names = [candidate.name for candidate in job.candidates]
-    more = f" and {len(names) - _NAMED_CANDIDATES} more" if len(names) > _NAMED_CANDIDATES else ""
-    return {
-        "target": f"{target.model}@{target.revision}" if target.revision else target.model,
-        "data": f"{', '.join(sources)}; at most {data.max_conversations} conversations",
-        "sweep": f"{len(names)} {'candidate' if len(names) == 1 else 'candidates'}: "
-                 f"{', '.join(names[:_NAMED_CANDIDATES])}{more}"}
 
 
 class CheckpointRef(Frozen):
@@ -107,7 +58,7 @@ def regenerate_spec(job: JobFile, job_dir: Path) -> RegenerateStage:
     suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
     # Without the mix, which chooses among the rows that are captured.
     data = job.spec.data.model_copy(update={"mix": None})
-    return RegenerateStage(job_id=job.id, target=job.spec.resolved_target, data=data,
+    return RegenerateStage(job_id=job.id, target=job.resolved.target, data=data,
                            engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites,
                            reuse=tuple(str(stage_dir(job_dir.parent / earlier, "regenerate")) for earlier in job.reuse))
 
@@ -124,29 +75,24 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads the output of regenerate and stores every feature that any candidate reads."""
-    return CaptureStage(job_id=job.id, target=job.spec.resolved_target, capture=job.spec.capture,
+    return CaptureStage(job_id=job.id, target=job.resolved.target, capture=job.spec.capture,
                         engine=job.spec.engine, rows_dir=str(stage_dir(job_dir, "regenerate")),
-                        families=families_with_default_layers(job.candidates), init_from=init_from(job.candidates),
-                        aux_layers=named_layers(job.candidates), seed=job.spec.data.seed,
+                        families=job.resolved.captured.families, init_from=job.resolved.captured.init_from,
+                        aux_layers=job.resolved.captured.aux_layers, seed=job.spec.data.seed,
                         reuse=tuple(str(stage_dir(job_dir.parent / earlier, "capture")) for earlier in job.reuse))
 
 
-def stage_gpus(spec: JobSpec, stage: StageKey) -> int:
-    """GPUs that a job requests for one program of a stage: on one machine, the only part of its placement that is used.
-    """
-    named = spec.placement.stages.get(stage, spec.placement.every).num_gpus
-    return (spec.placement.every.num_gpus or 1) if named is None else named
-
-
-def train_spec(job: JobFile, job_dir: Path, candidate: str) -> TrainStage:
+def train_spec(job: JobFile, job_dir: Path, name: str) -> TrainStage:
     """The training of one candidate of the sweep. Raises InvalidInput for a name that is not one."""
-    found = next((each for each in job.candidates if each.name == candidate), None)
-    if found is None:
-        raise InvalidInput(f"candidate {candidate!r} is not in this job's sweep",
-                           f"candidates are {', '.join(sorted(each.name for each in job.candidates))}")
-    return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.resolved_target, drafter=found.drafter,
-                      train=found.train, store_dir=str(stage_dir(job_dir, "capture")),
-                      rows=row_draw(found, job.candidates))
+    candidates = {candidate.name: candidate for candidate in job.resolved.candidates}
+    if name not in candidates:
+        raise InvalidInput(f"candidate {name!r} is not in this job's sweep",
+                           f"candidates are {', '.join(sorted(candidates))}")
+    candidate = candidates[name]
+    rows = None if candidate.mix is None else RowDraw(
+        mix=candidate.mix, seed=job.spec.data.seed, compared=job.resolved.compared_mixes)
+    return TrainStage(job_id=job.id, candidate=name, target=job.resolved.target, drafter=candidate.drafter,
+                      train=candidate.train, store_dir=str(stage_dir(job_dir, "capture")), rows=rows)
 
 
 def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
@@ -163,18 +109,18 @@ def _checkpoint(report: CheckpointReport) -> CheckpointRef:
     return CheckpointRef(name=report.name, candidate=report.candidate, path=directory.as_posix())
 
 
-def benchmarked(spec: JobSpec, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
+def benchmarked(job: ResolvedJob, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
     """Every drafter that is benchmarked: `list_checkpoints`, then the rivals, whose benchmark stage copies them into
     its output. Raises as `list_checkpoints`."""
     rivals = (CheckpointRef(name=rival.checkpoint, candidate=rival.checkpoint,
                             path=(stage_dir(Path(), "benchmark", rival.checkpoint) / RIVAL_DIR).as_posix())
-              for rival in spec.benchmarked_rivals)
+              for rival in job.rivals)
     return (*list_checkpoints(reports), *rivals)
 
 
-def find_checkpoint(spec: JobSpec, reports: Sequence[TrainReport], name: str) -> CheckpointRef:
+def find_checkpoint(job: ResolvedJob, reports: Sequence[TrainReport], name: str) -> CheckpointRef:
     """The checkpoint of that name, a candidate's or a rival. Raises ArtifactMissing."""
-    for checkpoint in benchmarked(spec, reports):
+    for checkpoint in benchmarked(job, reports):
         if checkpoint.name == name:
             return checkpoint
     raise ArtifactMissing(f"no candidate exported a checkpoint {name!r}", "retry the job from the train stage")
@@ -183,26 +129,26 @@ def find_checkpoint(spec: JobSpec, reports: Sequence[TrainReport], name: str) ->
 def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, first: bool) -> BenchmarkStage:
     """The measurement of one checkpoint. Only the first of a job also times `transformers` as a reference."""
     return BenchmarkStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
+        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
         benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
-        rival=next((one for one in job.spec.benchmarked_rivals if one.checkpoint == checkpoint.name), None),
+        rival=next((rival for rival in job.resolved.rivals if rival.checkpoint == checkpoint.name), None),
         held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
 
-def rival_to_beat(spec: JobSpec, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],
+def rival_to_beat(job: ResolvedJob, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],
                   checkpoint: str) -> CheckpointRef | None:
     """The rival that is tuned and proven next to the selected checkpoint: with `promotion.beat: rivals` the best."""
-    if spec.promotion.beat != "rivals":
+    if job.spec.promotion.beat != "rivals":
         return None
     rival = best_rival(benchmarks, besides=checkpoint)
-    return None if rival is None else find_checkpoint(spec, reports, rival.checkpoint)
+    return None if rival is None else find_checkpoint(job, reports, rival.checkpoint)
 
 
 def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef,
               rival: CheckpointRef | None = None) -> TuneStage:
     """The grid of draft-tree shapes for the selected checkpoint, and for the rival it has to beat, if any."""
     return TuneStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
+        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
         benchmark=job.spec.benchmark, tune=job.spec.tune, drafter_dir=str(job_dir / checkpoint.path),
         rival=None if rival is None else RivalDrafter(
             checkpoint=rival.name, drafter_dir=str(job_dir / rival.path)),
@@ -213,7 +159,7 @@ def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: st
                rival: CheckpointRef | None = None) -> ProveStage:
     """The tuned checkpoint in the serving engine, compared with the incumbent and the tuned rival."""
     return ProveStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.resolved_target,
+        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
         benchmark=job.spec.benchmark, prove=job.spec.prove.model_copy(update={"hardware": None}),
         drafter_dir=str(job_dir / checkpoint.path),
         tune_dir=str(job_dir / tuned), engine=job.spec.engine, max_concurrency=job.spec.serve.max_concurrency,
@@ -225,15 +171,15 @@ def hardware_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, profil
     """The proven checkpoint and no drafter on one of the job's profiles. Raises InvalidInput for a name that is not
     one."""
     prove, hardware = job.spec.prove, job.spec.prove.hardware
-    found = next((one for one in hardware.profiles if one.name == profile), None) if hardware is not None else None
-    if hardware is None or found is None:
+    placed = next((one for one in hardware.profiles if one.name == profile), None) if hardware is not None else None
+    if hardware is None or placed is None:
         raise InvalidInput(f"profile {profile!r} is not in this job's prove.hardware",
                            f"profiles are {', '.join(prove.profile_names) or '(none)'}")
     first = hardware.profiles[0].name
     # The incumbent may be another in a later attempt, and is not measured here.
     proof = prove_spec(job, job_dir, checkpoint, reference("tune")).model_copy(update={"incumbent": None})
     return HardwareStage(
-        job_id=job.id, candidate=checkpoint.candidate, profile=found, baseline=first,
+        job_id=job.id, candidate=checkpoint.candidate, profile=placed, baseline=first,
         baseline_dir=None if profile == first else str(stage_dir(job_dir, "hardware", first)), proof=proof,
         proof_dir=str(stage_dir(job_dir, "prove")),
         load=LoadSpec(concurrencies=hardware.concurrencies or prove.loads, requests=max(1, prove.requests // 2),

@@ -1,6 +1,5 @@
-"""Targets for which SGLang supports EAGLE-3 drafters, its numbering of layers, and the longest text that it allows.
-
-Data about SGLang 0.5.23.
+"""What SGLang 0.5.23 drafts for: the targets of EAGLE-3 and block drafters, its numbering of their layers, and the
+targets whose own layers for multi-token prediction it drafts with. Pure.
 
 An EAGLE-3 drafter reads hidden states of the target and shares its embedding, so the target's model class must have
 the methods `set_eagle3_layers_to_capture` and `get_embed_and_head`. Without one of them, the server exits after loading
@@ -18,9 +17,17 @@ its models capture the input of layer v + 1. Some DeepSeek-like families add tha
 otherwise use the ids unchanged, so there v = k (the wrong choice cost 0.1 tokens per round on Kimi K2.5: sglang issue
 25454). The state after the last layer cannot be captured: `hidden_states` has it after the final norm, SGLang before
 that norm or not at all. (Only GPT-OSS can capture it, with ids that include its number of layers.)
+
+MTP layers (multi-token prediction, "next-n"), with which some targets were trained, draft by the EAGLE algorithm: a
+checkpoint that is given as draft model and names one of `MTP_ARCHITECTURES` is loaded as the MTP class of that
+architecture (`ModelConfig._config_draft_model`; tests/sglang/test_mtp_layers.py asks the installed wheel for each). MTP
+layers are not part of `num_hidden_layers`: published checkpoints store them under `mtp`, `model.mtp_layers` or similar,
+or as layers with numbers behind the last (DeepSeek-V3 and its relatives). Embedding and output matrix are the target's.
 """
 
 from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
@@ -143,25 +150,53 @@ def captured_inputs(architecture: str, ids: Sequence[int], num_layers: int | Non
     return tuple(value + 1 for value in ids)
 
 
-def context_length(config: Mapping[str, Any], name: str) -> int:
-    """The longest text SGLang allows for a config: rope scaling counts, unless the config gives the original length.
+# Layers for multi-token prediction.
 
-    `get_context_length` of SGLang's hf_transformers: a `factor` multiplies max_position_embeddings, except with
-    `original_max_position_embeddings` (the length given is then the scaled one) and for llama3.
+MTP_ARCHITECTURES: tuple[str, ...] = (
+    "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
+    "Ernie4_5_MoeForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV3ForCausalLM", "LongcatFlashForCausalLM", "MiMoForCausalLM",
+    "NemotronHForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+)
+"""Targets whose MTP layers SGLang drafts with."""
+
+MARK = "mtp"
+"""Value of `eyrie.drafter` in the config.json of a directory of MTP layers; its `architectures` is the target's."""
+
+_BY_NAME = re.compile(r"^(?:model\.)?mtp[._]")
+_BY_NUMBER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+
+
+def holds_mtp_layers(config: Mapping[str, Any]) -> bool:
+    """Whether this config.json is of a directory of MTP layers."""
+    own = config.get("eyrie")
+    return isinstance(own, Mapping) and own.get("drafter") == MARK
+
+
+def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of a target's tensors that are of its MTP layers, in the given order.
+
+    config   the target's config.json
+
+    Raises UnsupportedTarget when SGLang does not draft with this architecture's, or there is none.
     """
-    longest = positive_integer(config, "max_position_embeddings", name)
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping) or "original_max_position_embeddings" in scaling:
-        return longest
-    if (scaling.get("rope_type") or scaling.get("type")) == "llama3":
-        return longest
-    factor = scaling.get("factor")
-    return int(longest * factor) if isinstance(factor, int | float) else longest
+    require_mtp_architecture(config)
+    text = config.get("text_config")
+    num_layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
+    found = tuple(name for name in names if _BY_NAME.match(name) or (
+        isinstance(num_layers, int) and (layer := _BY_NUMBER.match(name)) and int(layer[1]) >= num_layers))
+    if not found:
+        raise UnsupportedTarget("rivals: nextn: the target's checkpoint has no MTP layers",
+                                "leave the rival out, or use a checkpoint that was published with its MTP layers")
+    return found
 
 
-def positive_integer(config: Mapping[str, Any], field: str, name: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or value < 1:
-        raise Unlaunchable(f"{name!r}: config.json has {field} = {value!r}, not a positive integer",
-                           "give a decoder-only text model's config")
-    return value
+def require_mtp_architecture(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedTarget when SGLang does not draft with the MTP layers of this architecture."""
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name not in MTP_ARCHITECTURES:
+        raise UnsupportedTarget(
+            f"rivals: nextn: SGLang does not draft with MTP layers of {name}",
+            f"leave the rival out; targets with MTP layers are {', '.join(MTP_ARCHITECTURES)}")

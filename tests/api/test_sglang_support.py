@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.capture_support import (
+from eyrie_api.decisions.sglang_support import (
     CAPTURED_ARCHITECTURES,
     CAPTURED_BESIDES,
     PLUGIN_ARCHITECTURES,
