@@ -528,9 +528,9 @@ def write_shards(directory: Path, number: int) -> None:
 
 @pytest.fixture
 def working_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
-    """The directory of a stage that writes one more file of data and the index of all, each renamed into place, whenever
-    a snapshot has linked the first, until there are so many. Data sorts before the index: a snapshot links the index
-    last, when it names data that were written after the snapshot began."""
+    """The directory of a stage that writes one more file of data and the index of all, each renamed into place,
+    whenever a snapshot has linked the first, until there are so many. Data sorts before the index: a snapshot links the
+    index last, when it names data that were written after the snapshot began."""
     directory, names, link = tmp_path / "stage", list[str](), os.link
 
     def write_next() -> None:
