@@ -1,7 +1,6 @@
 """What is sent to trackers: each row once, complete, in order; and what a tracker lacks is said before training."""
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from eyrie_workers.training.tracker_process import Following, RecordedRows, Trac
 from eyrie_workers.training.trackers import TrackedRun, require_trackers, shown
 from tests.servers.mlflow_server import mlflow_server
 from tests.servers.processes import Server
+from tests.waiting import wait_for
 
 
 def record(directory: Path, *steps: int, names: tuple[str, ...] = ("loss", "accuracy")) -> None:
@@ -134,22 +134,15 @@ def reasons(directory: Path) -> list[str]:
     return [record.reason for record in stage_records(directory / "events.jsonl") if record.kind == "event"]
 
 
-def wait_for(reason: str, directory: Path) -> None:
-    deadline = time.monotonic() + 120
-    while reason not in reasons(directory):
-        assert time.monotonic() < deadline, reasons(directory)
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_a_tracker_that_answers_again_during_training_gets_what_it_missed(tmp_path: Path, away: Server) -> None:
     out = tmp_path / "out"
     out.mkdir()
     process = begin("mlflow", out)
     record(out, 1, 2)
-    wait_for("TrackerFailed", out)
+    wait_for(lambda: "TrackerFailed" in reasons(out), "the tracker fails")
     away.start()
-    wait_for("TrackerRecovered", out)
+    wait_for(lambda: "TrackerRecovered" in reasons(out), "the tracker answers again")
     record(out, 3)
     process.end(finished=True)
     process.wait(finished=True)
