@@ -136,12 +136,14 @@ def test_a_plane_starts_on_a_full_disk_says_so_and_goes_on_when_there_is_space(
         plane.close()
 
 
-def test_a_port_in_use_is_reported_before_anything_is_started(plane: PlaneProcess, tmp_path: Path) -> None:
-    second = subprocess.run([sys.executable, "-c", CODE, str(tmp_path / "other"), str(plane.port)],
-                            capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert second.returncode != 0
-    assert f"port {plane.port}" in second.stderr
-    assert not (tmp_path / "other").exists()
+def test_a_port_in_use_is_reported_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        plane = subprocess.run([sys.executable, "-c", CODE, str(tmp_path / "home"), str(port)], capture_output=True,
+                               text=True, timeout=LIMIT_S, check=False)
+    assert plane.returncode != 0
+    assert f"port {port}" in plane.stderr
+    assert not (tmp_path / "home").exists()
 
 
 def test_the_chores_of_a_separate_worker_are_made_only_when_asked_for(
