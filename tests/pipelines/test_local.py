@@ -343,7 +343,7 @@ def test_a_run_outlives_the_process_that_started_it_and_is_found_again(job_dir: 
     plane.wait()
     wait_for_start(rehearsal, "capture")
     assert local.observe(job_dir).state == "running"
-    with pytest.raises(Conflict):
+    with pytest.raises(Conflict, match="is alive"):
         local.start(job_dir, "job-1", spec_of())
     local.stop(job_dir)
     assert local.live_processes(job_dir) == []

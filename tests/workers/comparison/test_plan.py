@@ -132,11 +132,12 @@ def test_blocks_are_distinct_and_every_suite_load_and_temperature_has_its_share(
     assert [block.turn for block in blocks] == list(range(len(blocks)))
 
 
-@pytest.mark.parametrize("changes", [
-    {"families": ("eagle3", "eagle3")}, {"concurrencies": (1, 1)}, {"families": ()},
-    {"benchmark": {"tree": DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)}}])
-def test_what_cannot_be_compared_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"families": ("eagle3", "eagle3")}, "families .* has a duplicate"),
+    ({"concurrencies": (1, 1)}, "concurrencies .* has a duplicate"), ({"families": ()}, "families\n.* at least 1 item"),
+    ({"benchmark": {"tree": DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)}}, "is not a dynamic tree")])
+def test_what_cannot_be_compared_is_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
         spec_of(**changes)
 
 

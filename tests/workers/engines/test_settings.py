@@ -83,9 +83,11 @@ def test_a_loaded_engine_changes_its_tree_with_the_batch_size(tmp_path: Path) ->
     assert 3 not in drafted_at
 
 
-@pytest.mark.parametrize("argv", [["--method", "drafter"], ["--method", "ngram", "--trees-by-batch-size", "1=deep"],
-                                  ["--method", "ngram", "--trees-by-batch-size", "many=3/1/4"],
-                                  ["--method", "ngram", "--trees-by-batch-size", "1=3/1/9"]])
-def test_an_invalid_command_line_is_rejected(argv: list[str]) -> None:
-    with pytest.raises(InvalidInput):
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--method", "drafter"], "has no drafter"),
+    (["--method", "ngram", "--trees-by-batch-size", "1=deep"], "'1=deep' is not a slot"),
+    (["--method", "ngram", "--trees-by-batch-size", "many=3/1/4"], "'many=3/1/4' is not a slot"),
+    (["--method", "ngram", "--trees-by-batch-size", "1=3/1/9"], "num_draft_tokens 9 does not fit a chain")])
+def test_an_invalid_command_line_is_rejected(argv: list[str], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
         parse_options(["--target", "t", *argv])
