@@ -110,10 +110,10 @@ test-browser: setup  ## the console in a real Chromium (needs chromium; screensh
 
 # Triton is installed for this target alone. Two processes, because a process either interprets kernels or compiles them
 # ahead for GPUs that this machine does not have.
-test-kernels: setup  ## the Triton kernels in their interpreter, and compiled ahead for sm_80 and sm_90 (needs 1 GB of disk)
+test-kernels: setup  ## the Triton kernels in their interpreter, and compiled ahead for sm_80 and sm_90 (needs 1 GB of disk); SHORT=1: interpreted alone
 	@$(BIN)/python -c 'import triton' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt triton
 	@TRITON_INTERPRET=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels
-	@EYRIE_COMPILE_KERNELS=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels/test_compiling.py
+	@$(if $(SHORT),,EYRIE_COMPILE_KERNELS=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels/test_compiling.py)
 
 test-gpu:  ## kernels, capture, training steps and the engine on this machine's GPU; without set-up: PYTHON=python3 WHEELS=dir
 	@$(WITH_IMAGE) $(PYTEST_ALONE) tests/kernels tests/kernels + \

@@ -36,6 +36,7 @@ from eyrie_api.v1alpha1.plan import StagePlan
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
 from tests.api.samples import benchmark_report, job_spec, planned
 from tests.tiny import chats_file, tiny_target
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +75,19 @@ class Plane:
         api = create_app(self.settings, database=self.database)
 
         async def noting(scope: Any, receive: Any, send: Any) -> None:
-            if scope.get("path", "").endswith("/events"):
-                self.streamed.set()
-            await api(scope, receive, send)
+            async def sending(message: Any) -> None:
+                await send(message)
+                if scope.get("path", "").endswith("/events") and message.get("body"):
+                    self.streamed.set()
+
+            await api(scope, receive, sending)
 
         self.server = uvicorn.Server(uvicorn.Config(
             noting, host="127.0.0.1", port=self.settings.port, log_level="error", timeout_graceful_shutdown=1))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        while not self.server.started:
-            assert self.thread.is_alive(), "the server ended before it answered"
-            time.sleep(0.01)
+        server = self.server
+        wait_for(lambda: server.started, "the server answers")
 
     def close(self) -> None:
         assert self.server is not None
@@ -465,15 +468,18 @@ def test_a_failed_job_ends_the_watch_with_its_hint_and_a_code(eyrie: Eyrie) -> N
     assert eyrie("watch").exit_code == 130
 
 
+AWAY_S = 1.5
+"""Longer than a watch waits before it asks again."""
+
+
 def test_a_watch_survives_a_restart_of_the_server(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
 
     def restart() -> None:
         assert eyrie.plane.streamed.wait(60.0), "a watch that has not begun finds no server"
-        time.sleep(1.0)  # until the watch has seen the first event; correct, if less telling, should it be slower
         eyrie.plane.close()
         eyrie.plane.jobs.record_event(job_id, "WhileAway", "written with nobody listening")
-        time.sleep(1.5)
+        time.sleep(AWAY_S)
         eyrie.plane.open()
         eyrie.plane.jobs.save_status(job_id, ended("Succeeded"))
 

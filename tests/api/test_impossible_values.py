@@ -22,9 +22,11 @@ TOO_LARGE = str(2**63)
 SURROGATE = "%ed%a0%80"
 
 
-def refused(answer: httpx.Response, *statuses: int) -> None:
+def refused(answer: httpx.Response, *statuses: int) -> Problem:
     assert answer.status_code in statuses, answer.text
-    assert Problem.model_validate_json(answer.content).hint
+    problem = Problem.model_validate_json(answer.content)
+    assert problem.hint
+    return problem
 
 
 @pytest.mark.parametrize("path", [
@@ -55,18 +57,25 @@ def test_an_event_id_that_no_database_can_hold_is_refused(server: Running, last:
     refused(answer, 422)
 
 
-@pytest.mark.parametrize("changes", [
-    '{"train": {"learning_rate": 1e400}}', '{"train": {"learning_rate": -1e400}}', '{"train": {"num_epochs": 1e400}}',
-    f'{{"train": {{"learning_rate": {"9" * 4000}}}}}', f'{{"train": {{"seed": {TOO_LARGE}}}}}',
-    r'{"labels": {"a": "\ud800"}}', r'{"labels": {"\ud800": "a"}}', r'{"name": "a\u0000"}',
-    r'{"target": {"model": "org/name", "revision": "\u0000"}}',
-    r'{"target": {"model": "org/name", "revision": "\ud800"}}', f'{{"target": {{"model": "{"x/" * 2000}"}}}}',
-    f'{{"data": {{"sources": [{{"path": "/{"x/" * 2000}"}}]}}}}', r'{"data": {"sources": [{"path": "/a\u0000b"}]}}'])
-def test_no_number_text_or_path_of_a_job_answers_500(server: Running, changes: str) -> None:
+@pytest.mark.parametrize(("changes", "said"), [
+    ('{"train": {"learning_rate": 1e400}}', "/train/learning_rate: must be a finite number"),
+    ('{"train": {"learning_rate": -1e400}}', "/train/learning_rate: must be a finite number"),
+    ('{"train": {"epochs": 1e400}}', "/train/epochs: must be a finite number"),
+    (f'{{"train": {{"learning_rate": {"9" * 4000}}}}}', "/train/learning_rate: must be a number"),
+    (f'{{"train": {{"seed": {TOO_LARGE}}}}}', "/train/seed: must be less than or equal to"),
+    (r'{"labels": {"a": "\ud800"}}', r"character \ud800 at /labels/a"),
+    (r'{"labels": {"\ud800": "a"}}', r"character \ud800 at /labels/\ud800"),
+    (r'{"name": "a\u0000"}', r"character \u0000 at /name"),
+    (r'{"target": {"model": "org/name", "revision": "\u0000"}}', r"character \u0000 at /target/revision"),
+    (r'{"target": {"model": "org/name", "revision": "\ud800"}}', r"character \ud800 at /target/revision"),
+    (f'{{"target": {{"model": "{"x/" * 2000}"}}}}', "target.model 'x/x/"),
+    (f'{{"data": {{"sources": [{{"path": "/{"x/" * 2000}"}}]}}}}', "data.sources[0].path: data file '/x/x/"),
+    (r'{"data": {"sources": [{"path": "/a\u0000b"}]}}', r"character \u0000 at /data/sources/0/path")])
+def test_no_number_text_or_path_of_a_job_answers_500(server: Running, changes: str, said: str) -> None:
     for path in (JOBS, "/v1alpha1/plans"):
         body = json.dumps(job_body())[:-1] + ", " + changes[1:]  # the last of two members of one name counts
         answer = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=30)
-        refused(answer, 422)
+        assert said in refused(answer, 422).detail
 
 
 @pytest.mark.parametrize(("text", "found"), [

@@ -88,7 +88,7 @@ def test_cancel_is_a_wish_that_the_driver_fulfils_and_may_be_repeated(jobs: Jobs
 def test_an_ended_job_cannot_be_cancelled(jobs: Jobs, phase: str) -> None:
     job = jobs.submit(derive(job_spec()))
     jobs.save_status(job.id, ended(phase))  # type: ignore[arg-type]
-    with pytest.raises(Conflict):
+    with pytest.raises(Conflict, match="has already ended"):
         jobs.cancel(job.id)
 
 
@@ -326,5 +326,5 @@ def test_an_unknown_job_is_not_found_by_any_verb(jobs: Jobs, verb: str) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 201])
 def test_a_page_size_out_of_range_is_refused(jobs: Jobs, limit: int) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput, match=f"limit {limit} is out of range"):
         jobs.list(limit=limit)

@@ -46,7 +46,7 @@ def test_equal_averages_are_distinguished_by_the_worst_suite() -> None:
 
 
 def test_nothing_measured_is_an_error_and_not_a_winner() -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput, match="no benchmark report"):
         select_best([])
     with pytest.raises(InvalidInput, match="no cells"):
         select_best([STEADY.model_copy(update={"cells": ()})])

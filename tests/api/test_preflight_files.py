@@ -163,13 +163,15 @@ def test_a_deep_or_huge_file_of_a_target_is_refused(
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", WEIGHTS])
+@pytest.mark.parametrize(("file", "says"), [
+    ("config.json", "no readable config.json"), ("tokenizer_config.json", "a tokenizer without a chat template"),
+    (WEIGHTS, f"{WEIGHTS} is not a regular file")])
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
-        settings: Settings, tmp_path: Path, file: str) -> None:
+        settings: Settings, tmp_path: Path, file: str, says: str) -> None:
     target = target_directory(tmp_path / "target")
     (target / file).unlink()
     os.mkfifo(target / file)
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput, match=says):
         check(job_spec(target={"model": str(target)}), settings)
 
 

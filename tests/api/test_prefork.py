@@ -22,11 +22,12 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission.resolve import derive
 from tests.api.conftest import Running
 from tests.api.samples import job_body, job_spec
-from tests.api.test_tasks import LONG_S, eventually
+from tests.api.test_tasks import LONG_S
 from tests.servers import postgres
 from tests.servers.fixtures import or_skip
 from tests.servers.processes import kept, private_dir
 from tests.servers.redis import Redis
+from tests.waiting import wait_for
 
 DATABASES = ("postgresql",)
 """As on a cluster; that the chores do the same on SQLite, `test_tasks` shows."""
@@ -113,10 +114,10 @@ def test_a_chore_whose_worker_was_killed_is_done_again_and_does_no_harm(
     dies.unlink()
     workers.let_go()
     workers.start(3.0)
-    eventually(has_trained(jobs, job_id))
+    wait_for(has_trained(jobs, job_id), "the job is trained")
     assert len(workers.begun) == 2, "by two processes, one after the other"
     assert [event.reason for event in jobs.events(job_id)] == ["Accepted"]
-    eventually(lambda: queue_length(app, chore_queue(settings)) == 0)
+    wait_for(lambda: queue_length(app, chore_queue(settings)) == 0, "the queue is empty")
 
 
 def test_a_chore_whose_child_process_was_killed_is_done_by_another(
@@ -127,10 +128,10 @@ def test_a_chore_whose_child_process_was_killed_is_done_by_another(
     with ticking(frequent, database):
         job_id = jobs.submit(derive(job_spec())).id
         workers.start()
-        eventually(lambda: len(workers.begun) >= 1)
+        wait_for(lambda: len(workers.begun) >= 1, "a worker begins")
         os.kill(workers.begun[0], signal.SIGKILL)
         workers.let_go()
-        eventually(has_trained(jobs, job_id))
+        wait_for(has_trained(jobs, job_id), "the job is trained")
 
 
 def test_a_redis_that_is_away_for_a_while_delays_chores_and_loses_none(
@@ -146,8 +147,8 @@ def test_a_redis_that_is_away_for_a_while_delays_chores_and_loses_none(
         assert Outbox(database).depth() >= 3, "promised, and kept"
         redis.start()
         for job_id in meanwhile:
-            eventually(has_trained(jobs, job_id))
-        eventually(lambda: Outbox(database).depth() == 0)
+            wait_for(has_trained(jobs, job_id), "the job is trained")
+        wait_for(lambda: Outbox(database).depth() == 0, "nothing is pending")
 
 
 def test_a_worker_asked_to_end_finishes_the_chore_in_hand(
@@ -156,7 +157,7 @@ def test_a_worker_asked_to_end_finishes_the_chore_in_hand(
     job_id = jobs.submit(derive(job_spec())).id
     app.send_task("eyrie.advance_job", args=[job_id])
     worker = workers.start()
-    eventually(lambda: len(workers.begun) >= 1)
+    wait_for(lambda: len(workers.begun) >= 1, "a worker begins")
     worker.terminate()
     workers.let_go()
     assert worker.wait(LONG_S) == 0
@@ -188,7 +189,7 @@ def test_a_postgresql_that_is_away_for_a_while_is_a_503_and_nothing_accepted_is_
             refused = httpx.post(running.url + "/v1alpha1/jobs", json=job_body(), timeout=LONG_S)
             assert (refused.status_code, refused.json()["type"]) == (503, "urn:eyrie:problem:DatabaseUnavailable")
             cluster.server.start()
-            eventually(lambda: httpx.get(running.url + "/readyz", timeout=LONG_S).status_code == 200)
+            wait_for(lambda: httpx.get(running.url + "/readyz", timeout=LONG_S).status_code == 200, "it is ready")
             after = running.client.create_job(job_spec())
             assert {job.id for job in Jobs(database).list().items} == {before.id, after.id}
     finally:
@@ -220,7 +221,7 @@ def test_the_worker_command_takes_chores(settings: Settings, database: Database,
     process = subprocess.Popen(kept([sys.executable, "-m", "eyrie_operator.command", "worker", "--concurrency", "1"]),
                                env=env, cwd=tmp_path, start_new_session=True)
     try:
-        eventually(lambda: queue_length(app, chore_queue(settings)) == 0)
+        wait_for(lambda: queue_length(app, chore_queue(settings)) == 0, "the queue is empty")
         process.terminate()
         assert process.wait(LONG_S) == 0
     finally:

@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -25,6 +23,7 @@ from tests.api.samples import job_body
 from tests.servers.cutting import relaying
 from tests.servers.postgres import Postgres
 from tests.servers.redis import Redis
+from tests.waiting import wait_for
 
 DATABASES = ("sqlite",)
 TOKEN = "a-token-of-a-test-0123456789"
@@ -34,13 +33,6 @@ COMMAND = [sys.executable, "-m", "eyrie_operator.command"]
 def environment(**variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("EYRIE_")}
     return kept | {f"EYRIE_{name.upper()}": value for name, value in variables.items()}
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "never came about"
-        time.sleep(0.1)
 
 
 def make_newer(database: Database) -> None:
@@ -168,12 +160,12 @@ def test_a_replica_promises_chores_to_redis_and_ends_on_request(database_url: st
             except httpx.TransportError:
                 return False
 
-        within(200, ready)
+        wait_for(ready, "the server is ready", 200)
         assert httpx.get(f"{url}/v1alpha1/jobs").status_code == 401
         assert httpx.post(f"{url}/v1alpha1/jobs", json=job_body(), headers=authorized).status_code == 202
         database = Database(settings.resolved_database_url)
         celery = make_celery(settings, lambda _job: None, database=database)
-        within(60, lambda: queue_length(celery, chore_queue(settings)) > 0)
+        wait_for(lambda: queue_length(celery, chore_queue(settings)) > 0, "a chore is queued")
         database.close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import ended, job_spec
 from tests.servers.fixtures import or_skip
 from tests.servers.redis import Redis
+from tests.waiting import wait_for
 
 LONG_S = 60.0
 """A bound for a loaded machine; no test waits for it when all is well."""
@@ -46,14 +46,6 @@ class Seen:
     def wait_for(self, enough: Callable[[list[str]], bool]) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: enough(self.calls), LONG_S), self.calls
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds that another thread or process brings about."""
-    deadline = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < deadline, "never came about"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -88,7 +80,7 @@ def test_a_submitted_job_is_advanced_as_soon_as_the_loop_is_woken(rare: Settings
         job = Jobs(database).submit(derive(job_spec()))
         loop.wake()
         advanced.wait_for(lambda calls: job.id in calls)
-        eventually(lambda: Outbox(database).depth() == 0)  # an entry is taken out once its chore is done
+        wait_for(lambda: Outbox(database).depth() == 0, "each entry is taken out once its chore is done")
 
 
 def test_an_unfinished_job_nobody_drives_is_advanced_again_and_again(frequent: Settings, database: Database) -> None:
@@ -142,7 +134,7 @@ def test_a_deleted_jobs_files_are_removed_and_another_jobs_are_not(rare: Setting
     with running(rare, database, advanced) as loop:
         loop.wake()
         advanced.wait_for(lambda calls: kept in calls)
-        eventually(lambda: not rare.job_dir(gone).exists())
+        wait_for(lambda: not rare.job_dir(gone).exists(), "the files are removed")
     assert rare.job_dir(kept).exists()
 
 
@@ -159,7 +151,7 @@ def test_a_job_marked_for_deletion_disappears_once_it_has_stopped(frequent: Sett
         jobs.delete(job_id)
         other = jobs.submit(derive(job_spec())).id
         advanced.wait_for(lambda calls: calls.count(other) >= 2)
-        eventually(lambda: jobs.list().items[-1].id != job_id)
+        wait_for(lambda: jobs.list().items[-1].id != job_id, "the job is deleted")
     assert [job.id for job in jobs.list().items] == [other]
 
 
@@ -280,14 +272,14 @@ def test_a_redis_behind_tls_is_spoken_to_when_its_certificate_is_trusted_and_not
         trusted = Settings(home=tmp_path, broker_url=f"{strange.broker_url}&ssl_ca_certs={server.certificate}")
         app = make_celery(trusted, print, database=database)
         app.send_task("eyrie.retention")
-        until = time.monotonic() + 60
-        while True:
+
+        def waiting() -> int:
             try:
-                waiting = queue_length(app, chore_queue(trusted))
-                break
+                return queue_length(app, chore_queue(trusted))
             except BrokerUnavailable:  # a busy machine may take longer than the two seconds it is given to shake hands
-                assert time.monotonic() < until
-        assert waiting == 1
+                return 0
+
+        assert wait_for(waiting, "the queue is read") == 1
         assert isinstance(app.connection_for_write().transport, RedisTransport), "lost acknowledgements are let go"
     finally:
         server.kill()

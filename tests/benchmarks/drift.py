@@ -36,6 +36,9 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_workers.machine import client_environment
 from tests.walkthrough.test_one_machine import drafted, finished, plane, wait_for
+from eyrie_workers.machine.environment import client_environment
+from tests.waiting import wait_for
+from tests.walkthrough.test_one_machine import drafted, finished, plane
 
 CONVERSATIONS = Path(eyrie_workers.quickstart.__file__).parent / "conversations.jsonl.gz"
 DRAFT = {"num_steps": 5, "top_k": 1, "num_draft_tokens": 6}
@@ -143,14 +146,14 @@ def play(scenario: str, directory: Path) -> dict[str, Any]:
         first = finished(client, client.create_job(job_of(file)).id, JOB_S)
         assert first.status.decision is not None, first.status.conditions
         assert first.status.decision.promote, first.status.decision
-        endpoint = wait_for(lambda: drafted(client.endpoint("default")), PROMOTION_S, "the drafter serves")
+        endpoint = wait_for(lambda: drafted(client.endpoint("default")), "the drafter serves", PROMOTION_S, every_s=0.2)
         seen["proven"] = _active(endpoint).tau
         seen["before"] = callers.tau(endpoint, mathematics[300:300 + MEASURED], 0.0)
         seen["fallen"] = callers.tau(endpoint, later[-MEASURED:], temperature)
         note(f"serves revision {endpoint.active_revision}; tau {seen['before']:.2f}, on the later requests "
              f"{seen['fallen']:.2f}")
         with callers.requests(endpoint, later[:-MEASURED], temperature):
-            started = wait_for(lambda: _retraining(client), ALARM_S, "an alarm and a job")
+            started = wait_for(lambda: _retraining(client), "an alarm and a job", ALARM_S, every_s=0.2)
             seen["alarm"] = _history(client, "drift")[0]["message"]
             note(f"{seen['alarm']}")
             second = finished(client, started, JOB_S)
@@ -160,8 +163,8 @@ def play(scenario: str, directory: Path) -> dict[str, Any]:
             note(f"job {started} on {seen['requests recorded']} requests: {seen['decision']['verdict']}; "
                  f"{'; '.join(seen['decision']['refused']) or 'nothing refused'}")
             if seen["decision"]["promote"]:
-                endpoint = wait_for(lambda: _serves(client.endpoint("default"), second.id), PROMOTION_S,
-                                    "the new drafter serves")
+                endpoint = wait_for(lambda: _serves(client.endpoint("default"), second.id),
+                                    "the new drafter serves", PROMOTION_S, every_s=0.2)
         seen["after"] = callers.tau(endpoint, later[-MEASURED:], temperature)
         seen["history"] = [one["reason"] for kind in ("canary", "activated", "drift", "retraining", "rolled-back")
                            for one in _history(client, kind)]

@@ -5,6 +5,8 @@ between all pairs; Sen 1968, doi:10.1080/01621459.1968.10480934) with the interv
 follow each other are not independent and that interval is too narrow for them, hence two more conditions: the growth
 exceeds a threshold, and the second half of the rest grows as well. A leak does; a cache that filled late does not.
 
+`is_above` compares what a program holds at rest with what it held before: of a short run, in which slopes say nothing.
+
 `judge_latency` compares the 99th percentiles of the last and the first third by a bootstrap over windows of time, since
 a burst makes neighbouring requests slow together.
 """
@@ -101,6 +103,11 @@ def judge_growth(times: Sequence[float], values: Sequence[float], *, share: floa
     threshold = max(share * first, least)
     return Growth(first, slope.per_s * span, slope.low * span, slope.high * span, threshold, late.low * span / 2,
                   slope.per_s * span > threshold and slope.low > 0 and late.low > 0)
+
+
+def is_above(before: Sequence[float], value: float, share: float, least: float) -> bool:
+    """Whether `value` exceeds the largest of `before` by more than this share of it, and by more than `least`."""
+    return value - max(before) > max(share * max(before), least)
 
 
 def judge_latency(times: Sequence[float], seconds: Sequence[float], window_s: float, seed: int) -> Worsening | None:

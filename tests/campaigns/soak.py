@@ -12,9 +12,11 @@ happened for ever by design (NEVER_DELETED) are left out and their rows reported
 
 A run that ended is a zombie until the plane starts its next process, so zombies are judged as a series too.
 
-Further rules: no status of 500 or more and no broken connection; a job that nobody cancelled succeeds; nothing but the
-plane, its gateway and its engine is left when the last job has ended; nothing at all when the plane has stopped. They
-are all that a run of less than JUDGED_S checks: CI's, of a minute.
+Further rules: no status of 500 or more and no broken connection; a job that nobody cancelled succeeds, and one ends;
+nothing but the plane, its gateway and its engine is left when the last job has ended, and what these then hold
+(AT_REST) is no more than at their busiest in the warm-up, with the threshold; nothing is left when the plane has
+stopped. A run of less than JUDGED_S, such as CI's of a minute, has these alone: it shows what every request leaves
+behind, some hundred times, not what leaks slowly.
 
     python -m tests.campaigns.soak [--seed 1] [--seconds 7200] [--out FILE]
 """
@@ -39,7 +41,7 @@ from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_p
 from eyrie_operator.embedded.routing import ROUTE_FILE
 from eyrie_pipelines.processes import identify, wait_until
 from tests.campaigns.chaos import rehearsed
-from tests.campaigns.flatness import MIN_WINDOWS, WARM_UP, WORSE_BY, WORSE_BY_S, judge_growth, judge_latency
+from tests.campaigns.flatness import MIN_WINDOWS, WARM_UP, WORSE_BY, WORSE_BY_S, is_above, judge_growth, judge_latency
 from tests.campaigns.live_servers import Plane, scratch
 from tests.campaigns.process_tree import sample_tree
 from tests.campaigns.report import Campaign, options
@@ -53,6 +55,9 @@ TTL_S = 20.0
 END_S = 300.0
 """Within it a job ends, and what it leaves; with other work at a higher priority 120 s were not enough."""
 
+REST_S = 60.0
+"""Within it what requests took is given back; idle threads of a pool end after ten seconds."""
+
 JUDGED_S = 600.0
 """Growth and percentiles are judged from here on: of less, most is a warm-up, and a third is a few seconds."""
 
@@ -62,6 +67,9 @@ THRESHOLDS: dict[str, tuple[float, float]] = {
     "zombies": (0.0, 2.0), "database pages in use": (0.10, 64.0), "write-ahead log KiB": (0.10, 4096.0),
     "home KiB": (0.10, 8192.0)}
 """Growth over the judged time that counts as such: a share of the first value, and at least so much."""
+
+AT_REST = ("descriptors", "threads", "processes", "zombies")
+"""Series that a short run judges too. In a minute memory and the database are still filling."""
 
 _BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
 _BAD_BODIES: tuple[dict[str, Any], ...] = (
@@ -232,18 +240,21 @@ class Soak:
             self.latencies[what].append((now - self.began, now - began))
 
     def _sample(self) -> None:
-        now, processes = time.monotonic() - self.began, sample_tree(self.plane.pid)
-        for one in processes:
-            if one.role in ("plane", "gateway", "engine"):
-                for name, value in (("memory MiB", one.memory_mib), ("descriptors", one.descriptors),
-                                    ("threads", one.threads)):
-                    self.series[f"{one.role}: {name}"].append((now, value))
-        zombies = sum(one.role == "zombie" for one in processes)
-        self.series["processes"].append((now, len(processes) - zombies))
-        self.series["zombies"].append((now, zombies))
-        for name, value in self._database_size().items():
+        now = time.monotonic() - self.began
+        for name, value in (self._held() | self._database_size() | {"home KiB": _size(self.home) / 1024}).items():
             self.series[name].append((now, value))
-        self.series["home KiB"].append((now, _size(self.home) / 1024))
+
+    def _held(self) -> dict[str, float]:
+        """What the three programs hold, and how many processes there are."""
+        values: dict[str, float] = {}
+        processes = sample_tree(self.plane.pid)
+        for process in processes:
+            if process.role in ("plane", "gateway", "engine"):
+                values |= {f"{process.role}: memory MiB": process.memory_mib,
+                           f"{process.role}: descriptors": process.descriptors,
+                           f"{process.role}: threads": process.threads}
+        zombies = sum(process.role == "zombie" for process in processes)
+        return values | {"processes": len(processes) - zombies, "zombies": zombies}
 
     def _database_size(self) -> dict[str, float]:
         path = self.home / "eyrie.db"
@@ -263,13 +274,26 @@ class Soak:
                 "write-ahead log KiB": log.stat().st_size / 1024 if log.exists() else 0.0}
 
     def check_rest(self) -> None:
-        """Once no job runs: the plane, its gateway and its engine are all there is."""
+        """Once no job runs: the plane, its gateway and its engine are all there is, and hold no more than before."""
         def others() -> list[str]:
             return [f"{one.role} {one.pid}" for one in sample_tree(self.plane.pid)
                     if one.role not in ("plane", "gateway", "engine", "zombie")]
 
         if not wait_until(lambda: not others(), END_S):
             self._find("nothing is left of jobs that have ended", processes=others())
+        early_s = WARM_UP * self.campaign.seconds
+        early = {name: [value for at, value in points if at <= early_s] for name, points in self.series.items()
+                 if _kind(name) in AT_REST}
+
+        def kept() -> dict[str, tuple[float, float]]:
+            held = self._held()
+            return {name: (max(values), held[name]) for name, values in early.items()
+                    if is_above(values, held[name], *THRESHOLDS[_kind(name)])}
+
+        if not wait_until(lambda: not kept(), REST_S):
+            self._find("what requests took is given back", at_most_before_and_now=kept())
+        if not self.jobs:  # the rules about jobs would not have been applied
+            self._find("a job ends", submitted=self.answers["job, submitted: 202"])
 
     def stop(self) -> None:
         """Stop the plane: with it everything ends."""
@@ -285,7 +309,7 @@ class Soak:
         if self.campaign.seconds < JUDGED_S:
             return judged
         for name, points in sorted(self.series.items()):
-            share, least = THRESHOLDS[name.rpartition(": ")[2]]
+            share, least = THRESHOLDS[_kind(name)]
             times, values = zip(*points, strict=True)
             growth = judge_growth(times, values, share=share, least=least)
             judged[name] = "too few samples" if growth is None else _rounded(asdict(growth))
@@ -298,6 +322,10 @@ class Soak:
             if worse is not None and worse.is_finding:
                 self.campaign.add_finding("the 99th percentile is steady", series=name, **judged[name])
         return judged
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(": ")[2]
 
 
 def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
@@ -334,11 +362,12 @@ def main() -> int:
     before, after = soak.rows
     return campaign.finish({
         "requests": dict(sorted(soak.answers.items())), "jobs": dict(soak.jobs),
-        "judged": judged or f"nothing: shorter than {JUDGED_S:.0f} s",
+        "judged": judged or f"at rest alone: shorter than {JUDGED_S:.0f} s",
         "rows, first and last": {name: [before.get(name, 0), after[name]] for name in sorted(after)},
         "rules": {"warm-up": WARM_UP, "growth (share, at least)": THRESHOLDS, "never deleted": NEVER_DELETED,
-                  "p99 worse by (factor, seconds)": [WORSE_BY, WORSE_BY_S], "sampled every s": every_s,
-                  "latency windows s": window_s, "windows in a third, at least": MIN_WINDOWS}})
+                  "at rest": AT_REST, "p99 worse by (factor, seconds)": [WORSE_BY, WORSE_BY_S],
+                  "sampled every s": every_s, "latency windows s": window_s,
+                  "windows in a third, at least": MIN_WINDOWS}})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.campaigns.flatness import Growth, judge_growth, judge_latency, theil_sen
+from tests.campaigns.flatness import Growth, is_above, judge_growth, judge_latency, theil_sen
 
 TIMES = [2.0 * number for number in range(400)]
 
@@ -71,6 +71,13 @@ def test_too_few_samples_are_not_judged() -> None:
     assert judge_growth([], [], share=0.1, least=0.0) is None
     assert judge_latency([], [], 5.0, 1) is None
     assert judge_latency([0.0, 1.0, 2.0], [0.1, 0.1, 0.1], 5.0, 1) is None
+
+
+def test_a_value_at_rest_is_above_those_before_beyond_share_and_least() -> None:
+    assert not is_above([20.0, 100.0, 30.0], 110.0, 0.1, 8.0)
+    assert is_above([20.0, 100.0, 30.0], 111.0, 0.1, 8.0)
+    assert not is_above([10.0], 18.0, 0.1, 8.0)
+    assert is_above([10.0], 19.0, 0.1, 8.0)
 
 
 def requests(seed: int, slower: float) -> tuple[list[float], list[float]]:

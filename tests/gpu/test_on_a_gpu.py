@@ -86,15 +86,15 @@ def test_a_bfloat16_step_differs_from_float32_by_rounding_alone(
     assert (other / mine) ** 0.5 == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_steps_peak_memory_is_what_the_plan_predicts(sizes: Sizes) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+def test_a_steps_peak_memory_is_what_the_plan_predicts() -> None:
+    sizes = REAL  # at tiny sizes what the prediction leaves out is most of the memory
     found = training_step.measure([
         "--hidden", str(sizes.hidden), "--intermediate", str(sizes.intermediate), "--heads", str(sizes.heads),
         "--kv-heads", str(sizes.kv_heads), "--vocab", str(sizes.vocab), "--draft-vocab", str(sizes.draft_vocab),
         "--lengths", ",".join(map(str, sizes.lengths(sizes.step_tokens))), "--prompt", "0.3", "--iterations", "1",
         "--unrolled", "0.33", "--threads", "1"])
-    assert found["predicted_gpu_mb"]
-    if sizes is REAL:  # at tiny sizes what the prediction leaves out is most of the memory
-        assert found["peak_mb_above_imports"] == pytest.approx(found["predicted_gpu_mb"], rel=0.15)
+    assert found["peak_mb_above_imports"] == pytest.approx(found["predicted_gpu_mb"], rel=0.15)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -11,7 +11,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
 from tests.helm.rendering import CHART, Values, sdk
+from tests.waiting import wait_for
 
 # A cluster busy with other things takes its time.
 LONG_S = 120.0
@@ -29,10 +29,7 @@ CRDS = ("drafterjobs.eyrie.dev", "draftendpoints.eyrie.dev")
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < deadline, "never came about"
-        time.sleep(0.2)
+    wait_for(holds, "what the chart brings about", LONG_S, every_s=0.2)
 
 
 class Server:

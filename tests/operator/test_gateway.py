@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,6 +39,7 @@ from eyrie_operator.endpoints.traffic_recording import (
 )
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.campaigns.raw_http import send
+from tests.waiting import wait_for
 
 JSON = {"content-type": "application/json"}
 
@@ -578,8 +578,7 @@ def test_without_an_engine_the_answer_is_a_503_in_openai_words(gateway: tuple[Pa
 def test_the_port_stays_the_same_when_the_gateway_was_killed(tmp_path: Path) -> None:
     first = start_gateway(tmp_path, 0)
     os.kill(first.process.pid, signal.SIGKILL)
-    while is_alive(first.process):
-        time.sleep(0.01)
+    wait_for(lambda: not is_alive(first.process), "the gateway has ended")
     second = start_gateway(tmp_path, 0)
     assert second.port == first.port == read_port(tmp_path)
     stop_gateway(tmp_path)

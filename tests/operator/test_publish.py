@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from tests.operator.hub_double import TOKEN, Hub, hub_double
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.tiny import tiny_target
+from tests.waiting import wait_for
 from tests.workers.measurement.tiny_bench import random_drafter
 
 NAME = "base-step-7"
@@ -75,8 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str,
     server = uvicorn.Server(uvicorn.Config(create_app(settings, database=database), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_for(lambda: server.started, "the server answers")
     yield f"http://127.0.0.1:{settings.port}", job.id, target
     server.should_exit = True
     thread.join(60)

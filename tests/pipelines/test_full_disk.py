@@ -17,6 +17,9 @@ from eyrie_pipelines.processes import wait_until
 from eyrie_workers.stage_program import Stage
 from tests.pipelines.conftest import Rehearsal, fill, job_file, spec_of
 
+WAITS_S = 4.0
+"""A run that is still there then has waited: space is looked for every two seconds."""
+
 
 def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal) -> None:
     job_dir = disk / "job-1"
@@ -38,8 +41,7 @@ def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(dis
     local.start(job_dir, job_file(spec_of()))
     assert wait_until(begun.exists, 60.0)
     filler = fill(disk)
-    time.sleep(8.0)
-    assert local.observe(job_dir).state == "running", "it waits"
+    assert not wait_until(lambda: local.observe(job_dir).state != "running", WAITS_S), "it waits"
     filler.unlink()
     rehearsal.let_go()
     assert wait_until(lambda: local.observe(job_dir).state != "running", 180.0)
@@ -54,7 +56,7 @@ def test_a_disk_that_fills_up_between_two_stages_is_waited_for_in_the_run(disk: 
     rehearsal.plan(regenerate=["fill"])
     local.start(job_dir, job_file(spec_of()))
     assert wait_until(lambda: filler.exists() and free_bytes(disk) == 0, 60.0)
-    assert not wait_until(lambda: local.observe(job_dir).state != "running", 8.0), "it waits"
+    assert not wait_until(lambda: local.observe(job_dir).state != "running", WAITS_S), "it waits"
     filler.unlink()
     assert wait_until(lambda: local.observe(job_dir).state != "running", 180.0)
     seen = local.observe(job_dir)
@@ -74,11 +76,11 @@ def test_a_record_that_fits_only_in_part_is_not_written_and_the_next_one_is_whol
 
 
 def test_what_was_free_was_not_enough_so_more_is_waited_for(disk: Path) -> None:
-    filler, waited = fill(disk), threading.Event()
+    filler, waited, stopping = fill(disk), threading.Event(), threading.Event()
     os.truncate(filler, filler.stat().st_size - ROOM - (1 << 20))
     free = free_bytes(disk)
     assert not is_short(disk)
-    thread = threading.Thread(target=lambda: (await_room(disk, 2 * free, lambda _: time.sleep(0.01)), waited.set()))
+    thread = threading.Thread(target=lambda: (await_room(disk, 2 * free, lambda _: stopping.wait(0.01)), waited.set()))
     thread.start()
     assert not waited.wait(0.3)
     filler.unlink()

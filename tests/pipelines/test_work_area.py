@@ -527,37 +527,46 @@ def write_shards(directory: Path, number: int) -> None:
                 aside.replace(directory / name)
 
 
-def test_a_snapshot_of_a_working_stage_is_consistent(tmp_path: Path) -> None:
-    directory, ended = tmp_path / "stage", threading.Event()
+@pytest.fixture
+def working_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """The directory of a stage that writes one more file of data and the index of all, each renamed into place,
+    whenever a snapshot has linked the first, until there are so many. Data sorts before the index: a snapshot links the
+    index last, when it names data that were written after the snapshot began."""
+    directory, names, link = tmp_path / "stage", list[str](), os.link
 
-    def write_on() -> None:
-        names: list[str] = []
-        while not ended.wait(0.02):
-            names.append(f"shard-{len(names)}.safetensors")
-            for name, text in ((names[-1], "data"), ("index.json", " ".join(names))):
-                aside = directory / f".{name}.part"
-                aside.write_text(text)
-                aside.replace(directory / name)
+    def write_next() -> None:
+        names.append(f"data-{len(names):03d}")
+        for name, text in ((names[-1], names[-1]), ("index.json", " ".join(names))):
+            aside = directory / f".{name}.part"
+            aside.write_text(text)
+            aside.replace(directory / name)
 
-    directory.mkdir()
-    writer = threading.Thread(target=write_on)
-    writer.start()
-    try:
-        taken = 0
-        while taken < 20:
-            try:
-                found = _take_snapshot(directory)
-            except Transient:  # on a machine with other work: the next sync tries again
-                continue
-            taken += 1
-            snapshot = directory / ".sync"
-            if "index.json" in found:
-                mentioned = set((snapshot / "index.json").read_text().split())
-                assert mentioned <= set(found)
-                assert all((snapshot / name).read_text() == "data" for name in mentioned)
-    finally:
-        ended.set()
-        writer.join()
+    def start(num_data: int) -> Path:
+        def link_and_write(source: Path, target: Path) -> None:
+            link(source, target)
+            if source.name == names[0] and len(names) < num_data:
+                write_next()
+
+        directory.mkdir()
+        write_next()
+        monkeypatch.setattr(os, "link", link_and_write)
+        return directory
+
+    return start
+
+
+def test_a_snapshot_of_a_working_stage_is_consistent(working_stage: Callable[[int], Path]) -> None:
+    directory = working_stage(4)
+    stamps = _take_snapshot(directory)
+    mentioned = (directory / ".sync/index.json").read_text().split()
+    assert len(mentioned) == 4, "the stage wrote while the snapshot was taken"
+    assert {"index.json", *mentioned} == set(stamps)
+    assert [(directory / ".sync" / name).read_text() for name in mentioned] == mentioned
+
+
+def test_a_stage_that_never_pauses_is_left_to_the_next_sync(working_stage: Callable[[int], Path]) -> None:
+    with pytest.raises(Transient, match="changes faster than a snapshot"):
+        _take_snapshot(working_stage(sys.maxsize))
 
 
 def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:

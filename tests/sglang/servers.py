@@ -8,9 +8,7 @@ without the flag SGLang takes a share of the machine's memory.
 
 import os
 import shlex
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -109,11 +107,3 @@ def serving(arguments: Sequence[str], directory: Path) -> Iterator[SglangServer]
         yield server
     finally:
         server.stop(timeout_s=0.0)
-
-
-def wait_for(happened: Callable[[], object], process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + READY_S
-    while not happened():
-        assert process.poll() is None, "the stage ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

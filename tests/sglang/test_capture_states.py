@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from eyrie_workers.stage_program import Stage, run_program
 from eyrie_workers.stages.capture import capture, is_whole
 from eyrie_workers.targets.loading import load_target, resolve
 from tests.sglang.servers import descendants, let_stages_start_it
+from tests.waiting import wait_for
 from tests.workers.stages.test_capture import artifact, wait_for_shards, write_rows
 
 TARGET = TargetSpec(model="quickstart", dtype="float32")
@@ -82,9 +82,6 @@ def test_a_capture_killed_with_its_server_running_resumes_with_the_same_bytes(tm
     servers = descendants(first.pid)
     first.kill()
     first.wait()
-    deadline = time.monotonic() + 60.0
-    while (left := [pid for pid in servers if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
+    wait_for(lambda: not [pid for pid in servers if Path(f"/proc/{pid}").exists()], "no server outlives its stage")
     assert subprocess.run(command, check=False).returncode == 0
     assert artifact(killed) == artifact(whole)

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from eyrie_workers.catalog import command
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.benchmark import benchmark
 from tests.sglang.servers import alive, descendants, let_stages_start_it
+from tests.waiting import wait_for
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 SGLANG = EngineSpec(kind="sglang")
@@ -126,19 +126,13 @@ def test_tuning_in_sglang_killed_in_the_race_leaves_no_server_and_goes_on_with_t
     prepare(directory, spec)
     before = descendants(os.getpid())
     process = subprocess.Popen(command("tune", directory), env=os.environ)
-    deadline = time.monotonic() + 900
-    while not (directory / "profile.json").exists() or lines(directory / "blocks.jsonl") < 12:
-        assert process.poll() is None, "tune ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(lambda: (directory / "profile.json").exists() and lines(directory / "blocks.jsonl") >= 12,
+             "twelve lines of the ledger", 900, process=process)
     started = descendants(process.pid)
     assert started
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    until = time.monotonic() + 30
-    while left := alive(started):
-        assert time.monotonic() < until, left
-        time.sleep(0.5)
+    wait_for(lambda: not alive(started), "no server outlives its stage", 30)
 
     kept = (directory / "blocks.jsonl").read_bytes().split(b"\n")[:-1]
     subprocess.run(command("tune", directory), env=os.environ, check=True, timeout=900)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,8 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.prove import prove
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
-from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it, wait_for
+from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it
+from tests.waiting import wait_for
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 
@@ -61,20 +61,17 @@ def test_killed_stage_and_killed_server_leave_no_process_and_lose_no_check(tmp_p
         return ledger.read_bytes().count(b"\n") - 1 if ledger.exists() else 0
 
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    wait_for(lambda: checks() >= 1, first)
+    wait_for(lambda: checks() >= 1, "a check", READY_S, process=first)
     servers = descendants(first.pid)
     assert len(servers) >= 6, "two servers of three processes"
     first.kill()
     first.wait()
-    deadline = time.monotonic() + 15
-    while alive(servers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(servers)
+    wait_for(lambda: not alive(servers), "no server outlives its stage", 15)
     kept = ledger.read_bytes().split(b"\n")[:2]
 
     second = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     events = out.with_name("events.jsonl")
-    wait_for(lambda: events.read_text().count('"ServersReady"') == 2, second)
+    wait_for(lambda: events.read_text().count('"ServersReady"') == 2, "the servers are ready", READY_S, process=second)
     servers = descendants(second.pid)
     os.kill(min(servers), signal.SIGKILL)
     assert second.wait(2 * READY_S) == 0

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,8 @@ from eyrie_workers.conversations.rows import AnsweredRow, read_rows
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
-from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it, wait_for
+from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it
+from tests.waiting import wait_for
 
 ROWS = 24
 
@@ -61,20 +61,17 @@ def test_rows_of_own_sglang_servers_equal_the_references_although_stage_and_serv
 
     out = stage_directory(tmp_path / "sglang", data, "sglang")
     first = start(out)
-    wait_for(lambda: answered(out) >= 2, first)
+    wait_for(lambda: answered(out) >= 2, "two answers", READY_S, process=first)
     servers = descendants(first.pid)
     assert len(servers) >= 3, "SGLang is three processes"
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    deadline = time.monotonic() + 15
-    while alive(servers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(servers)
+    wait_for(lambda: not alive(servers), "no server outlives its stage", 15)
     kept = answered(out)
     assert 2 <= kept < ROWS
 
     second = start(out)
-    wait_for(lambda: answered(out) > kept, second)
+    wait_for(lambda: answered(out) > kept, "one more answer", READY_S, process=second)
     servers = descendants(second.pid)
     os.kill(min(servers), signal.SIGKILL)  # the HTTP process, which started the others
     assert second.wait(2 * READY_S) == 0

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from tests.tiny import chats_file, tiny_target
+from tests.waiting import wait_for
 
 STAGES = ("regenerate", "capture", "train", "benchmark", "tune", "prove")
 
@@ -55,7 +55,7 @@ def plane(home: Path) -> Iterator[tuple[Client, int]]:
             try:
                 for endpoint in client.endpoints().items:
                     client.off(endpoint.name)
-                wait_for(lambda: not _engines(home), 120, "engines off")
+                wait_for(lambda: not _engines(home), "engines off", every_s=0.2)
             finally:
                 eyrie(home, "down")
 
@@ -64,16 +64,6 @@ def _engines(home: Path) -> list[str]:
     """Engine processes of this home."""
     shown = subprocess.run(["ps", "-eo", "args"], text=True, capture_output=True, check=True).stdout
     return [line for line in shown.splitlines() if str(home) in line and "engines.server" in line]
-
-
-def wait_for(condition: Any, seconds: float, what: str) -> Any:
-    """Poll until true; fail with words."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError(f"not within {seconds:g} s: {what}")
 
 
 def job_spec(tmp: Path, **changes: Any) -> JobSpec:
@@ -108,8 +98,11 @@ def drafted(endpoint: Endpoint) -> Endpoint | None:
 
 def finished(client: Client, job_id: str, seconds: float = 600) -> Job:
     """The job once it is over."""
-    return wait_for(lambda: (job := client.job(job_id)).status.finished_at and job, seconds,  # type: ignore[no-any-return]
-                    f"{job_id} over; {client.job(job_id).status.stages}")
+    def over() -> Job | None:
+        job = client.job(job_id)
+        return job if job.status.finished_at is not None else None
+
+    return wait_for(over, f"{job_id} is over", seconds, every_s=0.2)
 
 
 @pytest.mark.timeout(1800)  # a machine that is held up is waited for
@@ -120,7 +113,7 @@ def test_a_job_killed_while_it_trains_goes_on_is_decided_and_its_drafter_serves(
     with Client(url) as client:
         job_id = client.create_job(job_spec(tmp_path)).id
     stages = home / "jobs" / job_id / "stages"
-    wait_for(lambda: list((stages / "train").rglob("events.jsonl")), 300, "training begun")
+    wait_for(lambda: list((stages / "train").rglob("events.jsonl")), "training begun", 300)
     run = json.loads((home / "jobs" / job_id / "run" / "run.json").read_text())
     os.kill(pid, signal.SIGKILL)
     with _already_gone():  # the run may have ended in between, which is as good a moment as any
@@ -150,7 +143,7 @@ def check_decided(client: Client, done: Job) -> None:
 def check_served(client: Client, job_id: str, home: Path) -> None:
     """The endpoint answers with the job's drafter after a promotion by hand; the report names it."""
     client.promote("default", job_id=job_id)
-    endpoint = wait_for(lambda: drafted(client.endpoint("default")), 300, "the drafter serves")
+    endpoint = wait_for(lambda: drafted(client.endpoint("default")), "the drafter serves", 300, every_s=0.2)
     answer = httpx.post(f"{endpoint.url}/chat/completions", timeout=120, json={
         "model": endpoint.model, "messages": [{"role": "user", "content": "Name three towns."}],
         "max_tokens": 12, "temperature": 0, "return_spec_tokens_details": True})
@@ -167,7 +160,7 @@ def check_reused(client: Client, job_id: str, home: Path) -> None:
     """The same job again takes over every answer of the first."""
     again = client.create_job(client.job(job_id).spec).id
     manifest = home / "jobs" / again / "stages/regenerate/manifest.json"
-    wait_for(manifest.exists, 300, "the second job's answers")
+    wait_for(manifest.exists, "the second job's answers", 300)
     client.cancel(again)
     report = read_manifest(manifest).report
     assert isinstance(report, RegenerateReport)

@@ -138,11 +138,11 @@ def test_no_one_makes_a_key_that_may_do_more_than_they(database: Database, clock
     less = KeyRequest("less", "viewer", scopes=frozenset({"jobs:read"}))
     made, _secret = ApiKeys(database, clock, narrow).create(less)
     assert made.project == "north"
-    with pytest.raises(Forbidden):
+    with pytest.raises(Forbidden, match="may not keys:write in all projects"):
         ApiKeys(database, clock, narrow).create(KeyRequest("all", "viewer", everywhere=True))
     for role in ("viewer", "operator"):
         lower = Scope(Principal(subject="key:y", roles={"north": role}))
-        with pytest.raises(Forbidden):
+        with pytest.raises(Forbidden, match="may not keys:write in project 'north'"):
             ApiKeys(database, clock, lower).create(KeyRequest("x", "viewer"))
 
 
@@ -153,9 +153,9 @@ def test_on_loopback_nothing_is_demanded_and_a_key_that_is_shown_counts(
     assert callers.cached("whatever the environment holds") is LOCAL
     _key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "viewer"))
     assert callers.authenticate(secret).roles == {"default": "viewer"}
-    with pytest.raises(Unauthorized):
+    with pytest.raises(Unauthorized, match="not a valid API key"):
         callers.authenticate(secret[:-1] + "-")
-    with pytest.raises(Unauthorized):
+    with pytest.raises(Unauthorized, match="requires a bearer token"):
         Authenticator(settings.model_copy(update={"host": "0.0.0.0"}), database).authenticate("")
 
 

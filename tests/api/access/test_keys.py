@@ -59,7 +59,7 @@ def test_a_key_mistyped_anywhere_is_refused_without_a_look_at_the_database(place
     if wrong != text:
         with pytest.raises(Unauthorized, match="not a valid API key"):
             id_of(wrong)
-    with pytest.raises(Unauthorized):
+    with pytest.raises(Unauthorized, match="not a valid API key"):
         id_of(text[:-1])
 
 

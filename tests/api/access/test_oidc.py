@@ -51,15 +51,18 @@ def test_a_token_signed_by_the_issuer_says_who_it_is(double: IssuerDouble) -> No
 
 def test_everything_that_is_not_quite_right_is_refused(double: IssuerDouble) -> None:
     issuer, now = Issuer(double.url, AUDIENCE, leeway_s=30.0), int(utc_now().timestamp())
-    wrong: list[dict[str, Any]] = [
-        {"iss": "https://elsewhere.example"}, {"iss": double.url + "/"}, {"aud": "another"}, {"aud": []}, {"aud": None},
-        {"exp": now - 31}, {"exp": None}, {"nbf": now + 60}, {"iat": now + 60}, {"iat": None}, {"sub": None},
-        {"iss": None}, {"kid": "unknown", "key": rsa_key()}, {"key": rsa_key(1)},
-        {"kid": "ec-1", "algorithm": "RS256", "key": rsa_key()},
-        {"kid": "rsa-1", "algorithm": "ES256", "key": ec_key()},
-        {"algorithm": "RS512"}, {"algorithm": "PS256"}]
-    for changes in wrong:
-        with pytest.raises(Unauthorized):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"iss": "https://elsewhere.example"}, "Invalid issuer"), ({"iss": double.url + "/"}, "Invalid issuer"),
+        ({"aud": "another"}, "Audience"), ({"aud": []}, '"aud" claim'), ({"aud": None}, '"aud" claim'),
+        ({"exp": now - 31}, "has expired"), ({"exp": None}, '"exp" claim'), ({"nbf": now + 60}, r"\(nbf\)"),
+        ({"iat": now + 60}, r"\(iat\)"), ({"iat": None}, '"iat" claim'), ({"sub": None}, '"sub" claim'),
+        ({"iss": None}, '"iss" claim'), ({"kid": "unknown", "key": rsa_key()}, "key that the issuer does not list"),
+        ({"key": rsa_key(1)}, "Signature verification failed"),
+        ({"kid": "ec-1", "algorithm": "RS256", "key": rsa_key()}, "key is not for RS256"),
+        ({"kid": "rsa-1", "algorithm": "ES256", "key": ec_key()}, "key is not for ES256"),
+        ({"algorithm": "RS512"}, "'RS512' is not one of"), ({"algorithm": "PS256"}, "'PS256' is not one of")]
+    for changes, says in wrong:
+        with pytest.raises(Unauthorized, match=says):
             issuer.verify(double.token(**changes))
     assert issuer.verify(double.token(exp=now - 5)).subject == "ada", "clocks differ"
 

@@ -29,6 +29,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.harness import SECRET_KEY
 from tests.api.access.receiver import Receiver, is_genuine, receiving
 from tests.api.samples import ManualClock, ended, job_spec
+from tests.waiting import wait_for
 
 KEYS = SecretKeys([SECRET_KEY])
 
@@ -154,9 +155,7 @@ def test_the_chores_deliver(settings: Settings, database: Database, receiver: Re
         hook, secret = webhooks.create(CreateWebhook(url=receiver.url))
         webhooks.ping(hook.id)
         loop.wake()
-        deadline = utc_now().timestamp() + 60
-        while webhooks.deliveries(hook.id)[0].state != "delivered" and utc_now().timestamp() < deadline:
-            loop._ticker._stopping.wait(0.05)
+        wait_for(lambda: webhooks.deliveries(hook.id)[0].state == "delivered", "the delivery")
     finally:
         loop.stop()
     headers, body = receiver.got[0]

@@ -90,8 +90,9 @@ def test_suite_rows_of_every_layout_are_read(tmp_path: Path) -> None:
 
 
 def test_a_suite_that_cannot_be_excluded_is_an_error_or_a_warning_and_never_silence(tmp_path: Path) -> None:
-    for path in ("quickstart:nonsense", str(tmp_path / "missing.jsonl")):
-        with pytest.raises(InvalidInput):
+    for path, says in (("quickstart:nonsense", "no quickstart suite"),
+                       (str(tmp_path / "missing.jsonl"), "does not exist")):
+        with pytest.raises(InvalidInput, match=says):
             list(excluded_prompts([path], pytest.fail))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n{"text": "y"}\n')

@@ -21,6 +21,8 @@ from eyrie_workers.drafters.checkpoint import (
 )
 from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
 from eyrie_workers.drafters.family import family_named, open_drafter
+from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.eagle3.directory_format import expected_shapes, shape_of
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import build
@@ -137,11 +139,22 @@ def test_saving_a_defective_drafter_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 2}, {"target_hidden_size": 32}, {"draft_vocab_size": None},
-                                    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0}}])
-def test_variants_that_only_sglang_serves_are_refused_at_loading(saved: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("change", "says"), [
+    ({"num_hidden_layers": 2}, "computes drafters of one layer"),
+    ({"target_hidden_size": 32}, "of their target's hidden size"), ({"bias": True}, "without bias"),
+    ({"draft_vocab_size": None}, "an output matrix of their own"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0}}, "rope type 'yarn'")])
+def test_variants_that_only_sglang_serves_are_refused_at_loading(
+        saved: Path, change: dict[str, Any], says: str) -> None:
     edit(saved, **change)
-    with pytest.raises(CheckpointInvalid):
+    shapes = expected_shapes(shape_of(json.loads((saved / "config.json").read_text())))
+    stored = load_file(saved / "model.safetensors")
+    if "draft_vocab_size" in change:
+        del shapes["lm_head.weight"]  # the target's is used
+    # Tensors as such a drafter has them: else those would be what is refused.
+    save_file({name: stored[name] if name in stored and stored[name].shape == shape else torch.rand(shape)
+               for name, shape in shapes.items()}, saved / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match=says):
         load_drafter(saved)
 
 

@@ -110,7 +110,7 @@ def test_content_parts_are_joined_and_images_rejected() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     message = parse_chat({"messages": [{"role": "user", "content": parts}]}).messages[0]
     assert message.for_template()["content"] == "one two"
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"messages\.0\.content .*must be text"):
         parse_chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
 
 
@@ -123,8 +123,9 @@ def test_tools_are_not_rendered_when_tool_choice_is_none() -> None:
 def test_a_prompt_is_one_text_or_one_list_of_token_ids() -> None:
     assert parse_completion({"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
     assert parse_completion({"prompt": ["one"]}).prompt == ["one"]
-    for prompt in (["one", "two"], "", [], None):
-        with pytest.raises(InvalidRequest):
+    for prompt, says in ((["one", "two"], "2 prompts in one request"), ("", "the prompt is empty"),
+                         ([], "the prompt is empty"), (None, "must be text")):
+        with pytest.raises(InvalidRequest, match=says):
             parse_completion({"prompt": prompt})
 
 

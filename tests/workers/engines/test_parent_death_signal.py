@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from eyrie_pipelines.processes import identify
 from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
+from tests.waiting import wait_for
 
 PARENT = """
 import subprocess, sys, time
@@ -23,16 +23,11 @@ def test_a_child_in_another_session_is_killed_when_its_parent_is_killed() -> Non
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    deadline = time.monotonic() + 60
-    while "sleep" not in Path(f"/proc/{child}/cmdline").read_text().split("\0")[0]:
-        assert time.monotonic() < deadline, "the child did not become its command"
-        time.sleep(0.02)
+    wait_for(lambda: "sleep" in Path(f"/proc/{child}/cmdline").read_text().split("\0")[0], "the child is its command")
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    while identify(child) is not None:
-        assert time.monotonic() < deadline, "the child outlived its parent"
-        time.sleep(0.02)
+    wait_for(lambda: identify(child) is None, "the child ends with its parent")
 
 
 def test_a_child_whose_parent_has_ended_already_does_not_run_its_command() -> None:

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from eyrie_workers.targets.templates import ChatTokenizer
+from tests.waiting import wait_for
 from tests.workers.engines.conftest import chat_body
 
 CHAT = "/v1/chat/completions"
@@ -238,16 +238,12 @@ def test_a_client_that_disconnects_frees_its_slot(http: httpx.Client) -> None:
     with http.stream("POST", CHAT, json=chat_body(max_tokens=4000, stream=True)) as answer:
         lines = answer.iter_lines()  # kept: a reader that is dropped closes the connection
         next(lines)  # the head of a stream may precede the engine's first step by a moment
-        until = time.monotonic() + 60
-        while metric(http, "eyrie_running_requests") != 1:
-            assert time.monotonic() < until, http.get("/metrics").text
+        wait_for(lambda: metric(http, "eyrie_running_requests") == 1, "the request runs")
     with pytest.raises(httpx.ReadTimeout):  # without streaming, with a client timeout
         http.post(CHAT, json=chat_body(max_tokens=4000), timeout=0.5)
-    deadline = time.monotonic() + 60
-    while metric(http, 'eyrie_requests_total{finish_reason="cancelled"}') < cancelled + 2:
-        assert time.monotonic() < deadline, http.get("/metrics").text
-    while metric(http, "eyrie_running_requests") > 0:
-        assert time.monotonic() < deadline
+    wait_for(lambda: metric(http, 'eyrie_requests_total{finish_reason="cancelled"}') >= cancelled + 2,
+             "both are cancelled")
+    wait_for(lambda: metric(http, "eyrie_running_requests") == 0, "none runs")
 
 
 def test_metrics_count_tokens_rounds_and_reasons(http: httpx.Client) -> None:
@@ -315,8 +311,7 @@ def test_sigterm_lets_a_running_response_finish(target: Path, tmp_path: Path) ->
         asking = threading.Thread(target=ask)
         asking.start()
         with httpx.Client(base_url=url, timeout=120) as client:
-            while metric(client, "eyrie_generated_tokens_total") < 5:
-                time.sleep(0.01)
+            wait_for(lambda: metric(client, "eyrie_generated_tokens_total") >= 5, "five tokens")
         started.process.send_signal(signal.SIGTERM)
         asking.join(120)
         assert finished
@@ -334,16 +329,12 @@ def test_a_response_that_outlasts_the_drain_ends_with_an_error_that_openai_clien
     server = subprocess.Popen([sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(target), "--model",
                                "tiny", "--port", "0", "--threads", "1", "--drain-s", "0.1", "--ready-file", str(ready)])
     try:
-        until = time.monotonic() + 120
-        while not ready.exists():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for(ready.exists, "the server answers", process=server)
         with httpx.Client(base_url=json.loads(ready.read_text())["url"], timeout=120) as client, \
                 ThreadPoolExecutor(2) as pool:
             whole = pool.submit(client.post, CHAT, json=chat_body(max_tokens=4000))
             stream = pool.submit(client.post, CHAT, json=chat_body(max_tokens=4000, stream=True))
-            while metric(client, "eyrie_running_requests") < 2:
-                assert time.monotonic() < until
+            wait_for(lambda: metric(client, "eyrie_running_requests") == 2, "both run")
             server.send_signal(signal.SIGTERM)
             assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "NotReady")
             *_, error, end = [line for line in stream.result().text.splitlines() if line]

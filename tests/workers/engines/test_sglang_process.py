@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from eyrie_workers.engines.sglang.process import (
     plugin_root,
     start_sglang,
 )
+from tests.waiting import wait_for
 
 # Serves /ready on the port after --port, and keeps a child that would outlive it.
 SERVER = """
@@ -87,10 +87,7 @@ def test_wait_ready_returns_the_url_and_stop_ends_the_children(tmp_path: Path) -
         assert not gone(child)
     finally:
         server.stop()
-    deadline = time.monotonic() + 60.0
-    while not gone(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert gone(child)
+    wait_for(lambda: gone(child), "the child ends with the server")
     assert not server.ready()
 
 

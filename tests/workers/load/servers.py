@@ -14,6 +14,7 @@ import pytest
 
 from eyrie_workers.conversations.suites import Prompt
 from tests.servers.stub_openai_server import Timing, serve
+from tests.waiting import wait_for
 
 GENEROUS_S = 60.0
 
@@ -45,17 +46,8 @@ def responding(directory: Path, pace: Timing | None = None) -> Iterator[str]:
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
     with in_thread(serve(pace or Timing(), 0, ready, None)):
-        wait_for(ready)
+        wait_for(ready.exists, "the server answers", GENEROUS_S)
         yield json.loads(ready.read_text())["url"]
-
-
-def wait_for(path: Path) -> None:
-    """Wait until the file exists."""
-    for _ in range(int(GENEROUS_S / 0.01)):
-        if path.exists():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError(f"{path} was not written")
 
 
 @contextlib.contextmanager

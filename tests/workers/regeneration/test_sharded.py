@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from eyrie_workers.targets.templates import ChatTokenizer
 from tests.servers.processes import kept
 from tests.servers.redis import Redis
 from tests.tiny import tiny_target
+from tests.waiting import wait_for
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, question
 
 LONG_S = 120.0
@@ -62,13 +63,6 @@ def prompts(target: Path, num: int = ROWS) -> list[GenerationRequest]:
         made.append(GenerationRequest(f"{place:032x}", messages, [], tokenizer.render(messages), seed=100 + place,
                                       place=place))
     return made
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < deadline, "never came about"
-        time.sleep(0.02)
 
 
 class World:
@@ -178,7 +172,7 @@ def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_one
     with openai_double(Troubles(gate=gate, before_gate=3 * SHARD_ROWS)) as service:
         running = RunningClient(world.engine(service), asked)
         first = world.worker()  # its two processes finish two shards at least before all they ask is held back
-        eventually(lambda: len(running.outcomes) >= 2 * SHARD_ROWS and service.at_once > 0)
+        wait_for(lambda: len(running.outcomes) >= 2 * SHARD_ROWS and service.at_once > 0, "two shards are answered")
         world.kill(first)
         finished = {outcome.row_id for outcome in running.outcomes}
         gate.set()
@@ -197,9 +191,8 @@ def test_a_shard_that_takes_longer_than_the_visibility_timeout_is_not_asked_twic
         running = RunningClient(world.engine(service), asked)
         world.worker()
         world.worker()  # idle, and ready to take what is handed out again
-        eventually(lambda: service.at_once == 2)
-        until = time.monotonic() + 1.5 * world.visibility_s
-        eventually(lambda: time.monotonic() > until)
+        wait_for(lambda: service.at_once == 2, "two requests")
+        time.sleep(1.5 * world.visibility_s)  # longer than a message stays invisible
         gate.set()
         assert_answered(running.end(), asked)
         assert set(service.attempts.values()) == {1}
@@ -211,11 +204,11 @@ def test_a_stage_that_was_stopped_goes_on_with_what_its_workers_have_finished_si
     with openai_double(Troubles(gate=gate)) as service:
         running = RunningClient(world.engine(service), asked)
         world.worker()
-        eventually(lambda: service.at_once > 0)
+        wait_for(lambda: service.at_once, "a request")
         running.stop()
         assert isinstance(running.error, InterruptedError)
         gate.set()
-        eventually(lambda: len(list(world.store.list("jobs/j/shards/done"))) == 2)
+        wait_for(lambda: len(list(world.store.list("jobs/j/shards/done"))) == 2, "both shards are done")
         again = RunningClient(world.engine(service), asked)
         assert_answered(again.end(), asked)
         assert set(service.attempts.values()) == {1}
@@ -225,11 +218,11 @@ def test_messages_that_a_redis_forgot_are_sent_again(world: World, target: Path)
     asked = prompts(target)
     with openai_double() as service:
         running = RunningClient(world.engine(service, resend_after_s=0.5), asked)
-        eventually(lambda: world.queue.length() == 6)
+        wait_for(lambda: world.queue.length() == 6, "six messages")
         world.redis.kill()
         world.redis.start()
         world.worker()
-        eventually(lambda: not running._thread.is_alive())
+        wait_for(lambda: not running._thread.is_alive(), "the stage ends")
         if isinstance(running.error, BrokerUnavailable):  # it looked while Redis was away: the stage is retried
             running = RunningClient(world.engine(service, resend_after_s=0.5), asked)
         assert_answered(running.end(), asked)
@@ -248,7 +241,7 @@ def test_an_endpoint_that_is_away_for_a_while_is_asked_again(world: World, targe
     with openai_double(Troubles(everything=503)) as service:
         running = RunningClient(world.engine(service), prompts(target, SHARD_ROWS))
         world.worker()
-        eventually(lambda: len(service.bodies) >= 2)
+        wait_for(lambda: len(service.bodies) >= 2, "two requests")
         service.troubles.everything = None
         assert_answered(running.end(), prompts(target, SHARD_ROWS))
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.benchmark import benchmark
 from tests.api.samples import benchmark_report, finish_stage
 from tests.tiny import tiny_target
+from tests.waiting import wait_for
 from tests.workers.measurement.tiny_bench import random_drafter, stage_specs
 
 
@@ -57,10 +57,7 @@ def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for_entries(ledger: Path, num: int) -> None:
-    deadline = time.monotonic() + 60
-    while not ledger.exists() or ledger.read_bytes().count(b"\n") < num + 1:
-        assert time.monotonic() < deadline, "the benchmark wrote no ledger"
-        time.sleep(0.02)
+    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > num, f"{num} entries of the ledger")
 
 
 def test_the_program_reports_every_suite_and_temperature_lossless(tmp_path: Path) -> None:
@@ -178,10 +175,7 @@ def test_while_another_process_measures_it_waits_and_says_so(tmp_path: Path) -> 
     events = directory / "events.jsonl"
     with machine_lock(lambda: None, tmp_path):
         process = start(directory, tmp_path)
-        deadline = time.monotonic() + 60
-        while not events.exists() or "Waiting" not in events.read_text():
-            assert time.monotonic() < deadline, "the program did not say that it waits"
-            time.sleep(0.02)
+        wait_for(lambda: events.exists() and "Waiting" in events.read_text(), "the program says that it waits")
         assert process.poll() is None
         assert not (directory / "cells.jsonl").read_text().count("\n") > 1
     assert process.wait(timeout=60) == 0

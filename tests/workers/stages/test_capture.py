@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from eyrie_workers.stages.capture import capture, is_whole, plan_rows, write_sha
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.targets.state_source import LayersDisagree, compare
 from tests.tiny import tiny_target
+from tests.waiting import wait_for
 from tests.workers.measurement.tiny_bench import random_drafter
 
 NOT_THE_ARTIFACT = {"events.jsonl", "manifest.json", "spec.json", ".lock", "failure.json"}
@@ -367,8 +367,8 @@ def start(out: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for_shards(process: subprocess.Popen[bytes], out: Path, shards: int) -> None:
-    while len(list(out.glob("shard-*.states"))) < shards and process.poll() is None:
-        time.sleep(0.002)
+    wait_for(lambda: len(list(out.glob("shard-*.states"))) >= shards, f"{shards} shards", every_s=0.002,
+             process=process)
 
 
 def end_after(process: subprocess.Popen[bytes], out: Path, shards: int, number: signal.Signals) -> int:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from eyrie_workers.stages.prove import FIXED, prove, record_answers, select_use,
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
+from tests.waiting import wait_for
 from tests.workers.measurement.tiny_bench import stage_specs
 
 LIMIT_S = 120.0
@@ -109,17 +109,11 @@ def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_an
     directory = prepare(tmp_path, spec)
     ledger = directory / "found.jsonl"
     process = subprocess.Popen(command("prove", directory), env=os.environ | {"TMPDIR": str(tmp_path)})
-    deadline = time.monotonic() + LIMIT_S
-    while not ledger.exists() or ledger.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None, "the stage ended before it was killed"
-        assert time.monotonic() < deadline, "nothing was answered"
-        time.sleep(0.02)
+    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") >= 2, "an answer", LIMIT_S, process=process)
     assert len(servers_of(directory)) == 3
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    while servers_of(directory):
-        assert time.monotonic() < deadline + 30, "a server outlived its stage"
-        time.sleep(0.02)
+    wait_for(lambda: not servers_of(directory), "no server outlives its stage")
     kept = ledger.read_bytes().split(b"\n")[:-1]
 
     report = run_here(directory)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from eyrie_workers.targets.templates import ChatTokenizer
 from tests.servers.processes import kept
 from tests.servers.redis import Redis
 from tests.tiny import chats_file, tiny_target
+from tests.waiting import wait_for
 from tests.workers.regeneration.openai_double import Troubles, openai_double
 
 FILES = ("rows.jsonl", "rows.meta.json", "held_out.jsonl", "quarantine.jsonl")
@@ -133,8 +133,7 @@ def test_a_source_that_loses_many_rows_is_reported_before_the_first_request(tmp_
                    data={"held_out_fraction": 0.0})
         process = start(tmp_path / "out")
         try:
-            while service.at_gate == 0 and process.poll() is None:
-                time.sleep(0.02)
+            wait_for(lambda: service.at_gate, "a request", process=process)
             # The first request is held, and nothing was answered.
             assert service.at_gate == 1
             (event,) = [one for one in lines(tmp_path / "out" / "events.jsonl") if one.get("reason") == "RowsLost"]
@@ -271,8 +270,8 @@ def start(out: Path) -> subprocess.Popen[bytes]:
 def end_after(process: subprocess.Popen[bytes], out: Path, num_rows: int, number: signal.Signals) -> int:
     """Send a signal as soon as so many rows are in the ledger."""
     ledger = out / "rows.jsonl"
-    while process.poll() is None and (not ledger.exists() or ledger.read_bytes().count(b"\n") < num_rows):
-        time.sleep(0.002)
+    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") >= num_rows, f"{num_rows} rows",
+             every_s=0.002, process=process)
     process.send_signal(number)
     return process.wait(60)
 

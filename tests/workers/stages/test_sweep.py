@@ -3,9 +3,9 @@
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import target_digest
+from tests.waiting import wait_for
 from tests.workers.stages import test_train
 from tests.workers.stages.test_train import metrics, report_of, run, weights, write_spec, write_store
 
@@ -119,12 +120,10 @@ def test_a_sweep_killed_after_a_rung_and_resumed_on_two_processes_decides_as_it_
     result = [sys.executable, "-m", "eyrie_workers.stages.sweep", "--rungs", "0.25,0.5",
             *(part for name in rates for part in ("--train", str(tmp_path / "killed" / name)))]
     process = subprocess.Popen(result, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None and not any(
-            "StoppedEarly" in path.read_text() for path in tmp_path.glob("killed/*/events.jsonl")):
-        time.sleep(0.01)
+    wait_for(lambda: any("StoppedEarly" in path.read_text() for path in tmp_path.glob("killed/*/events.jsonl")),
+             "a candidate is stopped", process=process)
     process.kill()
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     # One process gets a and c, which are slower, the other b and d: neither could decide by itself.
     _, _, _, *arguments = result
     program = [str(Path(__file__).with_name("observed_sweep.py")), *arguments]
@@ -146,10 +145,8 @@ def test_sigterm_saves_every_candidate_and_the_sweep_resumes(
     command = [sys.executable, "-m", "eyrie_workers.stages.sweep",
                *(part for name in names for part in ("--train", str(tmp_path / name)))]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None and not any(
-            '"loss"' in path.read_text() for path in tmp_path.glob("*/events.jsonl")):
-        time.sleep(0.01)
+    wait_for(lambda: any('"loss"' in path.read_text() for path in tmp_path.glob("*/events.jsonl")), "a step",
+             process=process)
     process.terminate()
     assert process.wait() == INTERRUPTED_EXIT_CODE
     for name in names:

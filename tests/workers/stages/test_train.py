@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from eyrie_workers.targets.loading import load_target, target_digest
 from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
 from tests.workers.events import stage_records
+from tests.waiting import wait_for
 from tests.workers.measurement.tiny_bench import random_drafter
 
 AUX_LAYERS = (1, 2, 3)
@@ -110,11 +110,7 @@ def same(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, tor
 
 def wait_for_steps(out: Path, process: subprocess.Popen[bytes], steps: int) -> None:
     """Until the program has logged so many optimiser steps."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if sum(m.name == "loss" for m in metrics(out)) >= steps:
-            return
-        time.sleep(0.01)
+    wait_for(lambda: sum(metric.name == "loss" for metric in metrics(out)) >= steps, f"{steps} steps", process=process)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +189,7 @@ def test_kill_9_at_any_step_changes_no_bit_of_the_result(
         process = start(tmp_path)
         wait_for_steps(tmp_path, process, steps)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL
         assert not (tmp_path / "manifest.json").exists()
     assert start(tmp_path).wait() == 0
     assert report_of(tmp_path).resumed_from_step > 0
@@ -225,10 +221,7 @@ def test_processes_killed_midway_and_fewer_that_go_on_make_the_drafter_of_one(
     processes.kill()
     processes.wait()
     # The launcher gives each process a session of its own. They end with it all the same, and free the stage's lock.
-    deadline = time.monotonic() + 60
-    while any(identify(int(pid)) for pid in children):
-        assert time.monotonic() < deadline, "a rank outlived its launcher"
-        time.sleep(0.01)
+    wait_for(lambda: not any(identify(int(pid)) for pid in children), "no rank outlives its launcher")
     assert sorted(path.name for path in tmp_path.glob("digest-*")) == ["digest-0"], "rank 0 alone reads the target"
     share = max(1, cpu_count() // number)
     assert [(tmp_path / f"threads-{rank}").read_text() for rank in range(number)] == [str(share)] * number

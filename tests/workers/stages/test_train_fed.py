@@ -60,7 +60,7 @@ def test_trained_from_a_stream_killed_and_resumed_it_is_the_drafter_trained_from
     process = start(tmp_path)
     wait_for_steps(tmp_path, process, 4)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     assert run(tmp_path) == 0
     assert report_of(tmp_path).resumed_from_step > 0
     assert same(weights(tmp_path), weights(home / "from-store"))

@@ -47,7 +47,7 @@ def test_each_tracker_has_every_step_of_a_killed_and_resumed_training_once_in_on
     process = start(out, **variables)
     wait_for_steps(out, process, 7)
     process.kill()
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     assert start(out, **variables).wait() == 0, (out / "log.txt").read_text()
     assert report_of(out).resumed_from_step >= 4
     recorded = Counter((record.name, record.step) for record in stage_records(out / "events.jsonl")

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from eyrie_workers.catalog import command
 from eyrie_workers.measurement.tuner.operating import possible_settings
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.tune import tune
+from tests.waiting import wait_for
 from tests.workers.measurement.tiny_bench import one_shape, random_drafter, stage_specs
 
 
@@ -112,10 +112,7 @@ def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: P
     directory = prepare(tmp_path, spec)
     ledger = directory / "blocks.jsonl"
     process = subprocess.Popen(command("tune", directory), env=os.environ | {"TMPDIR": str(tmp_path)})
-    deadline = time.monotonic() + 120
-    while not ledger.exists() or ledger.read_bytes().count(b"\n") < 3:
-        assert time.monotonic() < deadline, "tune wrote no ledger"
-        time.sleep(0.02)
+    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") >= 3, "three lines", process=process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     kept, profile = ledger.read_bytes().split(b"\n")[:-1], (directory / "profile.json").read_bytes()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from eyrie_workers.targets.model_cache import cached_snapshot, record_path
 from eyrie_workers.targets.prefetch import fill
 from tests.servers.hub import COMMIT, ServedHub, served_hub
 from tests.tiny import tiny_target
+from tests.waiting import wait_for
 
 TARGET = TargetSpec(model="org/model")
 WEIGHTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -160,11 +160,8 @@ def test_killed_in_the_middle_it_leaves_nothing_that_a_stage_uses_and_keeps_whol
         hub: ServedHub, environment: dict[str, str], tmp_path: Path) -> None:
     hub.bytes_per_s, hub.files[WEIGHTS[0]] = 300_000, os.urandom(40_000_000)  # two minutes
     killed = start(tmp_path, environment)
-    deadline = time.monotonic() + 60
     snapshot = tmp_path / "models--org--model" / "snapshots" / COMMIT
-    while not (snapshot / "config.json").exists() or len(hub.served) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: (snapshot / "config.json").exists() and len(hub.served) >= 5, "weights are sent", process=killed)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert cached_snapshot(tmp_path, TARGET) is None
@@ -179,10 +176,7 @@ def test_of_two_at_once_one_fills_and_the_other_waits_and_says_why(
         hub: ServedHub, environment: dict[str, str], tmp_path: Path) -> None:
     hub.bytes_per_s, hub.files[WEIGHTS[0]] = 300_000, os.urandom(40_000_000)  # two minutes
     first = start(tmp_path, environment)
-    deadline = time.monotonic() + 60
-    while not hub.served:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: hub.served, "the first is served", process=first)
     heard = Waiting(hub)
     snapshot = fill(tmp_path, TARGET, heard)
     assert first.wait(60) == 0
@@ -231,10 +225,7 @@ def test_a_full_cache_is_waited_for_with_what_is_missing_and_one_that_is_too_sma
     heard = Heard()
     waiting = threading.Thread(target=lambda: fill(tmp_path, TARGET, heard))
     waiting.start()
-    deadline = time.monotonic() + 60
-    while "ModelCacheFull" not in heard.reasons:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: "ModelCacheFull" in heard.reasons, "the cache is full")
     assert "takes 683.7 KiB more, and 0 B are free" in dict(heard.events)["ModelCacheFull"]
     assert "Remove models" in dict(heard.events)["ModelCacheFull"]
     assert hub.served == []

@@ -377,7 +377,7 @@ def test_a_family_that_reads_no_inner_layers_is_served_next_to_targets_sglang_ca
     for algorithm in ("EAGLE", "STANDALONE"):
         assert value(launch_arguments(drafted(algorithm, target=MIXTRAL)), "--speculative-algorithm") == algorithm
     for algorithm, target in (("EAGLE3", MIXTRAL), ("DFLASH", MIXTRAL), ("DFLASH", QWEN2), ("DFLASH", OLMO)):
-        with pytest.raises(UnsupportedTarget):
+        with pytest.raises(UnsupportedTarget, match="cannot capture hidden states of"):
             launch_arguments(drafted(algorithm, target=target))
 
 

@@ -1,0 +1,25 @@
+"""The one way in which tests wait for what a thread, a process or a server brings about."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T | None], what: str, seconds: float = 120.0, *, every_s: float = 0.01,
+             process: subprocess.Popen[bytes] | subprocess.Popen[str] | None = None) -> T:
+    """Poll `condition` until it is true, and return its value.
+
+    Fails after so many seconds, or when `process`, which is to bring it about, has ended without.
+    """
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if process is not None and process.poll() is not None:
+            value = condition()  # race: it may have become true since it was looked at
+            assert value, f"the process ended before: {what}"
+            return value
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(every_s)
+    return value
