@@ -49,12 +49,9 @@ from eyrie_api.v1alpha1.access import (
     WhoAmI,
 )
 from eyrie_api.v1alpha1.attention import AttentionList
+from eyrie_api.v1alpha1.endpoints import History, HistoryKind, TrafficList
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import Figure, FigureList, TrainingCurves
-from eyrie_api.v1alpha1.history import History, HistoryKind
-from eyrie_api.v1alpha1.curves import TrainingCurves
-from eyrie_api.v1alpha1.endpoints import History, HistoryKind, TrafficList
-from eyrie_api.v1alpha1.figures import Figure, FigureList
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan, PlannedAndActual, PlannedStages
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
@@ -77,8 +74,6 @@ from eyrie_api.v1alpha1.status import (
     Version,
 )
 from eyrie_api.v1alpha1.storage import StoragePage
-from eyrie_api.v1alpha1.traffic import TrafficList
-from eyrie_api.v1alpha1.stored_reports import StoredReport, StoredReportFigures, StoredReportList, StoreReport
 
 DEFAULT_SERVER = "http://127.0.0.1:8642"
 _TYPE_PREFIX = "urn:eyrie:problem:"
@@ -323,16 +318,8 @@ class Client:
 
     # Reports of comparisons and experiments.
 
-    def store_report(self, wanted: StoreReport) -> StoredReport:
-        """Keep a report. The same one is kept once, so a repetition is harmless."""
-        return self._post(f"{_API}/reports", StoredReport, wanted.model_dump(mode="json"))
 
-    def stored_reports(self, *, limit: int = 50, cursor: str | None = None) -> StoredReportList:
-        """One page of reports, newest first."""
-        return self._get(f"{_API}/reports", StoredReportList, limit=limit, cursor=cursor)
 
-    def stored_report(self, report_id: str) -> StoredReportFigures:
-        return self._get(f"{_API}/reports/{quote(report_id, safe='')}", StoredReportFigures)
 
     def report_page(self, report_id: str) -> str:
         return self._request("GET", f"{_API}/reports/{quote(report_id, safe='')}/page").text

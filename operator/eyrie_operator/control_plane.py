@@ -25,24 +25,18 @@ from types import FrameType
 import uvicorn
 from sqlalchemy.exc import DatabaseError, OperationalError
 
-from eyrie_api.access.secret_keys import SecretKeys
+from eyrie_api.access.keys import SecretKeys
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.chores.tasks import Step, make_celery, queue_lengths
 from eyrie_api.chores.worker import ChoreLoop, run_worker
-from eyrie_api.connection_limits import TimedProtocol, raise_descriptor_limit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.database.webhook_secrets import encrypt_stored
-from eyrie_api.errors import InvalidInput
-from eyrie_api.access.keys import SecretKeys
-from eyrie_api.chores.tasks import make_celery, queue_lengths
-from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.database.webhooks import encrypt_again
+from eyrie_api.errors import InvalidInput
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.http.job_files import work_store
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.short_waits import prefer_short_waits
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 from eyrie_operator import doctor
@@ -52,8 +46,7 @@ from eyrie_operator.embedded.processes import stop_endpoints
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.runner import Runner
-from eyrie_pipelines.unavailable_runner import UnavailableRunner, has_stage_programs
+from eyrie_pipelines.runner import Runner, UnavailableRunner, has_stage_programs
 
 log = logging.getLogger(__name__)
 

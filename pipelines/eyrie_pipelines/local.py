@@ -37,9 +37,6 @@ from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient, report_error
 from eyrie_api.full_disk import is_full, is_short, require_room, wait_for_room, with_room
 from eyrie_api.processes import last_lines
-from eyrie_api.submission.devices import gpus_of
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.program_exit import report_error
 from eyrie_api.submission.facts import gpus_of
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.model import Frozen

@@ -34,8 +34,7 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_pipelines import run_report, steps, tasks
-from eyrie_pipelines import stage_specs, tasks
+from eyrie_pipelines import run_report, stage_specs, tasks
 from eyrie_pipelines.work_area import WorkArea
 
 Metadata = dict[str, Any]

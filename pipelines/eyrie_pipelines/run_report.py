@@ -16,9 +16,7 @@ from eyrie_api.v1alpha1.figures import Figure, FigureName
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
 from eyrie_api.v1alpha1.status import JobReport
-from eyrie_pipelines.steps import JobFile, run_parameters
 from eyrie_pipelines.runner import JobFile
-from eyrie_workers.report_page.page import ReportPage, Section, Table, render
 
 _SHOWN: dict[FigureName, str] = {"throughput": "Benchmark", "tuning": "Draft-tree shapes",
                                  "operating-map": "Tuning map", "pareto": "Proof under load"}
@@ -55,7 +53,7 @@ def html(job: JobFile, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport,
         *(_section(title, figures[name]) for name, title in _SHOWN.items() if name in figures),
         Section("Finding of the tuner", tuned.finding)]
     where = tuned.environment
-    facts = [("Job", job.id), *((name.capitalize(), value) for name, value in run_parameters(job).items()),
+    facts = [("Job", job.id), *((name.capitalize(), value) for name, value in job.run_parameters().items()),
              ("Machine", f"{where.hardware}, {where.threads} threads, torch {where.torch}, {where.dtype}"),
              ("Measured", f"{where.date[:10]}, code {where.code_version}"),
              ("Intervals", "95 %; speed-up is over the same engine without a drafter")]
@@ -82,9 +80,5 @@ def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _facts(job: JobFile, tuned: TuneReport) -> list[tuple[str, str]]:
-    where = tuned.environment
-    return [("Job", job.id), *((name.capitalize(), value) for name, value in job.run_parameters().items()),
-            ("Machine", f"{where.hardware}, {where.threads} threads, torch {where.torch}, {where.dtype}"),
-            ("Measured", f"{where.date[:10]}, code {where.code_version}"),
-            ("Intervals", "95 %; speed-up is over the same engine without a drafter")]
+_TEMPLATE = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True).get_template("run_report.html")

@@ -11,13 +11,10 @@ from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, list_files, write_model
 from eyrie_api.errors import UnsupportedTarget
-from eyrie_api.submission.target_facts import target_facts
-from eyrie_api.submission.weight_files import expected_tensors
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.submission.facts import target_facts
 from eyrie_api.submission.resolve import derive
 from eyrie_api.submission.target_files import expected_tensors
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.plan import Plan, StagePlan
@@ -45,6 +42,13 @@ class ManualClock:
 def job_spec(**changes: Any) -> JobSpec:
     """The quickstart job with top-level fields replaced."""
     return JobSpec.model_validate(job_body(**changes))
+
+
+def planned(spec: JobSpec, *stages: StagePlan) -> ResolvedJob:
+    """The job as it is submitted, with a plan of these stages."""
+    plan = Plan(stages=stages, total_tokens=0, total_bytes_on_disk=0, total_hours=0.0, bytes_per_token=0,
+                assumptions=())
+    return derive(spec).model_copy(update={"plan": plan})
 
 
 def job_body(**changes: Any) -> dict[str, Any]:

@@ -28,10 +28,8 @@ from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.families import FAMILIES, sglang_families
 from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
+from eyrie_api.v1alpha1.families import FAMILIES, sglang_families
 from eyrie_api.v1alpha1.plan import StagePlan
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
 from tests.api.samples import benchmark_report, job_spec, planned

@@ -23,9 +23,8 @@ from eyrie_api.database.tables import JobRow
 from eyrie_api.http.console import pages
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport

@@ -15,13 +15,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import schema_state, upgrade
 from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput, TablesTooOld
-from tests.api.samples import NOW, job_spec
-from eyrie_api.errors import InvalidInput
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.plan import StagePlan
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from tests.api.samples import NOW, job_body, job_spec, planned
+from tests.api.samples import NOW, job_spec
 
 
 def test_the_migrated_tables_equal_the_metadata(database: Database) -> None:

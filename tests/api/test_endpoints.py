@@ -11,10 +11,8 @@ from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Condition, Revision

@@ -9,14 +9,10 @@ from pydantic import ValidationError
 from eyrie_api.decisions.plan_work import TargetFacts
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_api.submission.devices import local_device
-from eyrie_api.submission.preflight import check
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
 from eyrie_api.submission.facts import Device, Facts, local_device
 from eyrie_api.submission.preflight import Submission, blocks_are_drafted_whole, check, check_heads, engine_can_compute
 from eyrie_api.submission.resolve import resolve
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.resolved import ResolvedJob
 from tests.api.samples import job_body, job_spec, target_directory

@@ -12,8 +12,6 @@ from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
-from eyrie_api.decisions.plan_progress import planned_and_actual, time_left
-from eyrie_api.database.projects import Projects
 from eyrie_api.decisions.job_report import planned_and_actual, time_left
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_pages import Difference, differences

@@ -14,13 +14,10 @@ from pydantic import ValidationError
 
 from eyrie_api.decisions.plan import make_plan
 from eyrie_api.decisions.plan_stages import tree_shapes
-from eyrie_api.decisions.sweep import expand
-from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
-from eyrie_api.v1alpha1.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.decisions.plan_work import DataFacts, TargetFacts
 from eyrie_api.submission.facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
+from eyrie_api.v1alpha1.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.v1alpha1.data import FEW_ROWS, DataSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan

@@ -10,7 +10,6 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import delete, make_url, text, update
-from sqlalchemy import delete, make_url, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -28,9 +27,8 @@ from eyrie_api.database.tables import Base, IdempotencyRow, ProjectRow
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec

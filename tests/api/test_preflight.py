@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts.store import StoreOptions
-from eyrie_api.decisions.engine_support import with_gpu_defaults
-from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import (
     DiskTooSmall,
     EyrieError,
@@ -26,11 +24,8 @@ from eyrie_api.settings import Settings
 from eyrie_api.submission.facts import target_facts
 from eyrie_api.submission.preflight import check, plan
 from eyrie_api.submission.published_drafters import with_drafters_of_jobs
-from eyrie_api.submission.target_facts import target_facts
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
 from eyrie_api.submission.resolve import with_gpu_defaults
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
+from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.reports import LeaderboardEntry

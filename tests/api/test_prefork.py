@@ -141,7 +141,7 @@ def test_a_redis_that_is_away_for_a_while_delays_chores_and_loses_none(
     workers.start()
     with ticking(frequent, database):
         before = jobs.submit(derive(job_spec())).id
-        eventually(has_trained(jobs, before))
+        wait_for(has_trained(jobs, before), "the job is trained")
         redis.kill()
         meanwhile = [jobs.submit(derive(job_spec())).id for _ in range(3)]
         assert Outbox(database).depth() >= 3, "promised, and kept"

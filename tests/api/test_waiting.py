@@ -15,7 +15,6 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import WaitingObjects
 from eyrie_api.decisions.attention import attention
 from eyrie_api.errors import InvalidInput
-from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from tests.api.conftest import Running
 from tests.api.samples import NOW

@@ -22,12 +22,9 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, shard_name
-from eyrie_workers.features.target_pass import compute_pass
-from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.machine import environment
 from eyrie_workers.features.streaming import compute_pass
 from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter, ShardFile
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target

@@ -49,9 +49,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.tables import HistoryRow, MetricRow
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import job_spec

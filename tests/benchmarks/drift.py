@@ -35,8 +35,6 @@ from eyrie_api.client import Client
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_workers.machine import client_environment
-from tests.walkthrough.test_one_machine import drafted, finished, plane, wait_for
-from eyrie_workers.machine.environment import client_environment
 from tests.waiting import wait_for
 from tests.walkthrough.test_one_machine import drafted, finished, plane
 

@@ -46,10 +46,8 @@ from eyrie_workers.features.shard_format import StoreFormat, plan_shards
 from eyrie_workers.features.storage_backend import ObjectStoreBackend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.machine.environment import environment
-from eyrie_workers.training.batches import cut_evenly
 from eyrie_workers.machine import environment
-from eyrie_workers.training.packing import cut_evenly
+from eyrie_workers.training.batches import cut_evenly
 from tests.feature_rows import FeatureRow, write_shard
 
 _SHARD_BYTES = 32 * 2**20

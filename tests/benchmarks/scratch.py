@@ -37,10 +37,8 @@ from eyrie_workers.features.codecs import encode_states
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards, supervised_positions
 from eyrie_workers.features.storage_backend import ObjectStoreBackend
 from eyrie_workers.features.store import FeatureStore
-from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.machine import environment
 from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from tests.benchmarks.feature_store import chat_lengths, random_batches, s3_store
 from tests.small_disk import small_disk
 

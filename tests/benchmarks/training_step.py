@@ -43,7 +43,6 @@ from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.numerics import peak_flops
-from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training.objective import StepContext
 
 _PARSER = argparse.ArgumentParser(prog="python -m tests.benchmarks.training_step", description=__doc__,

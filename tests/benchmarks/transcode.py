@@ -13,7 +13,6 @@ from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.topk_logits import compute_topk_logits
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.operators import OutputHead
-from eyrie_workers.targets.output_head import OutputHead
 from tests.feature_rows import FeatureRow, write_shard
 
 _SHARD_BYTES = 64 * 2**20

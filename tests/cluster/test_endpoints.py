@@ -143,12 +143,9 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of random weights for the quickstart target: its guesses are poor, its text is the target's."""
     import torch
 
-    from eyrie_api.submission.target_facts import quickstart_dir
+    from eyrie_api.submission.facts import quickstart_dir
     from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter
     from eyrie_workers.drafters.eagle3.family import save_drafter
-    from eyrie_api.submission.facts import quickstart_dir
-    from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
-    from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
     from eyrie_workers.targets.config import read_config
     from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 

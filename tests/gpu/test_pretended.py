@@ -29,7 +29,6 @@ from eyrie_workers.measurement.parity_reference import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.stages import benchmark
-from eyrie_workers.targets.agreement import compare, reference_states
 from eyrie_workers.targets.causal_attention import packed_causal
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

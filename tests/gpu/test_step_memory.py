@@ -37,8 +37,6 @@ from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training import numerics
 from eyrie_workers.training.distributed import Optimizer
-from eyrie_workers.targets.operators import OutputHead
-from eyrie_workers.training import matmul
 from eyrie_workers.training.objective import StepContext
 from tests.gpu.pretended import GPU, PretendedGpu
 from tests.live_bytes import LiveBytes

@@ -20,13 +20,10 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_
 from eyrie_workers.features.shard_format import TopKLogits
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training import attention
 from eyrie_workers.training import objective as objectives
 from eyrie_workers.training.batches import BatchLoader, Schedule, StepBatch
-from eyrie_workers.targets.operators import OutputHead
-from eyrie_workers.training import attention, losses
-from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
 from eyrie_workers.training.evaluation import count_hits
 from eyrie_workers.training.loop import Trainer
 from eyrie_workers.training.objective import (

@@ -21,9 +21,8 @@ from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.records import ProgressRecord
 from eyrie_api.v1alpha1.serving import ServeSpec
@@ -31,15 +30,11 @@ from eyrie_api.v1alpha1.status import Job, StageStatus
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.jobs.driver import Driver
-from eyrie_operator.jobs.events import changes
-from eyrie_operator.jobs.driver import Driver, as_stored
 from eyrie_operator.jobs.observation import changes
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, identify, wait_until
 from eyrie_pipelines.tasks import load_job
-from tests.pipelines.conftest import Rehearsal, spec_of
-from tests.api.test_cli_tables import ENTRY
 from tests.pipelines.conftest import Rehearsal, job_file, spec_of
 
 LIMIT_S = 240.0

@@ -7,7 +7,6 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.submission.resolve import derive
-from eyrie_operator.celery_app import runtime_of
 from eyrie_operator.conditions import find
 from eyrie_operator.control_plane import runtime_of
 from eyrie_operator.jobs.driver import Driver

@@ -14,9 +14,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.benchmark import RivalSpec
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.benchmark import RivalSpec
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec

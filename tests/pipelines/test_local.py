@@ -13,12 +13,9 @@ import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.errors import Conflict, Transient
-from eyrie_api.submission.devices import gpus_of
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.submission.facts import gpus_of
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
 from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec

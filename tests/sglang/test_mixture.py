@@ -13,8 +13,6 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
-from eyrie_workers.engines.managed_servers import ServerPlan
-from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.capture_states import SglangStates
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment

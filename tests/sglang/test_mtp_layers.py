@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
-from eyrie_api.decisions.mtp_layers import MTP_ARCHITECTURES
+from eyrie_api.decisions.sglang_support import MTP_ARCHITECTURES
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.decisions.sglang_support import MTP_ARCHITECTURES
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage

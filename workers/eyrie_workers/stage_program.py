@@ -79,6 +79,7 @@ class Stage:
     out_dir: Path
     stop_requested: bool = False
     quiet: bool = False  # write events to the log alone, not to stdout
+    on_metric: Callable[[MetricRecord], None] | None = None  # called with each point of a series after it is logged
     _started: float = field(default_factory=time.monotonic)
     _last_progress: float = 0.0
     _first_done: float | None = None
@@ -117,7 +118,10 @@ class Stage:
                                    message=message))
 
     def metric(self, name: str, step: int, value: float) -> None:
-        self._write(MetricRecord(time=_now(), name=name, step=step, value=value))
+        record = MetricRecord(time=_now(), name=name, step=step, value=value)
+        self._write(record)
+        if self.on_metric is not None:
+            self.on_metric(record)
 
     def event(self, reason: str, message: str, *, warning: bool = False) -> None:
         self._write(EventRecord(time=_now(), type="Warning" if warning else "Normal", reason=reason,

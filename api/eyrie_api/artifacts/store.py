@@ -164,9 +164,25 @@ def directory_prefix(prefix: str) -> str:
     return checked_key(prefix) + "/" if prefix else ""
 
 
+VariablesT = TypeVar("VariablesT", bound=FromVariables)
+
 PREFIX = "EYRIE_ARTIFACTS_"
 MIN_PART_BYTES = 5 * 2**20
 """S3's smallest part, the last one excepted."""
+
+
+def from_variables(kind: type[VariablesT], prefix: str, environ: Mapping[str, str] | None = None) -> VariablesT:
+    """Settings from the variables named after their fields. Raises InvalidInput naming the variable that is wrong."""
+    environ = os.environ if environ is None else environ
+    names = {name: prefix + name.upper() for name in kind.model_fields}
+    values = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise InvalidInput(f"{names[name]} = {values.get(name)!r}: {rule_of(first)}",
+                           "correct or unset the variable") from error
 
 
 class StoreOptions(FromVariables):
@@ -205,16 +221,7 @@ class StoreOptions(FromVariables):
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "StoreOptions":
         """Read EYRIE_ARTIFACTS_URL, ... Raises InvalidInput naming the variable that is wrong."""
-        environ = os.environ if environ is None else environ
-        names = {name: PREFIX + name.upper() for name in cls.model_fields}
-        found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
-        try:
-            return cls.model_validate(found)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {rule_of(first)}",
-                               "correct or unset the variable") from error
+        return from_variables(cls, PREFIX, environ)
 
     def credentials(self) -> dict[str, str]:
         """`access_key`, `secret_key` and, if there is one, `session_token` of `credentials_dir`; empty without one.

@@ -21,11 +21,7 @@ from rich.text import Text
 
 from eyrie_api.cli import access, plots, tables, watch
 from eyrie_api.cli import chat as chatting
-from eyrie_api.cli.screen import Screen, printable
 from eyrie_api.cli.spec import build_job, comparison
-from eyrie_api.cli.verbs import Json, Server, connect, verb
-from eyrie_api.cli.reports import reports_app
-from eyrie_api.cli.spec import build_job
 from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote

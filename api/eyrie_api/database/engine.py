@@ -13,8 +13,6 @@ snapshot of its own. Writers are serialised by the rows they lock (`SELECT ... F
 Only the repositories of this package open sessions.
 """
 
-import select as sockets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 
 from sqlalchemy import URL, Engine, create_engine, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy import URL, Engine, create_engine, event, insert, make_url, text, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import Session
@@ -34,7 +31,6 @@ from eyrie_api.errors import InvalidInput
 BUSY_TIMEOUT_MS = 10_000
 _WRITES = {"eyrie_writes": True}
 _POSTGRESQL_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-
 
 class Database:
     """An engine and its two kinds of session. Thread-safe; one per process and URL."""

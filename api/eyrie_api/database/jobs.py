@@ -34,7 +34,6 @@ from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount, upsert
 from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.outbox import enqueue
-from eyrie_api.database.quotas import DEFAULT_DEMAND, Demand, check_job
 from eyrie_api.database.quotas import check_job
 from eyrie_api.database.rendering import (
     ENDS,
@@ -140,9 +139,8 @@ class Jobs:
 
     # Requests.
 
-    def submit_once(self, spec: JobSpec, once: Once | None, project: str | None = None,
-                    demand: Demand = DEFAULT_DEMAND, submitted: JobSpec | None = None,
-                    planned: PlannedStages | None = None) -> Job | Replay:
+    def submit_once(self, resolved: ResolvedJob, once: Once | None, project: str | None = None,
+                    submitted: JobSpec | None = None) -> Job | Replay:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
         Race: of two requests with the same key, the unique constraint on the key rejects the second one's transaction
@@ -150,7 +148,7 @@ class Jobs:
         """
         for attempt in range(2):
             try:
-                return self.submit(spec, project, demand, submitted, planned, once=once)
+                return self.submit(resolved, project, submitted, once=once)
             except (IntegrityError, EyrieError) as error:  # refused now, a quota say, but perhaps accepted earlier
                 replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
@@ -159,41 +157,39 @@ class Jobs:
                     raise
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def submit(self, spec: JobSpec, project: str | None = None, demand: Demand = DEFAULT_DEMAND,
-               submitted: JobSpec | None = None, planned: PlannedStages | None = None, *,
+    def submit(self, resolved: ResolvedJob, project: str | None = None, submitted: JobSpec | None = None, *,
                once: Once | None = None) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
         With `once`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to the
         scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
-        `submitted` is the document as it was sent, of which `spec` was made; default: `spec`. Raises Conflict when the
-        name belongs to another project, QuotaReached and PriorityClassRefused.
+        `submitted` is the document as it was sent, of which the job was made; default: its spec. Raises Conflict when
+        the name belongs to another project, QuotaReached and PriorityClassRefused.
         """
         with self.database.writing() as session:
-            job = self._accept(session, spec, project, demand, submitted or spec, planned)
+            job = self._accept(session, resolved, project, submitted or resolved.spec)
             if once is not None and self._idempotency is not None:
                 self._idempotency.store(session, once, 202, job.model_dump(mode="json"))
         return job
 
-    def _accept(self, session: Session, spec: JobSpec, project: str | None, demand: Demand, submitted: JobSpec,
-                planned: PlannedStages | None) -> Job:
-        asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
+    def _accept(self, session: Session, resolved: ResolvedJob, project: str | None, submitted: JobSpec) -> Job:
+        spec, asked = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
         project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
         if asked is not None:
-            check_job(session, asked, spec, demand)
+            check_job(session, asked, spec, resolved.demand)
         now, job_id = self._clock(), new_job_id()
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)
         status = JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)
         submission = {"document": submitted.model_dump(mode="json", exclude_unset=True),
-                      "planned": None if planned is None else planned.model_dump(mode="json", exclude_defaults=True)}
+                      "resolved": resolved.model_dump(mode="json", exclude={"spec"})}  # the spec has its own column
         session.add(JobRow(
             id=job_id, name=spec.name, target=spec.target.model, spec=spec.model_dump(mode="json"),
             status=status.model_dump(mode="json"), phase=status.phase, ended=False, generation=1, attempt=1,
             cancel_requested=False, delete_requested=False, project=project, created_at=now, updated_at=now,
-            submission=submission, **asdict(demand)))
+            submission=submission, num_gpus=resolved.demand.num_gpus, num_replicas=resolved.demand.num_replicas))
         session.flush()  # the rows below refer to it
         session.add_all(LabelRow(job_id=job_id, key=key, value=value) for key, value in spec.labels.items())
         self._note(session, job_id, "Accepted", f"job {spec.name or job_id} accepted")
@@ -212,15 +208,17 @@ class Jobs:
             document: dict[str, JsonValue] = self._find(session, job_id).submission["document"]
             return document
 
-    def planned(self, job_ids: Collection[str]) -> dict[str, PlannedStages]:
-        """What these jobs were planned to take, by id; without those that have no plan or are not visible."""
-        if not job_ids:
-            return {}
-        query = select(JobRow.id, JobRow.submission).where(
+    def resolved(self, job_id: str) -> ResolvedJob:
+        """A job as it was resolved at its submission. Raises NotFound."""
+        with self.database.reading() as session:
+            return _resolved(self._find(session, job_id))
+
+    def all_resolved(self, job_ids: Collection[str]) -> dict[str, ResolvedJob]:
+        """These jobs by id, without those that are not visible."""
+        query = select(JobRow).options(undefer(JobRow.submission)).where(
             JobRow.id.in_(job_ids), self._scope.sees(JobRow.project, "jobs:read"))
         with self.database.reading() as session:
-            return {job_id: PlannedStages.model_validate(kept["planned"])
-                    for job_id, kept in session.execute(query) if kept["planned"] is not None}
+            return {row.id: _resolved(row) for row in session.scalars(query)}
 
     def project_of(self, job_id: str) -> str:
         """The project of a job. Raises NotFound."""
@@ -231,7 +229,7 @@ class Jobs:
         """What the job was accepted with. Raises NotFound."""
         with self.database.reading() as session:
             row = self._find(session, job_id)
-            return Demand(row.num_gpus, row.num_replicas)
+            return Demand(num_gpus=row.num_gpus, num_replicas=row.num_replicas)
 
     def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
         """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
@@ -282,7 +280,8 @@ class Jobs:
                 raise Conflict(f"job {job_id} has not ended: {row.phase}", "cancel it first, or wait")
             if row.phase == "Succeeded":
                 raise Conflict(f"job {job_id} has succeeded", "submit a new job to train again")
-            check_job(session, row.project, JobSpec.model_validate(row.spec), Demand(row.num_gpus, row.num_replicas))
+            demand = Demand(num_gpus=row.num_gpus, num_replicas=row.num_replicas)
+            check_job(session, row.project, JobSpec.model_validate(row.spec), demand)
             row.attempt += 1
             row.cancel_requested = row.ended = False
             row.phase = "Pending"
@@ -565,6 +564,10 @@ def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metri
     """Record one point in the running transaction."""
     upsert(session, MetricRow, {"job_id": job_id, "stage": stage, "key": key, "name": point.name, "step": point.step},
            {"time": point.time, "value": point.value})
+
+
+def _resolved(row: JobRow) -> ResolvedJob:
+    return ResolvedJob.model_validate(row.submission["resolved"] | {"spec": row.spec})
 
 
 def _filtered(wanted: JobFilter) -> Select[Any]:

@@ -10,10 +10,7 @@ GPU hours have no quota: the devices of a stage are not recorded, and an estimat
 would charge for waiting.
 """
 
-from dataclasses import dataclass
-
 from sqlalchemy import delete, func, select
-from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import SYSTEM, Scope
@@ -22,22 +19,9 @@ from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow, WaitingRow
 from eyrie_api.errors import EyrieError, Forbidden, InvalidInput
 from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.requests import PlacementRequest
+from eyrie_api.v1alpha1.placement import PlacementRequest
+from eyrie_api.v1alpha1.resolved import Demand
 from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a job uses of its project's quotas, besides one job and one endpoint."""
-
-    num_gpus: int = 0
-    """The most that its stages request at one time."""
-
-    num_replicas: int = 1
-    """Of its endpoint."""
-
-
-DEFAULT_DEMAND = Demand()
 
 
 class QuotaReached(EyrieError):

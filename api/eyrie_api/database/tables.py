@@ -83,10 +83,10 @@ class JobRow(Base):
     project: Mapped[str] = mapped_column(String(63))
     # `records.WaitingPod`s of its run, which the operator writes and the driver reads.
     waiting_pods: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
-    # The job's `quotas.Demand`.
+    # The job's `resolved.Demand`.
     num_gpus: Mapped[int]
     num_replicas: Mapped[int]
-    # `document` as it was sent, and `planned`, a `plan.PlannedStages` or null.
+    # `document` as it was sent, and `resolved`, a `resolved.ResolvedJob` without its spec.
     submission: Mapped[dict[str, Any]] = mapped_column(deferred=True)
     __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),
                       Index("ix_jobs_project_created_at_id", "project", "created_at", "id"))

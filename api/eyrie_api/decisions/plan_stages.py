@@ -21,13 +21,9 @@ from pydantic import ValidationError
 from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.decisions.hardware import Rates
 from eyrie_api.decisions.plan_work import PlannedWork, share_of_steps, shared_tokens, tokens_seen, training_flops
-from eyrie_api.decisions.store_cost import ObjectStore, StageTransfer
-from eyrie_api.decisions.sweep import Candidate, may_train_together
+from eyrie_api.decisions.sweep import may_train_together
 from eyrie_api.v1alpha1.capture import ID_AND_MASK_BYTES
 from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.decisions.sweep import may_train_together
-from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.placement import StageKey

@@ -26,10 +26,6 @@ from eyrie_api.decisions.sweep import may_train_together
 from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 from eyrie_api.v1alpha1.capture import ID_AND_MASK_BYTES, StoredAs, choose
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.requests import PlacementRequest
-from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.families import FAMILIES, DecoderSizes, DrafterSizes
 from eyrie_api.v1alpha1.resolved import Candidate, ResolvedJob
 from eyrie_api.v1alpha1.targets import ELEMENT_BYTES

@@ -25,7 +25,6 @@ layers are not part of `num_hidden_layers`: published checkpoints store them und
 or as layers with numbers behind the last (DeepSeek-V3 and its relatives). Embedding and output matrix are the target's.
 """
 
-from collections.abc import Mapping, Sequence
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -148,6 +147,30 @@ def captured_inputs(architecture: str, ids: Sequence[int], num_layers: int | Non
     if architecture in RAW_UNLESS_FIRST_IS_ONE and not (ids and ids[0] == 1):
         return tuple(ids)
     return tuple(value + 1 for value in ids)
+
+
+def context_length(config: Mapping[str, Any], name: str) -> int:
+    """The longest text SGLang allows for a config: rope scaling counts, unless the config gives the original length.
+
+    `get_context_length` of SGLang's hf_transformers: a `factor` multiplies max_position_embeddings, except with
+    `original_max_position_embeddings` (the length given is then the scaled one) and for llama3.
+    """
+    longest = positive_integer(config, "max_position_embeddings", name)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping) or "original_max_position_embeddings" in scaling:
+        return longest
+    if (scaling.get("rope_type") or scaling.get("type")) == "llama3":
+        return longest
+    factor = scaling.get("factor")
+    return int(longest * factor) if isinstance(factor, int | float) else longest
+
+
+def positive_integer(config: Mapping[str, Any], field: str, name: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise Unlaunchable(f"{name!r}: config.json has {field} = {value!r}, not a positive integer",
+                           "give a decoder-only text model's config")
+    return value
 
 
 # Layers for multi-token prediction.

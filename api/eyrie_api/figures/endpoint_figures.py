@@ -15,9 +15,6 @@ from itertools import zip_longest
 
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.vega_lite import DASHES, INK, OWN_LEGENDS, SOLID, Row, figure, number, rounded, series, tips
-from eyrie_api.figures import canary_figure
-from eyrie_api.figures.themes import DASHES, INK, SOLID
-from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
 from eyrie_api.v1alpha1.endpoints import HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary

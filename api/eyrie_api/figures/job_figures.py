@@ -12,9 +12,6 @@ from statistics import median
 
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.vega_lite import INK, OWN_LEGENDS, Row, figure, number, rounded, series, tips
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.figures.themes import INK
-from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.figures import Figure
 from eyrie_api.v1alpha1.hardware import HardwareReport

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from eyrie_api.artifacts.stage_manifests import StageManifest
+from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput, Transient
 from eyrie_api.http.control import Control
 from eyrie_api.http.job_files import JobFiles

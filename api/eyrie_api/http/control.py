@@ -23,8 +23,6 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.database.quotas import WaitingObjects
 from eyrie_api.database.results import Results
-from eyrie_api.database.waiting import WaitingObjects
-from eyrie_api.database.stored_reports import StoredReports
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
@@ -77,7 +75,7 @@ class Control:
         return cls(settings, database, files, JobStorageMeter(settings, files, database),
                    Jobs(database, idempotency=idempotency), Endpoints(database), Histories(database),
                    Results(database), Outbox(database), idempotency, ApiKeys(database), Projects(database),
-                   Audit(database), Webhooks(database, keys=keys), StoredReports(database), WaitingObjects(database),
+                   Audit(database), Webhooks(database, keys=keys), WaitingObjects(database),
                    keys, SYSTEM, wake or _nothing, checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":

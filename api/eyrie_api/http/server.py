@@ -22,7 +22,7 @@ from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
 from eyrie_api.http.live_pages import LivePages
 from eyrie_api.http.middleware import AccessMiddleware, RequestTimer
-from eyrie_api.http.routes import access, attention, endpoints, jobs, operations, outcomes, stored_reports, streams
+from eyrie_api.http.routes import access, attention, endpoints, jobs, operations, outcomes, streams
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Problem
 
@@ -73,8 +73,8 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.live_pages = LivePages(database, settings.sse_heartbeat_s)
     app.state.telemetry = operations.Telemetry(control)
-    parts = (jobs, streams, outcomes, stored_reports, attention, endpoints, access, operations, pages, job_pages, live,
-             compare, curves, reports, admin)
+    parts = (jobs, streams, outcomes, attention, endpoints, access, operations, pages, job_pages, job_form,
+             admin)
     routers = [*(part.router for part in parts), access.webhooks_router]
     for router in routers:
         app.include_router(router)

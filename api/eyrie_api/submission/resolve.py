@@ -19,9 +19,8 @@ from eyrie_api.submission.facts import Device, Facts
 from eyrie_api.submission.placement import resolve_hardware_placement, serving_gpus, stage_gpus
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import StageKey
 from eyrie_api.v1alpha1.resolved import Candidate, CapturedLayers, Demand, PlacedGpus, ResolvedJob

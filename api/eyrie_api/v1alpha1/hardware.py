@@ -6,8 +6,6 @@ from pydantic import Field, StringConstraints, model_validator
 
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Frozen, Interval, Name
-from eyrie_api.v1alpha1.requests import PlacementRequest
-from eyrie_api.v1alpha1.model import Frozen, Interval, Name, later
 from eyrie_api.v1alpha1.placement import PlacementRequest
 
 HardwareVariant = Literal["off", "drafted"]

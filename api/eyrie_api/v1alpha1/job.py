@@ -16,14 +16,10 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS, sglang_families
 from eyrie_api.v1alpha1.model import Frozen, Name
+from eyrie_api.v1alpha1.placement import JobPlacement
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
-from eyrie_api.v1alpha1.model import Frozen, Name, later
-from eyrie_api.v1alpha1.placement import JobPlacement
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_api.v1alpha1.targets import JobTarget

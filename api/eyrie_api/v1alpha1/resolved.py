@@ -9,6 +9,7 @@ cluster profile was changed runs with the profile of its start.
 
 from pydantic import Field, JsonValue
 
+from eyrie_api.v1alpha1.benchmark import RivalSpec
 from eyrie_api.v1alpha1.data import SourceMix
 from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.families import FAMILIES, Family
@@ -16,7 +17,6 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.placement import LabelValue, StageKey
 from eyrie_api.v1alpha1.plan import Plan
-from eyrie_api.v1alpha1.rivals import RivalSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.stages import ComparedMix
 from eyrie_api.v1alpha1.targets import TargetSpec

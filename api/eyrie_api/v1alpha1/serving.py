@@ -4,8 +4,6 @@ from pydantic import Field
 
 from eyrie_api.v1alpha1.engine import EngineSpec
 from eyrie_api.v1alpha1.model import Frozen, Name, Probability
-from eyrie_api.v1alpha1.requests import PlacementRequest
-from eyrie_api.v1alpha1.model import Frozen, Name, Probability, later
 from eyrie_api.v1alpha1.placement import PlacementRequest
 
 

@@ -37,7 +37,6 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec

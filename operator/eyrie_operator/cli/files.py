@@ -33,8 +33,8 @@ from rich.text import Text
 
 from eyrie_api.artifacts import digest_file
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.cli.screen import Screen, printable
+from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.cli.verbs import Screen, printable
 from eyrie_api.client import Client
 from eyrie_api.data_files import S3, data_files
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound, Permanent, TargetNotFound, Transient

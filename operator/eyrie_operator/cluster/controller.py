@@ -47,7 +47,6 @@ from eyrie_operator.cluster.client import Cluster, ClusterConflict, ClusterRejec
 from eyrie_operator.cluster.endpoints import EndpointReconciler
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
-    STOPPING_CHECK_S,
     EndpointObjects,
     JobHistory,
     orphaned,
@@ -467,27 +466,18 @@ class Controller:
 
     def _submit(self, action: act.CreateJob, resource: JobResource) -> act.Actions:
         """Submit once per uid; returns the actions that report a rejection, if any."""
-        once = Once(action.key, _ROUTE, action.key)
-        earlier = self._idempotency.find(once)
-        if earlier is not None:
-            job_id = self._job_of[action.key] = str(earlier.response["id"])
-            try:
-                self._jobs.get(job_id)
-            except NotFound:
-                return (act.DeleteResource(f"its job {job_id} was deleted at the REST API"),)
-            return ()
-        project = self._project_at(resource.identity.namespace)
+        once, project = Once(action.key, _ROUTE, action.key), self._project_at(resource.identity.namespace)
         try:
-            spec = endpoint_names.with_project_endpoint(action.spec, project)
-            # The same checks as for a REST caller with access to this project only, in namespaces without a project
-            # too: who may create objects there is not an administrator of the installation.
-            spec_policy.check(spec, self._settings, self._belongs_to(project))
-            spec = with_drafters_of_jobs(spec, Jobs(self._database, scope=_viewer_of(project)).get, self._settings.home)
-            checked = preflight.check(spec, self._settings)
-            job = self._jobs.submit_once(
-                checked.spec, once, project, demand_of(checked.spec, self._profile),
-                None if resource.spec is None else resource.spec.job, checked.planned)
-            self._job_of[action.key] = str(job.response["id"]) if isinstance(job, Replay) else job.id
+            done: Job | Replay | None = self._idempotency.find(once)
+            if done is None:
+                spec = endpoint_names.with_project_endpoint(action.spec, project)
+                # The same checks as for a REST caller with access to this project only, in namespaces without a project
+                # too: who may create objects there is not an administrator of the installation.
+                spec_policy.check(spec, self._settings, self._belongs_to(project))
+                viewed = Jobs(self._database, scope=_viewer_of(project))
+                spec = with_drafters_of_jobs(spec, viewed.get, self._settings.home)
+                done = self._jobs.submit_once(preflight.check(spec, self._settings), once, project,
+                                              None if resource.spec is None else resource.spec.job)
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)
             return (*self._wait(resource.identity, project, full), *refused)
@@ -495,6 +485,11 @@ class Controller:
             raise
         except EyrieError as error:
             return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
+        job_id = self._job_of[action.key] = str(done.response["id"]) if isinstance(done, Replay) else done.id
+        try:
+            self._jobs.get(job_id)
+        except NotFound:
+            return (act.DeleteResource(f"its job {job_id} was deleted at the REST API"),)
         return ()
 
     def _wait(self, identity: Identity, project: str, full: QuotaReached) -> act.Actions:

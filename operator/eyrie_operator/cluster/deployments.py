@@ -13,9 +13,6 @@ drafter's card, and the drafter's context length as the target's. This suffices 
 PLAIN_ATTENTION; for others it raises Undeployable with a hint.
 """
 
-from collections.abc import Collection
-from dataclasses import replace
-from pathlib import PurePosixPath
 import json
 import logging
 from collections.abc import Collection, Mapping
@@ -25,13 +22,14 @@ from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, parse_manifest
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing, EyrieError
 from eyrie_api.settings import Settings
 from eyrie_api.submission.facts import read_config, target_dir
 from eyrie_api.submission.placement import merge_placement
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ServingSpec
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work, WorkArea
 from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
@@ -55,11 +53,10 @@ from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import (
     DrafterCheckpoint,
     TargetCheckpoint,
-    family_algorithm,
     read_drafter,
     read_target,
 )
-from eyrie_workers.engines.sglang.launch_plan import DEFAULT_RUNNING_REQUESTS, LaunchPlan
+from eyrie_workers.engines.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile as machine_profile
 from eyrie_workers.targets.model_cache import revision_link
 
@@ -114,7 +111,7 @@ class Drafters:
             facts = DrafterCheckpoint(directory, context_length=1)  # not read
         elif job is not None and job.drafter.max_position_embeddings is not None and not job.sweep.families:
             facts = DrafterCheckpoint(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window,
-                                  algorithm=family_algorithm(job.drafter.family))
+                                  algorithm=FAMILIES[job.drafter.family].sglang_algorithm)
         else:
             raise Undeployable(f"{directory}/{CONFIG} cannot be read by the operator, and the drafter's job does not "
                                "say drafter.max_position_embeddings, or trains several families",

@@ -72,7 +72,7 @@ from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, Observed
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.traffic_recording import Recording, delete_older
 from eyrie_pipelines.processes import is_alive, stop_group
-from eyrie_workers.engines.server_memory import PROCESSES_BYTES, weights_on_disk
+from eyrie_workers.engines.sglang.profiles import PROCESSES_BYTES, weights_on_disk
 
 log = logging.getLogger(__name__)
 

@@ -26,16 +26,16 @@ from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories, RecentWindows
 from eyrie_api.database.endpoints import Endpoints, Serving
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
+from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.quotas import Demand
-from eyrie_api.decisions.sweep import expand
-from eyrie_api.errors import EyrieError, NotFound
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.settings import Settings
+from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
+from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.status import Endpoint, Job, Revision
 from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_operator.conditions import Conditions, observe
@@ -60,11 +60,12 @@ _NO_REMOTE_TRAFFIC = ("no retraining is offered, since stages run without this m
 class Drift:
     """Reports drift and starts retraining, for the endpoints of one database."""
 
-    def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency, stored: Path | None = None) -> None:
+    def __init__(self, histories: Histories, jobs: Jobs, stored: Path | None = None) -> None:
         """
+        jobs     with idempotency
         stored   where stages run without this machine's files: the directory whose files they get from a bucket
         """
-        self._histories, self._jobs, self._idempotency, self._stored = histories, jobs, idempotency, stored
+        self._histories, self._jobs, self._stored = histories, jobs, stored
 
     def report(self, action: act.ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
                serving: Revision | None) -> None:
@@ -72,20 +73,24 @@ class Drift:
         window = self._histories.watched(endpoint, action.revision).last_window
         once = f"{action.revision}/{window}"
         traffic = None if promoted is None else self._traffic(promoted.spec, directory, f"{action.revision}-{window}")
-        started, data = None, {}
+        started, data, retraining = None, {}, None
         if promoted is None or traffic is None:
             outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
                        _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
         else:
-            spec = retraining_job(promoted, endpoint, traffic, "" if serving is None else serving.checkpoint or "",
-                                  None if serving is None else self._head(serving))
-            data = {"job": spec.model_dump(mode="json"), "traffic_file": traffic}
+            try:
+                retraining = retraining_job(promoted.id, self._jobs.resolved(promoted.id), endpoint, traffic,
+                                            "" if serving is None else serving.checkpoint or "",
+                                            None if serving is None else self._head(serving))
+            except InvalidInput as refused:  # a rival serves, and the sweep is over mixes of data that is replaced
+                outcome = f"no retraining is offered: {refused.message}"
+        if promoted is not None and retraining is not None:
+            data = {"job": retraining.spec.model_dump(mode="json"), "traffic_file": traffic}
             outcome = "a job that retrains on recent traffic is offered"
             if promoted.spec.promotion.drift.action == "retrain":
-                try:
-                    started = self._start(spec, f"{endpoint}/{once}", self._jobs.demand(promoted.id))
-                except RequestInFlight:
-                    return  # race: a control plane died while it submitted; its key expires within a minute
+                key = Once(f"{endpoint}/{once}", ROUTE, digest_model(retraining.spec))
+                done = self._jobs.submit_once(retraining, key)
+                started = str(done.response["id"]) if isinstance(done, Replay) else done.id
                 outcome = f"{started} retrains on recent traffic"
         self._histories.record(
             endpoint, "drift", "TrafficDrifted", f"{action.message}; {outcome}", revision=action.revision,
@@ -122,37 +127,30 @@ class Drift:
         is_stored = self._stored is not None and head.is_relative_to(self._stored)
         return head if is_stored or head.is_dir() else None
 
-    def _start(self, spec: JobSpec, key: str, demand: Demand) -> str:
-        claim = self._idempotency.claim(key, ROUTE, digest_model(spec))
-        if isinstance(claim, Replay):
-            return str(claim.response["id"])
-        try:
-            return self._jobs.submit(spec, claim, demand=demand).id
-        except EyrieError:
-            self._idempotency.release(claim)
-            raise
 
-
-def retraining_job(promoted: Job, endpoint: str, traffic: str, checkpoint: str = "",
-                   head: Path | None = None) -> JobSpec:
-    """The promoted job on recent traffic, for the same endpoint. Pure.
+def retraining_job(job_id: str, promoted: ResolvedJob, endpoint: str, traffic: str, checkpoint: str = "",
+                   head: Path | None = None) -> ResolvedJob:
+    """The promoted job, of this id, on recent traffic, for the same endpoint. Pure. Placed and counted as that job was:
+    it has no defaults to fill in, and no plan.
 
     traffic      absolute path or URL of the requests
     checkpoint   what serves; of a sweep its candidate alone is trained again
     head         its directory, if training can read it
     """
-    winner = next((one for one in expand(promoted.spec) if checkpoint.startswith(f"{one.name}-step-")), None)
+    winner = next((candidate for candidate in promoted.candidates
+                   if checkpoint.startswith(f"{candidate.name}-step-")), None)
     spec, changes = promoted.spec, dict[str, Any]()
     if winner is not None:
-        spec, changes["sweep"] = winner.spec, SweepSpec()
+        spec, changes["sweep"] = winner.in_job(spec), SweepSpec()
         if head is not None and FAMILIES[spec.drafter.family].continues:
             changes["drafter"] = spec.drafter.model_copy(update={"init_from": str(head), "init_revision": None})
     sources = (DataSource(path=traffic, format="messages"),)
     changes |= {
         "data": spec.data.model_copy(update={"sources": sources, "mix": None}),
         "serve": spec.serve.model_copy(update={"endpoint": endpoint}),
-        "labels": {**spec.labels, "retrained-from": promoted.id}}
-    return spec.model_copy(update=changes)
+        "labels": {**spec.labels, "retrained-from": job_id}}
+    return derive(spec.model_copy(update=changes), promoted.gpus, promoted.serving_gpus,
+                  on_cluster=promoted.on_cluster, demand=promoted.demand)
 
 
 class EndpointRecords:

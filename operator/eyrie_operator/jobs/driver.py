@@ -49,11 +49,8 @@ from eyrie_api.decisions.reuse import jobs_with_answers
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.hardware import HardwareMeasurement
-from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
-from eyrie_api.v1alpha1.model import IsDefault
-from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry, TuneReport
 from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import Job, JobStatus, Revision

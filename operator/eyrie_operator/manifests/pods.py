@@ -93,7 +93,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         shared, served_model_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
         port=deployment.cluster.port, adaptive_path=f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}",
         drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
-        context_length=revision.use.context_length or shared.context_length, metrics=True,
+        context_length=revision.use.context_length or shared.context_length,
         key_file=None if deployment.cluster.key_secret is None else f"{KEY_DIR}/{KEY_FILE}",
         plugin_root=None if deployment.fetch_image is None else PLUGIN_DIR)  # else the engine's image has it
     line = (*deployment.cluster.python, "-m", GUARDED_MODULE, *launch_arguments(plan))

@@ -18,8 +18,7 @@ from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.resources import WaitingObject
 from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving
-from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
-from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, planned, report_body
+from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, planned
 
 TOKEN = "the-installation-s-own-token"
 SECRET_KEY = "c2VjcmV0LWtleS1vZi10aGUtdGVzdHMtMDEyMzQ1Njc="

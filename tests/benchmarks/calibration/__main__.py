@@ -11,8 +11,6 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.family import open_drafter
-from eyrie_workers.measurement.tuner.draft_replay import whole_tree
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.measurement.tuner.profile import whole_tree
 from eyrie_workers.targets.loading import load_target, resolve
 from tests.benchmarks.calibration.measure import calibrate, prompts_for

@@ -18,9 +18,7 @@ from itertools import pairwise
 
 from matplotlib.figure import Figure
 
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.family import open_drafter
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from eyrie_workers.measurement.tuner.profile import whole_tree
 from tests.benchmarks.calibration.measure import Curve, RankCount, curve, ranks
 from tests.benchmarks.calibration.measure import measure as measure_nodes

@@ -26,14 +26,9 @@ from matplotlib.figure import Figure
 from eyrie_api.artifacts import digest_bytes, digest_directory
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Interval
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.family import open_drafter
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
-from eyrie_workers.interleaving import interleaved
-from eyrie_workers.intervals import FloatArray, interval_around, standard_error
-from eyrie_workers.machine import machine_lock
 from eyrie_workers.intervals import FloatArray, interleaved, interval_around, standard_error
-from eyrie_workers.machine.machine_lock import machine_lock
+from eyrie_workers.machine import machine_lock
 from eyrie_workers.speculation.engine import Engine, Request
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult

@@ -24,9 +24,7 @@ from itertools import pairwise
 
 from matplotlib.figure import Figure
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from tests.benchmarks.experiments.fits import Counted, tau, tau_interval, tau_ratio
 from tests.benchmarks.experiments.program import main
 from tests.benchmarks.experiments.report import ExperimentResult

@@ -33,8 +33,6 @@ from matplotlib.figure import Figure
 
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID
-from eyrie_workers.targets.layers import choose_aux_layers
-from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from eyrie_workers.targets.config import choose_aux_layers
 from tests.benchmarks.experiments.fits import Counted, Ratio, tau, tau_ratio
 from tests.benchmarks.experiments.program import main

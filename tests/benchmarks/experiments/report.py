@@ -15,12 +15,8 @@ from matplotlib.figure import Figure
 from eyrie_api.artifacts import write_atomically, write_model
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import Environment
-from eyrie_workers.machine.environment import cpu_count, environment
-from eyrie_workers.machine.machine_lock import ProcessorTime, interference
-from tests.benchmarks.figure_style import SETTINGS
-from eyrie_workers.figure_style import SETTINGS, picture
 from eyrie_workers.machine import ProcessorTime, cpu_count, environment, interference
-from eyrie_workers.report_page.page import PageFigure, ReportPage, Section, Table, render
+from tests.benchmarks.figure_style import SETTINGS
 
 
 class ExperimentReport(Frozen):

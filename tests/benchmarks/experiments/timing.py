@@ -20,12 +20,8 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport
 from eyrie_workers.drafters.family import open_drafter
-from eyrie_workers.interleaving import interleaved
-from eyrie_workers.intervals import FloatArray
-from eyrie_workers.machine import machine_lock
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.intervals import FloatArray, interleaved
-from eyrie_workers.machine.machine_lock import machine_lock
+from eyrie_workers.machine import machine_lock
 from eyrie_workers.speculation.engine import Engine
 from tests.benchmarks.experiments.workspace import CHAIN, Trained, Workspace
 

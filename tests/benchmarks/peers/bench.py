@@ -52,13 +52,7 @@ from eyrie_workers.drafters.eagle3.directory import canonical_name
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.family import save_drafter
 from eyrie_workers.drafters.family import open_drafter
-from eyrie_workers.features.shard_format import FeatureRow
 from eyrie_workers.machine import environment
-from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
-from eyrie_workers.drafters.eagle3.directory_format import canonical_name
-from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
-from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.machine.environment import environment
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate

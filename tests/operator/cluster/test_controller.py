@@ -13,7 +13,6 @@ from sqlalchemy.exc import OperationalError
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.quotas import WaitingObjects
-from eyrie_api.database.waiting import WaitingObjects
 from eyrie_api.submission.resolve import derive
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.model import API_VERSION

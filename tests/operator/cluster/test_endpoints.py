@@ -17,10 +17,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.serving import EndpointServeSpec

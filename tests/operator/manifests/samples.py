@@ -6,8 +6,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from eyrie_api.v1alpha1.cluster import AutoscaleSpec, GatewaySpec, ModelCacheSpec, ServingSpec
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.cluster import ModelCacheSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work, SecretVariable, VolumeWork
 from eyrie_api.v1alpha1.status import Endpoint, Revision

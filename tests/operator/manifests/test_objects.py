@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.capture_support import Unlaunchable
+from eyrie_api.decisions.sglang_support import Unlaunchable
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
 from eyrie_api.v1alpha1.targets import JobTarget

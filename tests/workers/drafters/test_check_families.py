@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.decisions.capture_support import Unlaunchable
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.decisions.sglang_support import Unlaunchable
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES

@@ -19,10 +19,9 @@ from eyrie_workers.drafters.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
+from eyrie_workers.drafters.eagle3.directory import expected_shapes, shape_of
 from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
 from eyrie_workers.drafters.family import family_named, open_drafter
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.eagle3.directory_format import expected_shapes, shape_of
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import build

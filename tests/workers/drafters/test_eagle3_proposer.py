@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter, shared_projections, unroll
 from eyrie_workers.drafters.eagle3.family import Eagle3Proposer
 from eyrie_workers.drafters.kv_cache import RowLengths
 from eyrie_workers.drafters.layer_proposer import LayerState
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
-from eyrie_workers.drafters.eagle3.unroll import UnrolledStep, shared_projections, unroll
-from eyrie_workers.drafters.layers.kv_cache import RowLengths
-from eyrie_workers.drafters.layers.proposer import LayerState
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig

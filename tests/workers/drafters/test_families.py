@@ -13,7 +13,6 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.comparison.forms import forms_of
 from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config

@@ -10,15 +10,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.heads import save_heads as save
 from eyrie_workers.drafters.hydra import FAMILY, HydraDrafter, HydraProposer, load
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
-from eyrie_workers.drafters.hydra import FAMILY, HydraDrafter, HydraProposer, load, save
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from eyrie_workers.speculation.tree import ancestors
 from tests.workers.drafters.heads import (

@@ -10,16 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.card import Card, identify
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.heads import save_heads as save
 from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaProposer, load
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_workers.drafters.checkpoint.card import Card, identify
-from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
-from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaProposer, load, save
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from tests.workers.drafters.heads import (
     HEADS,

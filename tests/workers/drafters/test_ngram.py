@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.drafters.family import open_method
 from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
+from eyrie_workers.drafters.family import open_method
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import DrafterFamily, DrafterSizes
 from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.families import DrafterFamily, DrafterSizes, Form
+from eyrie_api.v1alpha1.families import DrafterFamily, DrafterSizes
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import (

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.decisions.capture_support import Unlaunchable
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.decisions.sglang_support import Unlaunchable
 from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting

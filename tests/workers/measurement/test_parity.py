@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from eyrie_workers.measurement.known_misconfigurations import known_misconfigurations
 from eyrie_workers.measurement.parity import (

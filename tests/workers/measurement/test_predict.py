@@ -12,8 +12,6 @@ from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Setting, StepTime
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.measurement.tuner.draft_replay import KnownAnswer, trace, whole_tree
-from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.measurement.tuner.predict import (
     NEVER,
     Costs,

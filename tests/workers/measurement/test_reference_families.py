@@ -6,13 +6,9 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_workers.drafters.family import family_named
 from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations
-from eyrie_workers.measurement.parity.reference import GrowsTrees, ReadsText, Reference
-from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.measurement.known_misconfigurations import known_misconfigurations
 from eyrie_workers.measurement.parity_reference import GrowsTrees, ReadsText, Reference
 from eyrie_workers.targets.config import read_config

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
 from eyrie_workers.jsonl_ledger import JsonlLedger

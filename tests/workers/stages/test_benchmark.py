@@ -16,8 +16,6 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.catalog import command
 from eyrie_workers.drafters.eagle3.family import load_drafter
-from eyrie_workers.machine.machine_lock import machine_lock
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.machine import machine_lock
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.benchmark import benchmark

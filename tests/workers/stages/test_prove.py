@@ -21,8 +21,6 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_workers.catalog import command
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
-from eyrie_workers.measurement.parity.served_answers import Served
-from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
 from eyrie_workers.measurement.parity import Served
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
 from eyrie_workers.stages.prove import FIXED, prove, record_answers, select_use, tuned_rival, variants_to_compare

@@ -22,12 +22,8 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_pipelines.processes import identify
-from eyrie_workers.drafters.checkpoint.card import read_card, weights_digest
-from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
-from eyrie_workers.comparison.progress import stage_records
 from eyrie_workers.drafters.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.family import load_drafter
-from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
 from eyrie_workers.features.shard_format import StoreFormat
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine import cpu_count
@@ -37,8 +33,8 @@ from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
-from tests.workers.events import stage_records
 from tests.waiting import wait_for
+from tests.workers.events import stage_records
 from tests.workers.measurement.tiny_bench import random_drafter
 
 AUX_LAYERS = (1, 2, 3)

@@ -23,7 +23,6 @@ from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.training.batches import BatchLoader, Features, Schedule, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
-from eyrie_workers.training.packing import Schedule
 from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
 

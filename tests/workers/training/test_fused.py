@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.targets.device import CPU
-from eyrie_workers.targets.rotary import rotate
+from eyrie_workers.targets.operators import rotate
 from eyrie_workers.training.numerics import (
     apply_rotary,
     linear,

@@ -14,8 +14,7 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.stages.sweep import shared_targets
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import OutputHead, Rotary
 from eyrie_workers.training.objective import (
     Normalization,
     StepContext,

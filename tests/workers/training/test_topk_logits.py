@@ -5,11 +5,8 @@ import torch
 from eyrie_workers.features.shard_format import StoreFormat
 from eyrie_workers.features.topk_logits import compute_topk_logits, topk_rows
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
-from eyrie_workers.training.objective import TargetHead, compute_target_table, topk_table
 from eyrie_workers.targets.operators import OutputHead
-from eyrie_workers.training.losses import TargetHead, compute_target_table
-from eyrie_workers.training.topk_logits import TopKTable
+from eyrie_workers.training.objective import TargetHead, compute_target_table, topk_table
 
 VOCAB, HIDDEN, ROWS = 60, 16, 25
 DRAFT_IDS = torch.arange(0, VOCAB, 2)

@@ -3,7 +3,6 @@ or hangs is left out within a limited time."""
 
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,7 @@ from eyrie_workers.stage_program import Stage
 from eyrie_workers.training import trackers
 from eyrie_workers.training.trackers import Trackers, recorded_metrics, require_trackers, shown
 from tests.servers.mlflow_server import mlflow_server
-from tests.servers.processes import Server
 from tests.workers.events import stage_records
-from tests.waiting import wait_for
 
 
 def record(stage: Stage, *steps: int, names: tuple[str, ...] = ("loss", "accuracy")) -> None:

@@ -36,7 +36,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.data_files import (
     BYTE_ORDER_MARK,
     GZIP,

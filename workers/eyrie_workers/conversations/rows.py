@@ -40,8 +40,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.artifacts import read_manifest
-from eyrie_api.artifacts.retry import while_unavailable
-from eyrie_api.artifacts.store import ArtifactStore, StoreUnavailable
+from eyrie_api.artifacts.store import ArtifactStore, StoreUnavailable, while_unavailable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.v1alpha1.model import Digest, Frozen

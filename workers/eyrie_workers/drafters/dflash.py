@@ -45,8 +45,6 @@ from torch import Tensor, nn
 
 from eyrie_api.decisions.target_config import FULL
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -76,10 +74,8 @@ from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
-from eyrie_workers.speculation.upload import upload
-from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.speculation.tree import build_tree_from_marginals
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel, pairs_together

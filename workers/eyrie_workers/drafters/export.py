@@ -21,17 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.decisions.capture_support import sglang_layer_ids
-from eyrie_api.errors import EyrieError, InvalidInput
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
 from eyrie_api.decisions.sglang_support import sglang_layer_ids
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput
-from eyrie_api.program_exit import report_error
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, report_error
+from eyrie_api.errors import EyrieError, InvalidInput, report_error
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.card import CONFIG, read_card
 from eyrie_workers.drafters.check import check_directory

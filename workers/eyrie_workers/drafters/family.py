@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyrie_api.decisions.mtp_layers import holds_mtp_layers
+from eyrie_api.decisions.sglang_support import holds_mtp_layers
 from eyrie_api.decisions.training_cost import TrainedDrafter
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec

@@ -64,11 +64,9 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.operators import Linear
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
-from eyrie_workers.targets.operators import Linear
-from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 _INITIAL_STD = 0.02

@@ -24,11 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.kv_cache import RowLengths, attend_rows
 from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_workers.drafters.layers.kv_cache import RowLengths, attend_rows
-from eyrie_workers.drafters.layers.modules import PostAttention
+from eyrie_workers.drafters.kv_cache import RowLengths, attend_rows
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
@@ -36,8 +33,8 @@ from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import pairs_together
-from eyrie_workers.training.numerics import PostAttention
 from eyrie_workers.targets.operators import Linear, rms_normalise
+from eyrie_workers.training.numerics import PostAttention
 
 # Largest table [V, Q] of a `TokenProjection`, on every device. For larger vocabularies the product is computed for each
 # token instead: the table of a 128k vocabulary would take more memory than the drafter.

@@ -30,7 +30,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eyrie_api.decisions.mtp_layers import MARK, mtp_tensors
+from eyrie_api.decisions.sglang_support import MARK, mtp_tensors
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.v1alpha1.families import VARIANT_FIELDS

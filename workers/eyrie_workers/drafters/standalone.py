@@ -36,8 +36,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -78,7 +76,6 @@ from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, Drafter
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.targets.causal_attention import packed_causal, starts_of
 from eyrie_workers.targets.config import TargetConfig
-from eyrie_workers.targets.config import TargetConfig, parse_drafter_config
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import Attend, TargetModel

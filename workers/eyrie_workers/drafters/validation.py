@@ -16,8 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from eyrie_api.artifacts import digest_file
-from eyrie_api.decisions.mtp_layers import MTP_ARCHITECTURES
-from eyrie_api.decisions.capture_support import Unlaunchable, context_length
+from eyrie_api.decisions.sglang_support import MTP_ARCHITECTURES, Unlaunchable, context_length
 from eyrie_api.errors import EyrieError
 from eyrie_workers.drafters.card import DTYPES, TOKENIZER, Card, hub_revision
 from eyrie_workers.targets.config import TargetConfig, describe_config, read_json

@@ -22,9 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_api.v1alpha1.rules import rule_of
-from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.engines.request_rules import RefusedBody, read_values
-from eyrie_workers.engines.sglang.plugin.request_values import RefusedBody, read_values
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 256

@@ -33,9 +33,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.codecs import BLOCK_VALUES, Codec, final_codec
+from eyrie_api.v1alpha1.capture import BLOCK_VALUES, Codec, final_codec
 from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, block_sections
-from eyrie_api.v1alpha1.capture import BLOCK_VALUES, Codec
 
 _HALF = BLOCK_VALUES // 2
 _INT8_MAX, _FP8_MAX, _INT4_LEVELS = 127.0, 448.0, 8.0

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.store import StoreUnavailable
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError
-from eyrie_api.program_exit import report_error
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, report_error
 from eyrie_api.v1alpha1.rules import first_problem
 from eyrie_workers.features.codecs import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch

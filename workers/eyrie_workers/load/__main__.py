@@ -24,9 +24,7 @@ from rich.text import Text
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.cli.plots import write_figures
-from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import count, times
-from eyrie_api.cli.tables import count
 from eyrie_api.cli.verbs import Screen
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.figures.load_figures import load_figures

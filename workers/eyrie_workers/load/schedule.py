@@ -21,7 +21,6 @@ from typing import Literal
 
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import interleaved
 from eyrie_workers.load.client import LoadRequest
 

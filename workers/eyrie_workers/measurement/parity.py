@@ -33,8 +33,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_workers.engines.process import EngineFailed

@@ -25,14 +25,12 @@ import torch
 from torch import Tensor
 
 from eyrie_api.decisions.near_ties import is_near_tie
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.engine import EngineKind
+from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.prove import ParityReport
-from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.known_misconfigurations import known_misconfigurations
 from eyrie_workers.measurement.parity import WHOLE_LAST_ROUND, Evidence, Served, changed_rounds, decide
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter

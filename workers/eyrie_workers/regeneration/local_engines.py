@@ -18,11 +18,12 @@ from pathlib import Path
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
-from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.local_hardware import gpu_groups, visible_gpus
+from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
 from eyrie_workers.regeneration.answers import GeneratedAnswer, GenerationOutcome, GenerationRequest
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
+from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.templates import ChatTokenizer
 
 
@@ -64,24 +65,29 @@ Pause = Callable[[], None]
 
 
 @contextmanager
-def sglang_servers(spec: RegenerateStage, directory: Path, pause: Pause) -> Iterator[tuple[RegenerateSpec, Pause]]:
+def sglang_servers(spec: RegenerateStage, directory: Path, stage: Stage) -> Iterator[tuple[RegenerateSpec, Pause]]:
     """Start the servers and wait until they are ready; stop them when the block is left.
 
-    Yields the section with the servers' URLs, and a `pause` that raises EngineFailed when a server has ended. Raises as
-    `managed_servers`.
+    Yields the section with the servers' URLs, and a pause point that raises EngineFailed when a server has ended.
+    Raises EngineFailed when a server cannot start, Transient when one is not ready in time.
     """
     groups = gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.num_gpus)
     concurrency = -(-spec.regenerate.concurrency // len(groups))
     plan = ServerPlan("sglang", spec.target, concurrency, tp_size=spec.engine.tp_size, gpu_groups=groups)
     uses = {f"server-{number}": DrafterUse() for number in range(len(groups))}
-    with managed_servers(plan, uses, directory, pause) as servers:
-        urls = tuple(server.server.url for server in servers.values())
-        section = spec.regenerate.model_copy(update={
-            "engine": "openai", "base_url": None, "endpoints": urls, "served_model": plan.model})
+    pool = ServerPool(plan, uses, directory, stage, capacity=len(groups), beside_reference=False)
+    try:
+        for error in pool.make_ready(list(uses)).values():
+            raise error
+        servers = [pool.server(name).server for name in uses]
 
-        def checked() -> None:
-            pause()
-            for server in servers.values():
-                server.server.check()
+        def pause() -> None:
+            stage.pause_point()
+            for server in servers:
+                server.check()
 
-        yield section, checked
+        yield spec.regenerate.model_copy(update={
+            "engine": "openai", "base_url": None, "endpoints": tuple(server.url for server in servers),
+            "served_model": plan.model}), pause
+    finally:
+        pool.stop()

@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from eyrie_api.errors import Transient
-from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
-from eyrie_workers.load.http_client import ConnectionPool
-from eyrie_workers.load.proxy import proxy_for
+from eyrie_workers.load.http_client import ConnectionPool, RequestFailed, parse_url, proxy_for
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,

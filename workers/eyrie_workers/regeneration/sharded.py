@@ -28,8 +28,7 @@ from typing import Protocol
 from pydantic import Field
 
 from eyrie_api.artifacts import digest_bytes, digest_model
-from eyrie_api.artifacts.options import from_variables
-from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
+from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore, from_variables
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent, Transient
 from eyrie_api.v1alpha1.model import FromVariables, Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec

@@ -26,10 +26,9 @@ from pathlib import Path
 import torch
 
 from eyrie_api.artifacts import write_model
-from eyrie_api.decisions.capture_support import Unlaunchable
 from eyrie_api.decisions.near_ties import is_lossless
+from eyrie_api.decisions.sglang_support import Unlaunchable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput, UnsupportedTarget
-from eyrie_api.v1alpha1.benchmark import RivalSpec
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.reports import BenchmarkReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage
@@ -38,13 +37,8 @@ from eyrie_workers.conversations.suites import select
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, files_of
 from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.machine import environment
-from eyrie_workers.measurement.benchmark import transformers_baseline
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks
-from eyrie_workers.measurement.benchmark.concurrency import ConcurrentBenchmark, all_lossless
-from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED
 from eyrie_workers.intervals import interleaved
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks, ConcurrentBenchmark
 from eyrie_workers.measurement.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measurement.benchmark.session import (
@@ -63,11 +57,9 @@ from eyrie_workers.measurement.benchmark.session import (
 )
 from eyrie_workers.measurement.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Unit, drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
-from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.loading import resolve, weight_files
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.sglang_limits import Unlaunchable
-from eyrie_workers.targets.transformers_model import load_causal_model
+from eyrie_workers.targets.state_source import load_causal_model
 
 BLOCKS = "blocks.jsonl"
 

@@ -73,19 +73,10 @@ from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.drafters.family import layers_of
 from eyrie_workers.drafters.published import layers_of_head
-from eyrie_workers.engines.managed_servers import ServerPlan
-from eyrie_workers.engines.server_history import ServerHistory
-from eyrie_workers.engines.server_memory import weights_on_disk
-from eyrie_workers.engines.sglang.capture_states import ROOM, SglangStates
-from eyrie_workers.engines.sglang.gpu_groups import gpu_groups, visible_gpus
-from eyrie_workers.engines.sglang.local_hardware import detect_hardware
-from eyrie_workers.drafters.continuation import layers_of_head
-from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.engines.sglang.capture_states import TOKENS_BEHIND_PROMPT, SglangStates
 from eyrie_workers.engines.sglang.local_hardware import detect_hardware, gpu_groups, visible_gpus
 from eyrie_workers.engines.sglang.profiles import weights_on_disk
 from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
-from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
@@ -328,14 +319,9 @@ class _Capture:
         rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
         servers = ServerPlan("sglang", self.spec.target, rows, tp_size=tp_size,
                              gpu_groups=gpu_groups(visible_gpus(), tp_size, tp_size)[:1])
-
-        def note_end(message: str) -> None:
-            self.history.note_end("capture", message)
-            self.stage.event("ServerRestarted", f"the server that computes the states: {message}", warning=True)
-
         return self.opened.enter_context(SglangStates(
-            servers, self.fmt.aux_layers, max(self.plan.lengths), self.stage.out_dir / "servers",
-            self.stage.pause_point, note_end))
+            servers, self.fmt.aux_layers, max(self.plan.lengths), self.stage.out_dir / "servers", self.stage,
+            self.history))
 
 
 @dataclass

@@ -28,17 +28,9 @@ from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.stages import HardwareStage
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
-from eyrie_workers.engines.managed_servers import (
-    DRAIN_S,
-    READY_S,
-    ManagedServer,
-    ServerPlan,
-    start_server,
-    wait_ready,
-)
-from eyrie_workers.engines.sglang.gpu_groups import visible_gpus
-from eyrie_workers.load.client import RequestResult
-from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
+from eyrie_workers.engines.sglang.local_hardware import visible_gpus
+from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
+from eyrie_workers.load.client import LoadEndpoint, RequestResult
 from eyrie_workers.load.report_statistics import LevelResults
 from eyrie_workers.load.run import LoadTestResults, load_report, measure_in_turn
 from eyrie_workers.load.schedule import Level
@@ -95,29 +87,20 @@ def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse,
     uses = {variant_name(profile.name, variant): DrafterUse() if variant == "off" else use for variant in VARIANTS}
     plan = ServerPlan(engine.kind, target, max(spec.load.concurrencies), profile.threads,
                       tp_size=max(1, len(profile.gpus)), gpu_groups=(profile.gpus,) if profile.gpus else ())
-    prompts = [LoadPrompt.of(prompt) for prompt in select_prompts(spec.proof, read_suites(spec.proof, stage))]
-    running: ManagedServer | None = None
-
-    def stop() -> None:
-        nonlocal running
-        if running is not None:
-            running.server.stop(DRAIN_S[engine.kind])
-            running = None
+    prompts = select_prompts(spec.proof, read_suites(spec.proof, stage))
+    # One server at a time: two would share the GPUs.
+    pool = ServerPool(plan, uses, stage.out_dir / "servers", stage, capacity=1, beside_reference=False)
 
     def ready(name: str) -> LoadEndpoint:
-        nonlocal running
-        stop()  # two servers would share the GPUs
         stage.event("ServerStarted", f"{name}: {describe_use(uses[name])}")
-        running = start_server(plan, name, uses, stage.out_dir / "servers" / name, gpus=profile.gpus)
-        wait_ready([running], READY_S[engine.kind], stage.pause_point)
-        return LoadEndpoint(name, running.url, plan.model, what=describe_use(uses[name]))
+        return LoadEndpoint(name, pool.server(name).url, plan.model, what=describe_use(uses[name]))
 
     try:
         return measure_in_turn(list(uses), ready, prompts, spec.load, next(iter(uses)),
                                lambda done, total, label: stage.progress(done, total, "requests", label),
                                stage.pause_point)
     finally:
-        stop()
+        pool.stop()
 
 
 class StoredResult(Frozen):

@@ -300,7 +300,7 @@ def _client(rows: Rows) -> Iterator[tuple[GenerationClient, Callable[[], None]]]
     client: GenerationClient
     if engine == "sglang":
         stage.event("ServersStarting", "SGLang servers of the target are starting")
-        with sglang_servers(spec, stage.out_dir / SERVERS, stage.pause_point) as (own, pause):
+        with sglang_servers(spec, stage.out_dir / SERVERS, stage) as (own, pause):
             stage.event("ServersReady", f"{len(own.endpoints)} SGLang servers answer")
             endpoint = endpoint_of(own, spec.target, rows.context)
             yield OnlineClient(replace(endpoint, native=True), texts, warn), pause

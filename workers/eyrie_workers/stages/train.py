@@ -349,7 +349,7 @@ class TrainingRun:
         self._saved_at = self.clock()
         self._dist = self.trainer.dist
         self._peak, _ = peak_flops(self.dtype, next(self.drafter.parameters()).device)
-        self._trackers: list[TrackerProcess] = []
+        self._trackers: Trackers | None = None
 
     @property
     def device(self) -> torch.device:

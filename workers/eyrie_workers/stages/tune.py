@@ -41,7 +41,7 @@ from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine
 from eyrie_workers.engines.sglang.checkpoints import read_drafter
 from eyrie_workers.intervals import acceptance_length, add_histograms
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.blocks import (
     BlockRun,
     BlockRunner,

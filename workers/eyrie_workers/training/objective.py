@@ -42,7 +42,7 @@ from eyrie_workers.features.shard_format import TopKLogits
 from eyrie_workers.features.topk_logits import rebuild_distribution, topk_rows
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.output_head import OutputHead
+from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training.numerics import TargetTable, matmul_as, pad_rows, soft_target_loss
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 

@@ -45,11 +45,8 @@ from eyrie_api.http.routes.outcomes import times_left
 from eyrie_api.quantities import duration, size
 from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.comparison import CompareRequest
-from eyrie_api.v1alpha1.history import History
-from eyrie_api.v1alpha1.status import Problem
 from eyrie_api.v1alpha1.endpoints import History
-from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES
-from eyrie_api.v1alpha1.status import Job, Problem, StageStatus
+from eyrie_api.v1alpha1.status import Problem
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 

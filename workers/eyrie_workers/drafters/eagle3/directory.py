@@ -33,7 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eyrie_api.decisions.capture_support import SGLANG_VERSION, SUPPORTED_BY_SGLANG, captured_inputs
+from eyrie_api.decisions.sglang_support import SGLANG_VERSION, SUPPORTED_BY_SGLANG, captured_inputs
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.drafters.card import DTYPES, Card

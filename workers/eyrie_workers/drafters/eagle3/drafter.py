@@ -64,7 +64,7 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_p
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.targets.operators import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
 from eyrie_workers.training.numerics import (
     PostAttention,

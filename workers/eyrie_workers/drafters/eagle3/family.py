@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyrie_api.decisions.capture_support import captured_inputs, sglang_layer_ids
+from eyrie_api.decisions.sglang_support import captured_inputs, sglang_layer_ids
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
@@ -62,8 +62,8 @@ from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.operators import Linear, rms_normalise
 
 
 def save_drafter(directory: Path, drafter: Eagle3Drafter, dtype: str = "float32", card: Card | None = None) -> None:

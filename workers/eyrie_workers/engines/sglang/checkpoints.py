@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG, Unlaunchable, context_length, positive_integer
-from eyrie_api.decisions.mtp_layers import holds_mtp_layers
-from eyrie_api.decisions.sglang_support import SUPPORTED_BY_SGLANG, holds_mtp_layers
-from eyrie_api.errors import InvalidInput
+from eyrie_api.decisions.sglang_support import (
+    SUPPORTED_BY_SGLANG,
+    Unlaunchable,
+    context_length,
+    holds_mtp_layers,
+    positive_integer,
+)
 from eyrie_api.v1alpha1.families import FAMILIES, SGLangAlgorithm
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds
 

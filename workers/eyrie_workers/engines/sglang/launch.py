@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eyrie_api.decisions.capture_support import (
+from eyrie_api.decisions.sglang_support import (
     PLUGIN_ARCHITECTURES,
     Unlaunchable,
     require_block_capture,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eyrie_api.decisions.capture_support import Unlaunchable
+from eyrie_api.decisions.sglang_support import Unlaunchable
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_api.v1alpha1.targets import ELEMENT_BYTES, Dtype

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from eyrie_api.decisions.near_ties import is_lossless
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.reports import CellReport
 from eyrie_workers.intervals import (
     Tally,
     acceptance_length,
@@ -22,7 +20,7 @@ from eyrie_workers.intervals import (
     speed_interval,
     speed_ratio,
 )
-from eyrie_workers.machine.environment import environment
+from eyrie_workers.machine import environment
 from eyrie_workers.measurement.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measurement.benchmark.session import Session
 from eyrie_workers.measurement.benchmark.variants import (

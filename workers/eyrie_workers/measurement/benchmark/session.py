@@ -25,10 +25,10 @@ from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
 from eyrie_workers.engines.sglang.local_hardware import gpu_groups, own_gpus, visible_gpus
 from eyrie_workers.engines.sglang.managed_engine import SglangEngine
+from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.intervals import interleaved
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
-from eyrie_workers.machine.environment import cpu_count
-from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
+from eyrie_workers.machine import ProcessorTime, cpu_count, interference, machine_lock
 from eyrie_workers.measurement.benchmark.variants import (
     BASELINE,
     Bench,

@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.families import TreeKind
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.intervals import interleaved

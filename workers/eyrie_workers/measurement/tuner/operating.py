@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from pydantic import JsonValue, ValidationError
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial, TuneSpec
 from eyrie_workers.conversations.suites import Prompt, select
 from eyrie_workers.measurement.tuner.predict import Prediction

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime, TuneSpec
