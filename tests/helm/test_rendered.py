@@ -13,7 +13,7 @@ from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCacheSpec
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
 from eyrie_api.v1alpha1.stages import JOB_STAGES
-from eyrie_operator.manifests import names
+from eyrie_operator.manifests.deployment import SERVER, labels
 from tests.helm.rendering import (
     CHART,
     EVERYTHING,
@@ -91,7 +91,7 @@ def test_engines_are_reached_at_their_http_port_alone_wherever_the_operator_serv
     assert len(found) == (1 if serves and rendered.of("NetworkPolicy") else 0)
     for one in found:
         selected = one["spec"]["podSelector"]["matchLabels"].items()
-        assert selected <= names.labels("assistant", 3, names.SERVER).items()
+        assert selected <= labels("assistant", 3, SERVER).items()
         outside, inside = one["spec"]["ingress"]
         assert outside["ports"] == [{"port": "http", "protocol": "TCP"}]
         assert inside == {"from": [{"podSelector": one["spec"]["podSelector"]}]}, "pods of one server"

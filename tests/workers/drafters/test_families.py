@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from eyrie_api.decisions.families import description
 
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.submission.facts import target_facts
@@ -33,10 +32,9 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
-def test_every_row_names_an_implementation_of_its_name_and_has_a_description() -> None:
+def test_every_row_names_an_implementation_of_its_name() -> None:
     assert all(family_named(name).name == name for name in NAMES)
     assert len({row.architecture for row in FAMILIES.values()}) == len(FAMILIES)
-    assert all(description(name).startswith(f"{name}: for ") for name in NAMES)
 
 
 def test_the_speed_ups_a_plan_quotes_are_those_of_the_committed_comparison() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eyrie_api.cli.reports import find_reports
 
 from eyrie_api.v1alpha1.reports import CheckpointReport
 from tests.benchmarks.calibration.measure import Curve, RankCount, curve
@@ -134,5 +133,3 @@ def test_a_report_is_a_page_a_plot_and_a_line_of_the_index(tmp_path: Path) -> No
     assert finding.found[0] in html.text
     assert all(list(row) in html.rows for row in report.table)
     assert len(html.pictures) == 2, "for a light and for a dark screen"
-    (pushed,) = find_reports(tmp_path)
-    assert (pushed.kind, pushed.title, pushed.decision) == ("experiment", "Depth width", (finding.found[0],))
