@@ -120,7 +120,7 @@ test-gpu:  ## kernels, capture, training steps and the engine on this machine's 
 		$(PYTEST_ALONE) tests/gpu tests/gpu/test_kernels_at_size.py tests/gpu/test_on_a_gpu.py
 
 bench-gpu:  ## measurements on a GPU, 13 minutes at most, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
-	@$(WITH_IMAGE) -m tests.benchmarks.gpu --out .eyrie/bench
+	@$(WITH_IMAGE) -m benchmarks.gpu --out .eyrie/bench
 
 # cyclonedx-bom is installed for this target alone.
 # CONTAINER=docker (with BuildKit), podman or buildah. PIP_CONF=<file> for an index of your own; BUILD_ARGS goes to the build.
@@ -176,47 +176,47 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/lint-imports --no-cache
 
 bench: setup  ## the engine on this machine: baseline against transformers, cost of verifying and of drafting
-	@$(BIN)/python -m tests.benchmarks.decode --target quickstart
+	@$(BIN)/python -m benchmarks.decode --target quickstart
 
 bench-load: setup  ## capacity of the load generator: 256 streams against a responder of known pace
-	@$(BIN)/python -m tests.benchmarks.load_generator
+	@$(BIN)/python -m benchmarks.load_generator
 
 bench-control: setup  ## the control plane under 200 jobs/s and 500 event streams, on PostgreSQL and Redis
-	@$(BIN)/python -m tests.benchmarks.control_plane
+	@$(BIN)/python -m benchmarks.control_plane
 
 bench-console: setup  ## the console's pages with 10,000 jobs and 50 endpoints, 100 curves redrawn, and the API's p99 with 200 open pages; a quarter of an hour
-	@$(BIN)/python -m tests.benchmarks.console_pages --out .eyrie/bench/console.json
+	@$(BIN)/python -m benchmarks.console_pages --out .eyrie/bench/console.json
 
 bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory> [ENGINE=sglang]
-	@$(BIN)/python -m tests.benchmarks.tuner --target quickstart --prompts 16 --engine $(or $(ENGINE),embedded) \
+	@$(BIN)/python -m benchmarks.tuner --target quickstart --prompts 16 --engine $(or $(ENGINE),embedded) \
 		$(if $(filter sglang,$(ENGINE)),--temperatures 0) \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
 
 bench-drift: setup  ## drift to the end: callers ask for something else, a job retrains, the canary promotes; a quarter of an hour
-	@$(BIN)/python -m tests.benchmarks.drift --out .eyrie/bench/drift.json
+	@$(BIN)/python -m benchmarks.drift --out .eyrie/bench/drift.json
 
 bench-sglang-capture: setup  ## capture through SGLang against SGLang's prefill of the same tokens
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
-	@EYRIE_SGLANG_PROGRAM="$(CURDIR)/tests/sglang/environment/serve" $(BIN)/python -m tests.benchmarks.sglang_capture \
+	@EYRIE_SGLANG_PROGRAM="$(CURDIR)/tests/sglang/environment/serve" $(BIN)/python -m benchmarks.sglang_capture \
 		--out .eyrie/bench/sglang-capture.json
 
 bench-store: setup  ## the hidden-state store: its reader, from a directory and S3 (with rclone), and capture with a slow disk
-	@$(BIN)/python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json
-	@$(BIN)/python -m tests.benchmarks.capture_overlap --out .eyrie/bench/capture-overlap.json
+	@$(BIN)/python -m benchmarks.feature_store --out .eyrie/bench/store.json
+	@$(BIN)/python -m benchmarks.capture_overlap --out .eyrie/bench/capture-overlap.json
 
 bench-scratch: setup  ## 20 GB of states captured through a disk of 1 GB into S3 (with rclone), and read back; needs root
-	@$(BIN)/python -m tests.benchmarks.scratch --out .eyrie/bench/scratch.json
+	@$(BIN)/python -m benchmarks.scratch --out .eyrie/bench/scratch.json
 
 bench-sweep: setup  ## a sweep of eight candidates against eight runs: cost, and quality of the winner; about five minutes
-	@$(BIN)/python -m tests.benchmarks.sweep --out .eyrie/bench/sweep.json
+	@$(BIN)/python -m benchmarks.sweep --out .eyrie/bench/sweep.json
 
 # cosmic-ray is installed for this target alone.
 bench-mutants: setup  ## 100 seeded mutants of decisions, speculation and training, against their tests; an hour
 	@$(BIN)/python -c 'import cosmic_ray' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet 'cosmic-ray>=8.7,<9'
-	@$(BIN)/python -m tests.benchmarks.mutants --out .eyrie/bench/mutants.json
+	@$(BIN)/python -m benchmarks.mutants --out .eyrie/bench/mutants.json
 
 bench-codecs: setup  ## acceptance length by codec of the hidden states; ten minutes on two idle cores
-	@$(BIN)/python -m tests.benchmarks.codecs --out .eyrie/bench/codecs.json
+	@$(BIN)/python -m benchmarks.codecs --out .eyrie/bench/codecs.json
 
 # Each writes .eyrie/campaigns/<name>.json and exits with 1 if it found anything. SEED=2 SECONDS=600 draws other choices,
 # or more; docs/results/campaigns.md says what was found.
@@ -225,36 +225,36 @@ CAMPAIGN = $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
 SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
-	@$(BIN)/python -m tests.campaigns.model $(CAMPAIGN)
+	@$(BIN)/python -m benchmarks.campaigns.model $(CAMPAIGN)
 
 campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and engine; schemathesis (installed for this target)
-	@$(BIN)/python -m tests.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN)
+	@$(BIN)/python -m benchmarks.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN)
 
 campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
-	@$(BIN)/python -m tests.campaigns.tenancy --postgres $(CAMPAIGN)
+	@$(BIN)/python -m benchmarks.campaigns.tenancy --postgres $(CAMPAIGN)
 
 campaign-chaos: setup  ## kills, full disks, clock jumps over short jobs and live traffic; counts add up; SERVERS=1: all processes apart
-	@$(BIN)/python -m tests.campaigns.chaos $(CAMPAIGN) $(if $(SERVERS),--servers)
+	@$(BIN)/python -m benchmarks.campaigns.chaos $(CAMPAIGN) $(if $(SERVERS),--servers)
 
 campaign-corruption: setup  ## files of jobs, a home, an endpoint, a store, a model cache flipped, truncated, emptied, older: never used
-	@$(BIN)/python -m tests.campaigns.corruption $(CAMPAIGN)
+	@$(BIN)/python -m benchmarks.campaigns.corruption $(CAMPAIGN)
 
 # On any cluster on which you are an administrator, as for test-cluster; no pod has to run. Without KUBECONFIG: exit code 75.
 campaign-operator: setup  ## kill -9 of the operator on a real cluster while objects and rows change (needs KUBECONFIG)
-	@$(BIN)/python -m tests.campaigns.cluster_operator $(CAMPAIGN)
+	@$(BIN)/python -m benchmarks.campaigns.cluster_operator $(CAMPAIGN)
 
 campaign-soak: setup  ## two hours of traffic and jobs: memory, descriptors, threads, database and p99 flat; growth is judged from SECONDS=600
-	@$(BIN)/python -m tests.campaigns.soak $(CAMPAIGN)
+	@$(BIN)/python -m benchmarks.campaigns.soak $(CAMPAIGN)
 
 # Seven minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
-	@$(BIN)/python -m tests.campaigns.tenancy --postgres --seconds 50 > /dev/null
-	@$(BIN)/python -m tests.campaigns.fuzz --postgres --seconds 60 > /dev/null
-	@$(BIN)/python -m tests.campaigns.chaos --seconds 30 > /dev/null
-	@$(BIN)/python -m tests.campaigns.corruption --parts home,endpoint,store,cache --seconds 80 > /dev/null
-	@$(BIN)/python -m tests.campaigns.soak --seconds 60 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.tenancy --postgres --seconds 50 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.fuzz --postgres --seconds 60 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.chaos --seconds 30 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.corruption --parts home,endpoint,store,cache --seconds 80 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.soak --seconds 60 > /dev/null
 
-$(SCHEMATHESIS): tests/campaigns/schemathesis.txt
+$(SCHEMATHESIS): benchmarks/campaigns/schemathesis.txt
 	@$(PYTHON) -m venv .eyrie/schemathesis
 	@timeout 300 .eyrie/schemathesis/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	@touch $@
@@ -267,12 +267,12 @@ compare: setup  ## all drafter families for the shipped target in one job, ranke
 
 # Up to an hour on two cores; killed, it resumes from the last stage. The committed pages: OUT=docs/results/experiments.
 experiments: setup  ## claims about speculative decoding, measured: pages and plots in .eyrie/experiments; SHORT=1 is quick
-	@$(BIN)/python -m tests.benchmarks.experiments $(if $(SHORT),--short) --out $(or $(OUT),.eyrie/experiments)
+	@$(BIN)/python -m benchmarks.experiments $(if $(SHORT),--short) --out $(or $(OUT),.eyrie/experiments)
 
 # Half an hour on two idle cores, including the peers' environments (2.5 GB in .eyrie/peers), which are kept.
 bench-peers: setup  ## Eyrie compared with SpecForge and speculators, each in an environment of its own; SHORT=1 is quick
-	@PYTHON="$(PYTHON)" bash tests/benchmarks/peers/environments/setup
-	@$(BIN)/python -m tests.benchmarks.peers.bench $(if $(SHORT),--short) --out .eyrie/bench/peers.json
+	@PYTHON="$(PYTHON)" bash benchmarks/peers/environments/setup
+	@$(BIN)/python -m benchmarks.peers.bench $(if $(SHORT),--short) --out .eyrie/bench/peers.json
 
 clean:  ## remove the environment and local state
 	rm -rf $(VENV) .eyrie

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from eyrie_workers.features.codecs import encode_states
-from eyrie_workers.features.shard_format import TokenRow, TopKLogits, supervised_positions
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.hidden_states.codecs import encode_states
+from eyrie_workers.hidden_states.shard_format import TokenRow, TopKLogits, supervised_positions
+from eyrie_workers.hidden_states.writer import FeatureWriter
 
 
 class FeatureRow(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 
 
 def pack_rows(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> PackedBatch:

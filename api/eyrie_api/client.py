@@ -1,4 +1,4 @@
-"""The Python client: one method per route, with models of `eyrie_api.v1alpha1` as arguments and results.
+"""The Python client: one method per route, with models of `eyrie_api.contract` as arguments and results.
 
     with Client("http://127.0.0.1:8642") as eyrie:
         job = eyrie.create_job(JobSpec(target=JobTarget(model="quickstart"), data=...))
@@ -27,8 +27,7 @@ from pydantic import BaseModel, ValidationError
 
 from eyrie_api import errors
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.errors import ArtifactCorrupt, EyrieError, Transient
-from eyrie_api.v1alpha1.access import (
+from eyrie_api.contract.access import (
     ApiKey,
     ApiKeyList,
     AuditPage,
@@ -48,17 +47,17 @@ from eyrie_api.v1alpha1.access import (
     WebhookList,
     WhoAmI,
 )
-from eyrie_api.v1alpha1.attention import AttentionList
-from eyrie_api.v1alpha1.endpoints import History, HistoryKind, TrafficList
-from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.figures import Figure, FigureList, TrainingCurves
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan, PlannedAndActual, PlannedStages
-from eyrie_api.v1alpha1.reports import LeaderboardEntry
-from eyrie_api.v1alpha1.resources import WaitingList
-from eyrie_api.v1alpha1.rules import first_problem
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_api.v1alpha1.status import (
+from eyrie_api.contract.alerts import AlertList
+from eyrie_api.contract.endpoints import History, HistoryKind, TrafficList
+from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.figures import Figure, FigureList, TrainingCurves
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.plan import Plan, PlannedAndActual, PlannedStages
+from eyrie_api.contract.reports import LeaderboardEntry
+from eyrie_api.contract.resources import WaitingList
+from eyrie_api.contract.rules import first_problem
+from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.status import (
     Endpoint,
     EndpointList,
     Event,
@@ -73,7 +72,8 @@ from eyrie_api.v1alpha1.status import (
     StageFileList,
     Version,
 )
-from eyrie_api.v1alpha1.storage import StoragePage
+from eyrie_api.contract.storage import StoragePage
+from eyrie_api.errors import ArtifactCorrupt, EyrieError, Transient
 
 DEFAULT_SERVER = "http://127.0.0.1:8642"
 _TYPE_PREFIX = "urn:eyrie:problem:"
@@ -309,8 +309,8 @@ class Client:
         return self._get(f"{_API}/leaderboard", Leaderboard, target=target, job_id=job_id, family=family, suite=suite,
                          temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
 
-    def attention(self) -> AttentionList:
-        return self._get(f"{_API}/attention", AttentionList)
+    def alerts(self) -> AlertList:
+        return self._get(f"{_API}/alerts", AlertList)
 
     def waiting(self, *, limit: int = 100) -> WaitingList:
         """DrafterJobs that wait for a quota of their project, those that have waited longest first."""

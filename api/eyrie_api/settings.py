@@ -24,10 +24,10 @@ from pydantic import Field, ValidationError, field_validator
 
 from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.store_prices import store_prices
+from eyrie_api.contract.model import FromVariables
+from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host
-from eyrie_api.v1alpha1.model import FromVariables
-from eyrie_api.v1alpha1.rules import rule_of
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
@@ -54,7 +54,7 @@ class Settings(FromVariables):
     """The artifact store for finished stages. Read from EYRIE_ARTIFACTS_*, as stage programs do."""
 
     cluster_profile: Path | None = None
-    """File with a `v1alpha1.cluster.ClusterProfile`: jobs run as Kubeflow pipelines, endpoints as Deployments. Unset:
+    """File with a `contract.cluster.ClusterProfile`: jobs run as Kubeflow pipelines, endpoints as Deployments. Unset:
     both run on this machine."""
 
     host: str = "127.0.0.1"

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.contract.job import JobSpec
 
 
 def unknown_field_hint(path: Sequence[str | int]) -> str:

@@ -33,11 +33,11 @@ from rich.text import Text
 from eyrie_api.cli.commands import app, find_job
 from eyrie_api.cli.verbs import Json, Plane, Screen, Server, running_plane, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.contract.engine import EngineKind
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, InvalidInput
 from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
-from eyrie_api.v1alpha1.engine import EngineKind
 from eyrie_operator.cli.detached import check_port, claim, start_detached, stop_plane
 
 Home = Annotated[Path | None, typer.Option("--home", envvar="EYRIE_HOME", help="Where state lives. Default: .eyrie")]
@@ -255,8 +255,8 @@ def demo(
 # The program defines options and help.
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def load(context: typer.Context) -> None:
-    """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load --help`."""
-    raise typer.Exit(run_child("eyrie_workers.load", context.args))
+    """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load-test --help`."""
+    raise typer.Exit(run_child("eyrie_workers.measure.load", context.args))
 
 
 def run_child(module: str, arguments: Sequence[str]) -> int:

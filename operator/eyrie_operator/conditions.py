@@ -7,7 +7,7 @@ with its status. `phase_of` derives the word that a list of jobs shows; no decis
 from collections.abc import Iterable
 from datetime import datetime
 
-from eyrie_api.v1alpha1.status import Condition, ConditionStatus, ConditionType, Phase
+from eyrie_api.contract.status import Condition, ConditionStatus, ConditionType, Phase
 
 Conditions = tuple[Condition, ...]
 

@@ -33,15 +33,15 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 
 from eyrie_api.artifacts import MANIFEST, parse_manifest, read_manifest, read_sealed, verify_files
 from eyrie_api.artifacts.store import ArtifactStore, digest_stored
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.rules import first_problem
+from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import schema_state
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.rules import first_problem
-from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, parse_port
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord

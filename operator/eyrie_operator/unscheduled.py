@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, get_args
 
-from eyrie_api.v1alpha1.records import Wait, WaitingPod
-from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.contract.records import Wait, WaitingPod
+from eyrie_api.contract.stages import StageName
 from eyrie_pipelines.runner import PROFILE_LABEL, RUN_LABEL, STAGE_LABEL
 
 WAITS = ("WaitingForNodes", "WaitingForQueue", "WaitingForContainers")

@@ -12,7 +12,7 @@ to gigabytes, so of it only what was appended since the last sync is uploaded, i
     rows.jsonl.parts/000000000000000    bytes from that offset on
 
 `join_parts` makes the file of them in the next pod; the finished file is uploaded whole, and the parts are deleted. A
-stage that leaves its answers in the store writes and reads them itself (`eyrie_workers.conversations.rows`).
+stage that leaves its answers in the store writes and reads them itself (`eyrie_workers.data.rows`).
 """
 
 import os

@@ -37,7 +37,7 @@ from typing import Any, Literal
 
 from kfp import compiler, dsl
 
-from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.contract.stages import StageName
 
 # kfp.local warns about image names without "python" in them.
 IMAGE = "eyrie-workers-python:0.1.0"

@@ -46,13 +46,13 @@ import urllib3
 
 from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.reports import TrainReport
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.stages import STAGES, StageName
+from eyrie_api.contract.targets import is_hub_id
 from eyrie_api.errors import ArtifactMissing, InvalidInput, Permanent, Transient
-from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_api.v1alpha1.resolved import ResolvedJob
-from eyrie_api.v1alpha1.stages import STAGES, StageName
-from eyrie_api.v1alpha1.targets import is_hub_id
 from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, read_failure, read_record, work_done
 from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
 from eyrie_pipelines.stage_specs import benchmarked

@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Literal
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
+from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient, report_error
 from eyrie_api.full_disk import is_full, is_short, require_room, wait_for_room, with_room
+from eyrie_api.planning.facts import gpus_of
 from eyrie_api.processes import last_lines
-from eyrie_api.submission.facts import gpus_of
-from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.resolved import ResolvedJob
 from eyrie_pipelines.processes import (
     ProcessId,
     arguments_of,

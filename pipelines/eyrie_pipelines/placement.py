@@ -37,12 +37,12 @@ from typing import Any
 import yaml
 from kfp import compiler, kubernetes
 
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile
+from eyrie_api.contract.hardware import HardwareSpec
+from eyrie_api.contract.placement import HostPath, JobPlacement, Placement, S3Work, VolumeWork
+from eyrie_api.contract.stages import StageName
 from eyrie_api.errors import InvalidInput
-from eyrie_api.submission.placement import resolve_hardware_placement, resolve_stage_placement
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile
-from eyrie_api.v1alpha1.hardware import HardwareSpec
-from eyrie_api.v1alpha1.placement import HostPath, JobPlacement, Placement, S3Work, VolumeWork
-from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.planning.placement import resolve_hardware_placement, resolve_stage_placement
 from eyrie_pipelines.kfp_pipeline import TaskKind, define
 from eyrie_pipelines.runner import PROFILE_LABEL, RUN_LABEL, STAGE_LABEL
 from eyrie_pipelines.several_gpus import DIVIDED_STAGES, PROCESSES_VARIABLE, TRAINJOB_VARIABLE

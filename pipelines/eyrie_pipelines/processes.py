@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.contract.model import Frozen
 
 _PROC = Path("/proc")
 _POLL_S = 0.05

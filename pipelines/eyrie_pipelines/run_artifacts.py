@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eyrie_api.artifacts import MANIFEST
-from eyrie_api.v1alpha1.hardware import HardwareMeasurement
-from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import (
+from eyrie_api.contract.hardware import HardwareMeasurement
+from eyrie_api.contract.load import LoadReport
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.reports import (
     BenchmarkReport,
     CaptureReport,
     CellReport,

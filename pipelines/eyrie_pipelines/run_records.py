@@ -21,10 +21,10 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import MANIFEST
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.records import STAGE_RECORD, Failure, ProgressRecord
+from eyrie_api.contract.stages import StageName
 from eyrie_api.errors import EyrieError, Permanent
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.records import STAGE_RECORD, Failure, ProgressRecord
-from eyrie_api.v1alpha1.stages import StageName
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from eyrie_api.contract.figures import Figure, FigureName
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.reports import BenchmarkReport, TuneReport
+from eyrie_api.contract.status import JobReport
 from eyrie_api.decisions.promotion import decide_job, summarize_decision
 from eyrie_api.figures.job_figures import figures_of
-from eyrie_api.v1alpha1.figures import Figure, FigureName
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
-from eyrie_api.v1alpha1.status import JobReport
 from eyrie_pipelines.runner import JobFile
 
 _SHOWN: dict[FigureName, str] = {"throughput": "Benchmark", "tuning": "Draft-tree shapes",

@@ -14,12 +14,12 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import Permanent
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.resolved import ResolvedJob
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_api.v1alpha1.tuning import DrafterUse
 
 STAGE_LABEL, PROFILE_LABEL = "eyrie.dev/stage", "eyrie.dev/profile"
 """On the pods of a cluster's runs: the stage that the pod runs, or that waits for the pod; and the hardware profile
@@ -46,7 +46,7 @@ class JobFile(Frozen):
     """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
 
     reuse: tuple[str, ...] = ()
-    """Earlier jobs whose answers and states may be reused (`decisions.reuse`): chosen once, when the job first
+    """Earlier jobs whose answers and states may be reused (`planning.reuse`): chosen once, when the job first
     started."""
 
     @property

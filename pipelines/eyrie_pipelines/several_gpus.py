@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.stages import StageName
 
 TRAINJOB_VARIABLE = "EYRIE_TRAINJOB"
 """A TrainJobRequest as JSON (`trainjob`): set on the train task that creates a TrainJob, not on its nodes."""

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import FrameType
 
 from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.contract.stages import StageSpec
 from eyrie_api.errors import DiskFull
 from eyrie_api.full_disk import ROOM, free_bytes, is_short, wait_for_room
 from eyrie_api.processes import log_lines
-from eyrie_api.v1alpha1.stages import StageSpec
 from eyrie_pipelines.run_records import FAILURE_FILE, Attempts, StageFailed, positions, read_stage_failure
 from eyrie_pipelines.several_gpus import is_first_node, is_node, under_torchrun
 from eyrie_workers.catalog import command, sweep_command
@@ -119,7 +119,7 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], proce
             if failures:
                 return
             message, hint = _explain(code, first)
-            raise StageFailed(message, f"{hint}; or set sweep.together to never: candidates then train one by one")
+            raise StageFailed(message, f"{hint}; or set sweep.shared_passes to never: candidates then train one by one")
         _wait("sweep", attempts.count, code)
 
 

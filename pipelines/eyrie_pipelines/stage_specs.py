@@ -13,13 +13,11 @@ integers of a collected list into floats and rewrites text that looks like an in
 from collections.abc import Sequence
 from pathlib import Path
 
-from eyrie_api.decisions.leaderboard import best_rival
-from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
-from eyrie_api.v1alpha1.resolved import ResolvedJob
-from eyrie_api.v1alpha1.stages import (
+from eyrie_api.contract.load import LoadSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.stages import (
     BenchmarkStage,
     CaptureStage,
     HardwareStage,
@@ -31,6 +29,8 @@ from eyrie_api.v1alpha1.stages import (
     TrainStage,
     TuneStage,
 )
+from eyrie_api.decisions.leaderboard import best_rival
+from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_pipelines.runner import JobFile
 from eyrie_workers.catalog import stage_dir
 
@@ -137,8 +137,9 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
 
 def rival_to_beat(job: ResolvedJob, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],
                   checkpoint: str) -> CheckpointRef | None:
-    """The rival that is tuned and proven next to the selected checkpoint: with `promotion.beat: rivals` the best."""
-    if job.spec.promotion.beat != "rivals":
+    """The rival that is tuned and proven next to the selected checkpoint: with `promotion.must_beat: rivals` the
+    best."""
+    if job.spec.promotion.must_beat != "rivals":
         return None
     rival = best_rival(benchmarks, besides=checkpoint)
     return None if rival is None else find_checkpoint(job, reports, rival.checkpoint)
@@ -182,7 +183,7 @@ def hardware_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, profil
         job_id=job.id, candidate=checkpoint.candidate, profile=placed, baseline=first,
         baseline_dir=None if profile == first else str(stage_dir(job_dir, "hardware", first)), proof=proof,
         proof_dir=str(stage_dir(job_dir, "prove")),
-        load=LoadSpec(concurrencies=hardware.concurrencies or prove.loads, requests=max(1, prove.requests // 2),
+        load=LoadSpec(concurrencies=hardware.concurrencies or prove.concurrencies, requests=max(1, prove.requests // 2),
                       repeats=2, max_new_tokens=prove.max_new_tokens, seed=job.spec.benchmark.seed))
 
 

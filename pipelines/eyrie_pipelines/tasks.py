@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, read_report, write_model
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
+from eyrie_api.contract.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
 from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
 from eyrie_pipelines import stage_specs
 from eyrie_pipelines.run_records import (
     FAILURE_FILE,
@@ -176,7 +176,7 @@ def select(job_dir: str, benchmarked: list[str]) -> str:
 
 
 def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
-    """Tune the draft tree of the selected checkpoint; with `promotion.beat: rivals` that of the best rival too."""
+    """Tune the draft tree of the selected checkpoint; with `promotion.must_beat: rivals` that of the best rival too."""
     with _recording_failure(job_dir, "tune"):
         job = load_job(job_dir, spec_digest)
         trained = train_reports(job_dir, job)

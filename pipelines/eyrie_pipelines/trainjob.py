@@ -29,10 +29,10 @@ from typing import Any, Literal
 
 import httpx
 
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ModelCacheSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.placement import Placement, S3Work, VolumeWork
 from eyrie_api.errors import Permanent, Transient
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
 from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE, TRAINJOB_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables

@@ -12,8 +12,8 @@ While a stage works, a thread uploads what has changed every EYRIE_SYNC_S second
 next pod downloads the unfinished directory, and the stage resumes as it does on one machine after kill -9.
 
 With `ranged` the shards of hidden states are never copied as files of a directory: capture uploads each and deletes it
-(`eyrie_workers.features.storage_backend`), training reads ranges of them; and so with the answers, which regenerate
-puts there (`eyrie_workers.conversations.rows`) and capture reads. They find the store's address in a hidden file
+(`eyrie_workers.hidden_states.storage_backend`), training reads ranges of them; and so with the answers, which
+regenerate puts there (`eyrie_workers.data.rows`) and capture reads. They find the store's address in a hidden file
 of the directory.
 """
 
@@ -29,10 +29,8 @@ from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore, while_unavailable
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_api.full_disk import with_room
-from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.stages import (
+from eyrie_api.contract.placement import Placement, S3Work
+from eyrie_api.contract.stages import (
     BenchmarkStage,
     CaptureStage,
     HardwareStage,
@@ -43,6 +41,8 @@ from eyrie_api.v1alpha1.stages import (
     TrainStage,
     TuneStage,
 )
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.full_disk import with_room
 from eyrie_pipelines.directory_sync import SYNC_SHARE, DirectorySync, join_parts
 from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR
 from eyrie_pipelines.runner import JOB_FILE

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from eyrie_api.chores.tasks import make_celery
 from eyrie_api.chores.worker import run_worker
+from eyrie_api.contract.status import StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.status import StageStatus
 
 LEASE_S = 1.0
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, list_files, write_model
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.plan import Plan, StagePlan
+from eyrie_api.contract.reports import BenchmarkReport, CellReport, Environment
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.stages import Manifest
+from eyrie_api.contract.status import Condition, JobStatus, Phase
 from eyrie_api.errors import UnsupportedTarget
-from eyrie_api.submission.facts import target_facts
-from eyrie_api.submission.resolve import derive
-from eyrie_api.submission.target_files import expected_tensors
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan, StagePlan
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
-from eyrie_api.v1alpha1.resolved import ResolvedJob
-from eyrie_api.v1alpha1.stages import Manifest
-from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase
+from eyrie_api.planning.facts import target_facts
+from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.target_files import expected_tensors
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 

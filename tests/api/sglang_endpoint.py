@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.contract.comparison import ANSWERS_FILE, RecordedAnswer, RecordedAnswers
+from eyrie_api.contract.engine import DraftTreeShape, EngineKind, EngineSpec
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, RecordedAnswer, RecordedAnswers
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind, EngineSpec
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord, Share
 from eyrie_workers.engines.process import EngineCommand, start_engine
 from tests.api.samples import finish_stage, job_spec

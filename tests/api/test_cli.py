@@ -16,6 +16,10 @@ from typer.testing import CliRunner, Result
 from eyrie_api.cli.commands import app
 from eyrie_api.cli.spec import comparison
 from eyrie_api.client import Client
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.families import FAMILIES, sglang_families
+from eyrie_api.contract.plan import StagePlan
+from eyrie_api.contract.status import Condition, JobStatus, Phase, Progress, StageStatus
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -25,13 +29,9 @@ from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.families import FAMILIES, sglang_families
-from eyrie_api.v1alpha1.plan import StagePlan
-from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
 from tests.api.samples import benchmark_report, job_spec, planned
 from tests.tiny import chats_file, tiny_target
 from tests.waiting import wait_for
@@ -262,14 +262,14 @@ def test_leaderboard_and_endpoints_are_lists_even_when_empty(eyrie: Eyrie) -> No
 
 
 def test_what_needs_a_person_is_listed_in_words_and_as_json(eyrie: Eyrie) -> None:
-    assert eyrie.json("attention") == {"items": []}
-    assert eyrie("attention").stdout.strip() == "Nothing needs a person."
+    assert eyrie.json("alerts") == {"items": []}
+    assert eyrie("alerts").stdout.strip() == "Nothing needs a person."
     job_id = eyrie.submit("broken")
     eyrie.plane.jobs.save_status(job_id, JobStatus(phase="Failed"))
     eyrie.plane.jobs.set_stage(job_id, stage("Failed"))
-    (item,) = eyrie.json("attention")["items"]
+    (item,) = eyrie.json("alerts")["items"]
     assert (item["kind"], item["job_id"], item["title"]) == ("job-failed", job_id, "Job broken failed in train")
-    assert "Job broken failed in train" in eyrie("attention").stdout
+    assert "Job broken failed in train" in eyrie("alerts").stdout
 
 
 def test_a_running_job_with_a_plan_shows_its_time_left(eyrie: Eyrie) -> None:

@@ -11,12 +11,12 @@ from rich.console import Console, RenderableType
 from eyrie_api import quantities
 from eyrie_api.cli import tables
 from eyrie_api.cli.watch import JobCancelled, JobFailed, closing_words, verdict, watch_view
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import PlannedStages, StagePlan
-from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
-from eyrie_api.v1alpha1.status import Endpoint, Event, Job, JobStatus, Phase, Progress, Revision, StageStatus
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.plan import PlannedStages, StagePlan
+from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
+from eyrie_api.contract.status import Endpoint, Event, Job, JobStatus, Phase, Progress, Revision, StageStatus
 
 NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
 SPEC = JobSpec.model_validate({"name": "mine", "target": {"model": "org/model"},

@@ -9,17 +9,17 @@ import pytest
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.access import CreateProject, Role
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.compared_answers import RunSoFar
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import CreateProject, Role
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, start_engine
 from tests.api.conftest import serving
 from tests.workers.engines.request_fields import Served, behind_gateway

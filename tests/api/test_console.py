@@ -15,6 +15,16 @@ import pytest
 from sqlalchemy import update
 
 from eyrie_api.artifacts import digest_model, write_model
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.reports import TuneReport
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.stages import Manifest
+from eyrie_api.contract.status import JobStatus, Progress, StageStatus
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
@@ -22,18 +32,8 @@ from eyrie_api.database.rendering import encode_cursor
 from eyrie_api.database.tables import JobRow
 from eyrie_api.http.console import pages
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
-from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.stages import Manifest
-from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting, Trial
 from tests.api.figures.endpoint_values import endpoint_with_history
 from tests.api.samples import ManualClock, job_body, job_spec
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report, load_report

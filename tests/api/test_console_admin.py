@@ -8,13 +8,13 @@ import pytest
 
 from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.access import Action, CreateMember, CreateProject, CreateWebhook, Quotas, Role
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, CreateWebhook, Quotas, Role
 from tests.api.access.harness import SECRET_KEY
 from tests.api.samples import job_body
 

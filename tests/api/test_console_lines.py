@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from eyrie_api.cli.commands import app
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.conftest import Running
 from tests.api.samples import benchmark_report, ended, job_spec
 

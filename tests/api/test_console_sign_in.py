@@ -24,8 +24,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import ApiKeys, KeyRequest
 from eyrie_api.errors import Unauthorized
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
 from tests.api.samples import job_body, job_spec
 
 TOKEN = "installation-token-of-this-test"

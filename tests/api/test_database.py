@@ -15,7 +15,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import schema_state, upgrade
 from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput, TablesTooOld
-from eyrie_api.submission.resolve import derive
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import NOW, job_spec
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.submission.facts import Facts
-from eyrie_api.submission.resolve import replicas_of, resolve
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.contract.cluster import ClusterProfile
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.serving import ServeSpec
+from eyrie_api.planning.facts import Facts
+from eyrie_api.planning.resolve import replicas_of, resolve
 from tests.api.samples import job_spec
 from tests.api.test_placing import profile
 
@@ -29,7 +29,7 @@ def gpus_of(spec: JobSpec, given: ClusterProfile | None) -> int:
     ({"placement": {"stages": {"capture": {"num_gpus": 8}}}}, 8),
     ({"placement": {"stages": {"train": {"num_gpus": 8}}, "train_nodes": 2, "train_launcher": "trainjob"}}, 16),
     ({"placement": {"stages": {"train": {"num_gpus": 1}}}, "sweep": FOUR}, 1),  # one program trains all
-    ({"placement": {"stages": {"train": {"num_gpus": 1}}}, "sweep": FOUR | {"together": "never"}}, 4),
+    ({"placement": {"stages": {"train": {"num_gpus": 1}}}, "sweep": FOUR | {"shared_passes": "never"}}, 4),
     ({"placement": {"stages": {"train": {"num_gpus": 2}}}, "sweep": FOUR}, 8),
 ])
 def test_a_job_counts_the_gpus_of_the_stage_that_requests_the_most_at_one_time(

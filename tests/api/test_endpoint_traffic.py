@@ -9,17 +9,17 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from eyrie_api.contract.access import Quotas
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
-from eyrie_api.decisions.attention import UsedUp
+from eyrie_api.decisions.alerts import UsedUp
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import Quotas
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from tests.api.figures.endpoint_values import serve_drafter, watch
 from tests.api.samples import ManualClock, job_spec
 

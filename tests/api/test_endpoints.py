@@ -2,6 +2,12 @@
 
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Condition, Revision
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -11,13 +17,7 @@ from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Condition, Revision
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import NOW, ManualClock, benchmark_report, job_spec
 
 TARGET = TargetSpec(model="quickstart")

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eyrie_api.decisions.plan_work import TargetFacts
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.planning.facts import Device, Facts, local_device
+from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.preflight import Submission, blocks_are_drafted_whole, check, check_heads, engine_can_compute
+from eyrie_api.planning.resolve import resolve
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import Device, Facts, local_device
-from eyrie_api.submission.preflight import Submission, blocks_are_drafted_whole, check, check_heads, engine_can_compute
-from eyrie_api.submission.resolve import resolve
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.resolved import ResolvedJob
 from tests.api.samples import job_body, job_spec, target_directory
 
 

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-import eyrie_api.v1alpha1
+import eyrie_api.contract
 from eyrie_api import yaml_text
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Frozen
 from tests.api.samples import job_body
 
 
 def _contract() -> list[type[Frozen]]:
-    for module in pkgutil.iter_modules(eyrie_api.v1alpha1.__path__):
-        importlib.import_module(f"eyrie_api.v1alpha1.{module.name}")
+    for module in pkgutil.iter_modules(eyrie_api.contract.__path__):
+        importlib.import_module(f"eyrie_api.contract.{module.name}")
 
     def below(model: type[Frozen]) -> Iterator[type[Frozen]]:
         for one in model.__subclasses__():
             yield one
             yield from below(one)
 
-    return sorted((one for one in set(below(Frozen)) if one.__module__.startswith("eyrie_api.v1alpha1")),
+    return sorted((one for one in set(below(Frozen)) if one.__module__.startswith("eyrie_api.contract")),
                   key=lambda one: one.__name__)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.decisions.hardware import memory_of
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.errors import GpuTooSmall
+from eyrie_api.planning.facts import gpu_memory_here, read_config, target_facts
+from eyrie_api.planning.hardware import memory_of
+from eyrie_api.planning.preflight import check, plan
+from eyrie_api.planning.target_files import INDEX, served_bytes
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import gpu_memory_here, read_config, target_facts
-from eyrie_api.submission.preflight import check, plan
-from eyrie_api.submission.target_files import INDEX, served_bytes
-from eyrie_api.v1alpha1.job import JobSpec
 from tests.api.samples import job_spec, target_directory
 from tests.api.test_placing import profile
 
@@ -72,7 +72,7 @@ def test_an_embedded_engine_is_not_advised_to_divide_the_weights_itself(cluster:
 
 
 @pytest.mark.parametrize(("changes", "named"), [
-    ({"capture": {"feed": "stream"}}, "capture.feed is 'stream'"),
+    ({"capture": {"mode": "stream"}}, "capture.mode is 'stream'"),
     ({"capture": {"source": "reference"}}, "capture.source is 'reference'"),
     ({"regenerate": {"engine": "embedded"}}, "regenerate.engine is 'embedded'")])
 def test_what_computes_on_one_gpu_is_named_whatever_the_size_of_a_server(

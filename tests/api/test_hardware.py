@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.decisions.hardware import ASSUMED, GPUS, Rates, gpu_rates, known_gpu
-from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_stages import tree_shapes
-from eyrie_api.decisions.plan_work import DataFacts, TargetFacts
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan, StagePlan
+from benchmarks.plans import LLAMA_8B, OLMO_32B
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.plan import Plan, StagePlan
+from eyrie_api.planning.hardware import ASSUMED, GPUS, Rates, gpu_rates, known_gpu
+from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.plan_stages import tree_shapes
+from eyrie_api.planning.plan_work import DataFacts, TargetFacts
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec
-from tests.benchmarks.plans import LLAMA_8B, OLMO_32B
 
 H200, H100 = "NVIDIA-H200", "NVIDIA-H100-80GB-HBM3"
 
@@ -130,7 +130,7 @@ def test_uncompressed_states_are_bound_by_their_storage_and_streamed_ones_are_no
         return stage(planned(seeds_job("NVIDIA-B200", 16, capture={"max_length": 2048, **fields}), OLMO_32B), "capture")
 
     assert capture_of(codec="bfloat16").bound_by == "storage"
-    assert capture_of(feed="stream").hours == 0.0
+    assert capture_of(mode="stream").hours == 0.0
 
 
 def test_an_unknown_type_is_said_and_set_rates_are_used_for_all() -> None:

@@ -3,11 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
+from eyrie_api.contract.hardware import HardwareProfile, HardwareRow, HardwareSpec, HardwareVariant
+from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.reports import Environment
 from eyrie_api.decisions.hardware_choice import choose, compare_hardware, variant_name
-from eyrie_api.v1alpha1.hardware import HardwareProfile, HardwareRow, HardwareSpec, HardwareVariant
-from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import Environment
 
 ENVIRONMENT = Environment(hardware="here", cpu_count=1, threads=1, torch="none", python="3", dtype="float32",
                           code_version="0", date="2026-01-01")

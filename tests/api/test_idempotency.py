@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
+from eyrie_api.contract.status import Job
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, IdempotencyMismatch, Once, Replay
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.v1alpha1.status import Job
 from tests.api.samples import ManualClock, job_spec
 
 ONCE = Once("k", "r", "d")

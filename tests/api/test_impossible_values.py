@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from eyrie_api.contract.status import Problem
 from eyrie_api.database.rendering import encode_cursor
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.middleware import check_text
 from eyrie_api.http.routes.jobs import JOBS
-from eyrie_api.v1alpha1.status import Problem
 from tests.api.conftest import Running
 from tests.api.samples import job_body
 

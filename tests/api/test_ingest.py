@@ -9,12 +9,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from eyrie_api.contract.records import EventRecord, MetricRecord, ProgressRecord
 from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import NotFound
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.records import EventRecord, MetricRecord, ProgressRecord
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import NOW, job_spec
 
 RECORDS: tuple[BaseModel, ...] = (

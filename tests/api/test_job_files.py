@@ -13,15 +13,15 @@ from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.directories import StageManifest, upload_dir
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.contract.stages import FileEntry
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
 from eyrie_api.http.job_files import PIECE_BYTES, JobFiles
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.stages import FileEntry
 from tests.api.samples import benchmark_report, finish_stage, job_spec
 from tests.servers.s3 import S3Server
 

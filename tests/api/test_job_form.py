@@ -8,9 +8,9 @@ import pytest
 from markupsafe import Markup
 from pydantic import BaseModel, ValidationError
 
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.http.console.job_form import FormField, job_form
 from eyrie_api.http.console.pages import with_code
-from eyrie_api.v1alpha1.job import JobSpec
 from tests.api.samples import job_body
 
 

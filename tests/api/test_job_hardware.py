@@ -7,20 +7,20 @@ import pytest
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.contract.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import Placement, VolumeWork
+from eyrie_api.contract.plan import Plan
+from eyrie_api.contract.prove import ProveSpec
+from eyrie_api.contract.status import JobReport
 from eyrie_api.decisions.hardware_choice import hardware_of, sentence
 from eyrie_api.errors import InvalidInput
 from eyrie_api.figures.job_figures import figures_of
+from eyrie_api.planning.facts import Facts
+from eyrie_api.planning.preflight import plan
+from eyrie_api.planning.resolve import resolve
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import Facts
-from eyrie_api.submission.preflight import plan
-from eyrie_api.submission.resolve import resolve
-from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import Placement, VolumeWork
-from eyrie_api.v1alpha1.plan import Plan
-from eyrie_api.v1alpha1.prove import ProveSpec
-from eyrie_api.v1alpha1.status import JobReport
 from tests.api.samples import job_spec, target_directory
 from tests.api.test_hardware_choice import load_report
 

@@ -8,20 +8,20 @@ import httpx
 import pytest
 from sqlalchemy import delete
 
+from eyrie_api.contract.load import LoadCell, LoadReport, Quantiles
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.status import JobStatus, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Result, ResultFilter, Results
 from eyrie_api.database.tables import JobRow, ResultRow
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
-from eyrie_api.decisions.sweep import expand
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.sweep import expand
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.load import LoadCell, LoadReport, Quantiles
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.status import JobStatus, StageStatus
 from tests.api.figures.job_values import finish_job, prove_report
 from tests.api.samples import benchmark_report, finish_stage, job_spec
 from tests.api.test_promotion import LOSSY, STEADY, SUITES, proof_of

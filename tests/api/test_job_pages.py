@@ -9,6 +9,10 @@ import pytest
 
 from eyrie_api.access.scope import Scope
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.access import CreateProject
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.plan import PlannedAndActual, PlannedStages, StagePlan, TimeLeft
+from eyrie_api.contract.status import JobStatus, Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
@@ -16,12 +20,8 @@ from eyrie_api.decisions.job_report import planned_and_actual, time_left
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_pages import Difference, differences
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import CreateProject
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import PlannedAndActual, PlannedStages, StagePlan, TimeLeft
-from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.samples import job_body, job_spec, planned
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)

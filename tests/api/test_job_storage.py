@@ -14,6 +14,8 @@ from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.storage_usage import files_in_home
 from eyrie_api.artifacts.store import StoredObject
+from eyrie_api.contract.access import Action, CreateProject, Role
+from eyrie_api.contract.status import StageStatus
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
@@ -22,10 +24,8 @@ from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter, StorageNotMeasured
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import Action, CreateProject, Role
-from eyrie_api.v1alpha1.status import StageStatus
 from eyrie_pipelines.processes import wait_until
 from tests.api.samples import ended, job_spec
 from tests.api.test_console_admin import text_of

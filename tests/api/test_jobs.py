@@ -8,16 +8,16 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from sqlalchemy import event
 
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Job, JobStatus, Progress, StageStatus
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric, NewEvent
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Job, JobStatus, Progress, StageStatus
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import NOW, ManualClock, ended, job_body, job_spec
 
 

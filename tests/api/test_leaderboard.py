@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.reports import ConcurrencyReport
 from eyrie_api.decisions.leaderboard import (
     Measured,
     Selection,
@@ -16,8 +18,6 @@ from eyrie_api.decisions.leaderboard import (
     select_for_proof,
 )
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import ConcurrencyReport
 from tests.api.samples import benchmark_report
 
 STEADY = benchmark_report("a-step-1", {"chat": (2.0, 1.8), "math": (2.2, 2.0)})

@@ -9,12 +9,12 @@ HEAVY = ("torch", "transformers", "numpy", "kfp", "matplotlib", "pyarrow")
 
 
 @pytest.mark.parametrize(("modules", "absent"), [
-    ("eyrie_api.http.server, eyrie_api.chores.tasks, eyrie_api.client, eyrie_api.decisions.plan, "
+    ("eyrie_api.http.server, eyrie_api.chores.tasks, eyrie_api.client, eyrie_api.planning.plan, "
      "eyrie_api.database.ingest",
      HEAVY),
     ("eyrie_api.client", (*HEAVY, "fastapi", "sqlalchemy", "celery", "alembic")),
-    ("eyrie_api.decisions.sweep, eyrie_api.decisions.leaderboard, eyrie_api.decisions.promotion, "
-     "eyrie_api.decisions.plan", (*HEAVY, "sqlalchemy", "httpx")),
+    ("eyrie_api.planning.sweep, eyrie_api.decisions.leaderboard, eyrie_api.decisions.promotion, "
+     "eyrie_api.planning.plan", (*HEAVY, "sqlalchemy", "httpx")),
 ])
 def test_importing_stays_light(modules: str, absent: tuple[str, ...]) -> None:
     code = f"import sys\nimport {modules}\nprint(*sorted(set(sys.modules) & set({absent!r})))"

@@ -11,17 +11,17 @@ import pytest
 from sqlalchemy import text
 
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.status import Progress, StageStatus
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import ApiKeys, KeyRequest
 from eyrie_api.http.console import pages
 from eyrie_api.http.live_pages import LivePages, PageKey, Render, is_due
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_api.v1alpha1.status import Progress, StageStatus
-from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.conftest import Running, serving
 from tests.api.samples import ended, job_spec
 

@@ -12,17 +12,17 @@ from rich.console import Console
 
 from eyrie_api.cli.spec import read_document, validate
 from eyrie_api.cli.tables import plan_view
-from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_work import DataFacts
-from eyrie_api.decisions.sweep import expand, trains_together
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.plan import Plan
+from eyrie_api.contract.status import Problem
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning import preflight
+from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.plan_work import DataFacts
+from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.sweep import expand, trains_together
 from eyrie_api.settings import Settings
-from eyrie_api.submission import preflight
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan
-from eyrie_api.v1alpha1.status import Problem
 from eyrie_pipelines.runner import JobFile
 from eyrie_pipelines.stage_specs import train_spec
 from tests.api.conftest import Running
@@ -151,8 +151,8 @@ def test_candidates_of_different_mixes_are_trained_separately() -> None:
     same_mix = job_spec(data={"sources": SOURCES, "mix": MIXES[0]},
                         sweep={"axes": [{"field": "train.loss", "values": ["kl", "tv"]}]})
     assert trains_together(same_mix, 2, 1, on_cluster=False)
-    with pytest.raises(ValidationError, match=r"sweep\.together is 'always' with an axis over data\.mix.*'auto'"):
-        mixing(*MIXES, together="always")
+    with pytest.raises(ValidationError, match=r"sweep\.shared_passes is 'always' with an axis over data\.mix.*'auto'"):
+        mixing(*MIXES, shared_passes="always")
 
 
 def planned(spec: JobSpec, facts: DataFacts) -> Plan:
@@ -212,8 +212,8 @@ def test_a_submitted_job_keeps_the_names_its_mixes_use_where_paths_become_absolu
 @pytest.mark.parametrize(("changes", "pointer", "says"), [
     ({"data": HUB | {"mix": {"chat": 1, "tools": 1}}}, "/data", "data.mix names 'chat'"),
     ({"data": HUB | {"mix": {"chats": -1, "tools": 1}}}, "/data/mix/chats", "greater than or equal to 0"),
-    ({"data": HUB, "sweep": {"together": "always", "axes": [{"field": "data.mix", "values": MIXES}]}},
-     "/sweep", "sweep.together is 'always'"),
+    ({"data": HUB, "sweep": {"shared_passes": "always", "axes": [{"field": "data.mix", "values": MIXES}]}},
+     "/sweep", "sweep.shared_passes is 'always'"),
     ({"data": HUB, "sweep": {"axes": [{"field": "data.mix", "values": [{"chats": 1}]}]}}, None,
      "names fewer than two sources"),
 ])

@@ -8,15 +8,15 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from eyrie_api.contract.cluster import ClusterProfile
+from eyrie_api.contract.placement import JobPlacement, Placement, PlacementRequest, StageKey
+from eyrie_api.contract.stages import JOB_STAGES
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.facts import Facts
+from eyrie_api.planning.placement import merge_placement, read_profile, resolve_stage_placement
+from eyrie_api.planning.preflight import Submission, check, shards_fit_the_pod
+from eyrie_api.planning.resolve import resolve
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import Facts
-from eyrie_api.submission.placement import merge_placement, read_profile, resolve_stage_placement
-from eyrie_api.submission.preflight import Submission, check, shards_fit_the_pod
-from eyrie_api.submission.resolve import resolve
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.placement import JobPlacement, Placement, PlacementRequest, StageKey
-from eyrie_api.v1alpha1.stages import JOB_STAGES
 from tests.api.samples import job_spec
 
 WORK = {"kind": "s3", "url": "s3://bucket/eyrie"}
@@ -91,7 +91,7 @@ def test_a_profile_without_a_shared_work_area_is_refused() -> None:
     ({"states": "ranged", "scratch_size": "4G"}, {}, 8, True),
     ({"states": "ranged", "scratch_size": "0.5Gi"}, {}, 0, False),
     ({"states": "ranged", "scratch_size": "511Mi"}, {}, 0, True),
-    ({"states": "ranged", "scratch_size": "511Mi"}, {"feed": "stream"}, 0, False),
+    ({"states": "ranged", "scratch_size": "511Mi"}, {"mode": "stream"}, 0, False),
     ({"states": "copied", "scratch_size": "511Mi"}, {}, 0, False), ({"states": "ranged"}, {}, 8, False),
 ])
 def test_two_shards_of_each_process_of_capture_fit_into_the_work_area_of_its_pod(

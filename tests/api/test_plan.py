@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_stages import tree_shapes
-from eyrie_api.decisions.plan_work import DataFacts, TargetFacts
-from eyrie_api.submission.facts import data_facts, quickstart_dir, target_facts
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
-from eyrie_api.v1alpha1.data import FEW_ROWS, DataSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan
-from eyrie_api.v1alpha1.tuning import TuneSpec
+from benchmarks import training_memory
+from eyrie_api.contract.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
+from eyrie_api.contract.data import FEW_ROWS, DataSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.plan import Plan
+from eyrie_api.contract.tuning import TuneSpec
+from eyrie_api.planning.facts import data_facts, quickstart_dir, target_facts
+from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.plan_stages import tree_shapes
+from eyrie_api.planning.plan_work import DataFacts, TargetFacts
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec, target_directory
-from tests.benchmarks import training_memory
 
 MIB, TIB, TB = 2**20, 2**40, 10**12
 # allenai/Olmo-3.1-32B-Think as far as the post uses it; depth and heads do not enter the storage figure.
@@ -145,7 +145,7 @@ def test_of_candidates_that_race_one_another_the_steps_after_a_rung_are_not_char
     axes = [{"field": "train.learning_rate", "values": [number / 1000 for number in range(1, 9)]}]
     one, eight = plan_of(job_spec(), SMALL, None), plan_of(job_spec(sweep={"axes": axes}), SMALL, None)
     assert eight.stages[2].tokens == 4 * one.stages[2].tokens  # 8 * 0.25 + 4 * 0.25 + 2 * 0.5
-    never = plan_of(job_spec(sweep={"axes": axes, "together": "never"}), SMALL, None)
+    never = plan_of(job_spec(sweep={"axes": axes, "shared_passes": "never"}), SMALL, None)
     assert never.stages[2].tokens == 8 * one.stages[2].tokens
     families = ["eagle3", "eagle1", "medusa", "hydra", "standalone", "dflash"]
     every = plan_of(job_spec(sweep={"families": families}), SMALL, None)
@@ -168,7 +168,7 @@ def test_a_streamed_job_needs_no_disk_for_states_and_pays_the_target_in_every_ep
     def planned(epochs: float, **changes: Any) -> Plan:
         return plan_of(job_spec(train={"epochs": epochs}, **changes), SMALL, None)
 
-    stored, streamed = planned(2.0), planned(2.0, capture={"feed": "stream", "max_bytes": 2**16})
+    stored, streamed = planned(2.0), planned(2.0, capture={"mode": "stream", "max_bytes": 2**16})
     tokens = stored.stages[1].tokens
     assert streamed.stages[1].bytes_on_disk == tokens * ID_AND_MASK_BYTES
     assert streamed.fits_disk is not False
@@ -177,7 +177,7 @@ def test_a_streamed_job_needs_no_disk_for_states_and_pays_the_target_in_every_ep
     assert streamed.stages[2].hours == pytest.approx(stored.stages[2].hours + 2 * stored.stages[1].hours)
     eight = {"axes": [{"field": "train.learning_rate", "values": [number / 1000 for number in range(1, 9)]}]}
     together, alone = ({**eight, "rungs": [], "together": how} for how in ("auto", "never"))
-    more = (planned(2.0, capture={"feed": "stream"}, sweep=sweep).stages[2].hours - planned(
+    more = (planned(2.0, capture={"mode": "stream"}, sweep=sweep).stages[2].hours - planned(
         2.0, sweep=sweep).stages[2].hours for sweep in (together, alone))
     assert [round(hours / stored.stages[1].hours) for hours in more] == [2, 16]
 
@@ -205,7 +205,7 @@ def test_a_rival_and_n_gram_cost_a_benchmark_each_and_off_costs_nothing() -> Non
 
 def test_a_rival_to_be_beaten_is_tuned_and_proven_too() -> None:
     compared = plan_of(job_spec(rivals=["org/head"]), SMALL, None)
-    beaten = plan_of(job_spec(rivals=["org/head"], promotion={"beat": "rivals"}), SMALL, None)
+    beaten = plan_of(job_spec(rivals=["org/head"], promotion={"must_beat": "rivals"}), SMALL, None)
     assert beaten.stages[4].tokens == 2 * compared.stages[4].tokens
     assert compared.stages[5].tokens < beaten.stages[5].tokens < compared.stages[5].tokens * 3 // 2
 
@@ -282,7 +282,7 @@ def test_a_real_target_directory_gives_the_facts(tmp_path: Path) -> None:
     ({}, {}, 2048), ({"every": {"num_gpus": 4}}, {}, 4 * 16_384),
     ({"stages": {"train": {"num_gpus": 2}}, "train_nodes": 2, "train_launcher": "trainjob"}, {}, 4 * 16_384),
     ({"every": {"num_gpus": 4}},
-     {"together": "always", "axes": [{"field": "train.learning_rate", "values": [1e-3, 2e-3]}]}, 16_384)])
+     {"shared_passes": "always", "axes": [{"field": "train.learning_rate", "values": [1e-3, 2e-3]}]}, 16_384)])
 def test_the_tokens_of_a_step_follow_the_gpus_that_compute_one_candidate(
         placement: dict[str, Any], sweep: dict[str, Any], tokens: int) -> None:
     plan = plan_of(job_spec(placement=placement, sweep=sweep), SMALL, None)

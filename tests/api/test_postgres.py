@@ -14,6 +14,10 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Job, StageStatus
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -27,11 +31,7 @@ from eyrie_api.database.tables import Base, IdempotencyRow, ProjectRow
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Job, StageStatus
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import NOW, benchmark_report, ended, job_spec
 from tests.servers.postgres import program
 

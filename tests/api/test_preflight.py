@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import JobPlacement
+from eyrie_api.contract.reports import LeaderboardEntry
+from eyrie_api.contract.status import Job, JobStatus
+from eyrie_api.contract.targets import JobTarget, resolve_dtype
 from eyrie_api.errors import (
     DiskTooSmall,
     EyrieError,
@@ -20,17 +26,11 @@ from eyrie_api.errors import (
     UnsupportedTarget,
     VocabularyTooLarge,
 )
+from eyrie_api.planning.facts import target_facts
+from eyrie_api.planning.preflight import check, plan
+from eyrie_api.planning.published_drafters import with_drafters_of_jobs
+from eyrie_api.planning.resolve import with_gpu_defaults
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import target_facts
-from eyrie_api.submission.preflight import check, plan
-from eyrie_api.submission.published_drafters import with_drafters_of_jobs
-from eyrie_api.submission.resolve import with_gpu_defaults
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import JobPlacement
-from eyrie_api.v1alpha1.reports import LeaderboardEntry
-from eyrie_api.v1alpha1.status import Job, JobStatus
-from eyrie_api.v1alpha1.targets import JobTarget, resolve_dtype
 from tests.api.samples import job_spec, target_directory
 
 ROW = '{"messages": [{"role": "user", "content": "hi"}]}\n'
@@ -325,7 +325,7 @@ def test_a_target_the_embedded_engine_does_not_compute_is_accepted_for_sglang_wh
     job["target"] = {"model": str(target_directory(tmp_path / "fp8", **mixture, quantization_config={"bits": 8}))}
     assert check(job_spec(**job), settings).plan is not None
     refused(settings, InvalidInput, "layer 0, the embeddings", **job, capture={"aux_layers": [0, 2]})
-    for other in ({"source": "transformers"}, {"feed": "stream"}):
+    for other in ({"source": "transformers"}, {"mode": "stream"}):
         refused(settings, UnsupportedTarget, "quantised", **job, capture=other)
 
 

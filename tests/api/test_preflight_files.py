@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.facts import target_facts
+from eyrie_api.planning.preflight import check, plan
+from eyrie_api.planning.target_files import expected_tensors
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import target_facts
-from eyrie_api.submission.preflight import check, plan
-from eyrie_api.submission.target_files import expected_tensors
 from tests.api.samples import job_spec, target_directory, write_weights
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -18,8 +18,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
 from tests.api.conftest import Running
 from tests.api.samples import job_body, job_spec
 from tests.api.test_tasks import LONG_S

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.reports import BenchmarkReport, Interval, PromotionCheck, PromotionDecision
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_api.decisions.promotion import comparable_suites, decide, decision_reason, on_suites, proven_tau
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
-from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, Interval, PromotionCheck, PromotionDecision
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from tests.api.samples import benchmark_report
 
 STEADY = benchmark_report("a-step-1", {"chat": (2.0, 1.8), "math": (2.2, 2.0)})
@@ -121,7 +121,7 @@ def test_an_incumbents_benchmark_counts_on_the_same_prompts_alone() -> None:
 
 
 def test_a_candidate_must_beat_the_best_rival_by_the_margin_and_beyond_its_interval() -> None:
-    policy = PromotionPolicy(beat="rivals", min_speedup_over_incumbent=1.02)
+    policy = PromotionPolicy(must_beat="rivals", min_speedup_over_incumbent=1.02)
 
     def against_rival(speedup: float, policy: PromotionPolicy = policy, **changes: Any) -> PromotionDecision:
         rival = benchmark_report("rival-x", {"chat": (speedup, speedup), "math": (speedup, speedup)})
@@ -143,7 +143,7 @@ def test_a_candidate_must_beat_the_best_rival_by_the_margin_and_beyond_its_inter
 
 
 def test_a_tuned_rival_is_compared_in_its_own_best_shape_and_under_load() -> None:
-    policy = PromotionPolicy(beat="rivals")
+    policy = PromotionPolicy(must_beat="rivals")
     untuned = benchmark_report("rival-x", {"chat": (1.0, 1.0), "math": (1.0, 1.0)}).model_copy(update={"rival": True})
     tuned = untuned.model_copy(update={"cells": benchmark_report("x", {"chat": (3.0, 3.0), "math": (3.0, 3.0)}).cells})
 
@@ -162,7 +162,7 @@ def test_a_tuned_rival_is_compared_in_its_own_best_shape_and_under_load() -> Non
 def test_n_gram_look_up_is_compared_by_tuning_and_refuses_nothing() -> None:
     lookup = benchmark_report("rival-ngram", {"chat": (9.0, 9.0), "math": (9.0, 9.0)}).model_copy(
         update={"rival": True, "family": "ngram"})
-    assert decide(PromotionPolicy(beat="rivals"), STEADY, None, SUITES, proof_of(STEADY), [STEADY, lookup]).promote
+    assert decide(PromotionPolicy(must_beat="rivals"), STEADY, None, SUITES, proof_of(STEADY), [STEADY, lookup]).promote
 
 
 def test_an_advantage_over_a_rival_that_is_within_the_interval_does_not_count() -> None:
@@ -170,7 +170,7 @@ def test_an_advantage_over_a_rival_that_is_within_the_interval_does_not_count() 
     noisy = STEADY.model_copy(update={"cells": tuple(
         cell.model_copy(update={"speedup_interval": wide}) for cell in STEADY.cells)})
     rival = benchmark_report("rival-x", {"chat": (1.7, 1.7), "math": (1.7, 1.7)}).model_copy(update={"rival": True})
-    policy = PromotionPolicy(beat="rivals")
+    policy = PromotionPolicy(must_beat="rivals")
     assert refused(decide(policy, noisy, None, SUITES, proof_of(noisy), [noisy, rival])) == ["rival"]
     unsure = policy.model_copy(update={"require_confidence": False})
     assert decide(unsure, noisy, None, SUITES, proof_of(noisy), [noisy, rival]).promote

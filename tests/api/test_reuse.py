@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.decisions.reuse import MAX_JOBS, jobs_with_answers
+from eyrie_api.contract.reports import CaptureReport, LayerChoice, RegenerateReport
+from eyrie_api.contract.status import Condition, Job, JobStatus
+from eyrie_api.planning.preflight import plan
+from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.reuse import MAX_JOBS, jobs_with_answers
 from eyrie_api.quantities import size
 from eyrie_api.settings import Settings
-from eyrie_api.submission.preflight import plan
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, RegenerateReport
-from eyrie_api.v1alpha1.status import Condition, Job, JobStatus
 from tests.api.samples import NOW, finish_stage, job_spec, target_directory
 
 
@@ -121,7 +121,7 @@ def test_a_plan_says_what_share_of_the_states_is_present_in_the_format_that_the_
     assert f"{size(whole // 2)} of {size(whole)} of their hidden states" in shared.present.words
     assert shared.stages[1].hours == pytest.approx(alone.stages[1].hours / 2)
     for other in ({"capture": {"codec": "bfloat16"}}, {"capture": {"aux_layers": [1, 2]}},
-                  {"capture": {"max_length": 64}}, {"capture": {"feed": "stream"}}, {"drafter": {"family": "medusa"}}):
+                  {"capture": {"max_length": 64}}, {"capture": {"mode": "stream"}}, {"drafter": {"family": "medusa"}}):
         present = plan(job_spec(**spec(400, **other)), settings, [(earlier, derive(earlier.spec))]).present
         assert present is not None
         assert (present.answers, present.state_bytes) == (200, 0), other

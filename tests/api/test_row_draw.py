@@ -6,7 +6,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.row_draw import draw_rows, expected_union, largest_size, quotas, shares
+from eyrie_api.planning.row_draw import draw_rows, expected_union, largest_size, quotas, shares
 
 NAMES = ("chats", "code", "maths", "tools")
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.integers(1, 9).map(float))

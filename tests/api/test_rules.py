@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from eyrie_api import v1alpha1
+from eyrie_api import contract
 from eyrie_api.cli.spec import validate
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.rules import first_problem, rule_of
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.rules import first_problem, rule_of
 from tests.api.samples import job_body
 
-for module in pkgutil.iter_modules(v1alpha1.__path__):
-    importlib.import_module(f"{v1alpha1.__name__}.{module.name}")
+for module in pkgutil.iter_modules(contract.__path__):
+    importlib.import_module(f"{contract.__name__}.{module.name}")
 
 
 def contract(above: type[BaseModel] = Frozen) -> Iterator[type[BaseModel]]:
     for model in above.__subclasses__():
-        if model.__module__.startswith(v1alpha1.__name__):
+        if model.__module__.startswith(contract.__name__):
             yield model
         yield from contract(model)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from eyrie_api.client import Client
+from eyrie_api.contract.status import Job, Problem
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.tables import JobRow
@@ -23,7 +24,6 @@ from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.http import problems
 from eyrie_api.http.routes.jobs import EXAMPLES, JOBS
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.status import Job, Problem
 from tests.api.conftest import Running
 from tests.api.samples import ended, job_body, job_spec
 

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.sglang_support import (
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
+from eyrie_api.planning.sglang_support import (
     CAPTURED_ARCHITECTURES,
     CAPTURED_BESIDES,
     PLUGIN_ARCHITECTURES,
@@ -11,7 +12,6 @@ from eyrie_api.decisions.sglang_support import (
     require_capture,
     sglang_layer_ids,
 )
-from eyrie_api.errors import InvalidInput, UnsupportedTarget
 
 
 def test_ordinary_families_count_outputs_from_zero() -> None:

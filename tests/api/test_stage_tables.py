@@ -8,14 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
+from eyrie_api.contract.reports import CaptureReport, LayerChoice, Lengths, RegenerateReport
+from eyrie_api.contract.status import JobReport
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.http.console.job_pages import StageTable, stage_tables
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, Lengths, RegenerateReport
-from eyrie_api.v1alpha1.status import JobReport
 from tests.api.samples import finish_stage, job_spec
 from tests.workers.plots.synthetic import train_report
 

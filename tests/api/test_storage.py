@@ -26,8 +26,8 @@ from eyrie_api.artifacts.storage_usage import (
     that_have_not,
 )
 from eyrie_api.cli.storage import storage_view
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Phase, Revision
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus, Phase, Revision
 from tests.api.samples import NOW
 
 FILES = (

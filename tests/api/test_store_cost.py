@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plans import OLMO_32B
 from eyrie_api.artifacts.store_prices import StorePrices, store_prices
 from eyrie_api.cli.tables import plan_view
-from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_stages import ObjectStore
-from eyrie_api.decisions.plan_work import DataFacts
+from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.contract.placement import Placement, S3Work
+from eyrie_api.contract.plan import Plan
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.plan_stages import ObjectStore
+from eyrie_api.planning.plan_work import DataFacts
+from eyrie_api.planning.preflight import plan
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.preflight import plan
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.plan import Plan
 from tests.api.samples import job_spec, target_directory
-from tests.benchmarks.plans import OLMO_32B
 
 MIB = 2**20
 PRICES = StorePrices("mine", storage=20.0, put=5.0, get=0.5, source="here")

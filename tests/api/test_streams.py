@@ -11,11 +11,11 @@ import pytest
 
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.client import Client, Unreachable
+from eyrie_api.contract.status import Event, Job, StageStatus
 from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, NotFound, TargetNotFound
 from eyrie_api.http.routes.jobs import JOBS
-from eyrie_api.v1alpha1.status import Event, Job, StageStatus
 from tests.api.conftest import Running
 from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyrie_api.decisions.sweep import axes_words, expand
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.sweep import axes_words, expand
 from tests.api.samples import job_spec
 
 LABEL = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
@@ -180,8 +180,8 @@ def test_what_sglang_cannot_serve_is_refused_at_the_boundary_with_the_hint(
 
 
 def test_one_program_for_all_candidates_and_a_trainjob_for_each_contradict_one_another() -> None:
-    with pytest.raises(ValidationError, match=r"sweep\.together is 'always'.*trainjob"):
-        job_spec(sweep={"together": "always"}, placement={"train_launcher": "trainjob"})
+    with pytest.raises(ValidationError, match=r"sweep\.shared_passes is 'always'.*trainjob"):
+        job_spec(sweep={"shared_passes": "always"}, placement={"train_launcher": "trainjob"})
 
 
 def test_a_variant_of_one_family_is_refused_where_others_are_trained() -> None:

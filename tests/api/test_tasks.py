@@ -13,15 +13,15 @@ import pytest
 from eyrie_api.chores.broker import BrokerUnavailable, RedisTransport
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.chores.worker import ChoreLoop
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import ended, job_spec
 from tests.servers.fixtures import or_skip
 from tests.servers.redis import Redis
@@ -172,8 +172,8 @@ CRASHING = """
 import os, sys
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.planning.resolve import derive
+from eyrie_api.contract.job import JobSpec
 from pathlib import Path
 job = Jobs(Database(sys.argv[1])).submit(derive(JobSpec.model_validate_json(sys.argv[2])))
 print(job.id, flush=True)

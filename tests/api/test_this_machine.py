@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.decisions.sglang_support import SGLANG_VERSION
+from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.facts import Facts, read_facts
+from eyrie_api.planning.preflight import Submission, check, missing_here, plan
+from eyrie_api.planning.resolve import derive, resolve
+from eyrie_api.planning.sglang_support import SGLANG_VERSION
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import Facts, read_facts
-from eyrie_api.submission.preflight import Submission, check, missing_here, plan
-from eyrie_api.submission.resolve import derive, resolve
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from tests.api.samples import job_spec, target_directory
 
 

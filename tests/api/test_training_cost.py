@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.training_cost import (
+from benchmarks import training_memory
+from eyrie_api.contract.families import DecoderSizes, DrafterSizes
+from eyrie_api.planning.training_cost import (
     StepSetting,
     StepWork,
     TrainedDrafter,
@@ -18,8 +20,6 @@ from eyrie_api.decisions.training_cost import (
     step_bytes,
     usable_bytes,
 )
-from eyrie_api.v1alpha1.families import DecoderSizes, DrafterSizes
-from tests.benchmarks import training_memory
 
 GIB = 2**30
 DRAFTER_8B = training_memory.drafter_of("Llama-3.1-8B")
@@ -68,4 +68,4 @@ def test_8192_tokens_for_an_8b_target_fit_25_gb() -> None:
 
 def test_the_page_of_what_fits_is_what_its_command_prints() -> None:
     written = (Path(__file__).parents[2] / "docs" / "results" / "training_memory.md").read_text()
-    assert written == training_memory.page(), "run: python -m tests.benchmarks.training_memory > docs/results/..."
+    assert written == training_memory.page(), "run: python -m benchmarks.training_memory > docs/results/..."

@@ -2,10 +2,10 @@
 
 import pytest
 
-from eyrie_api.decisions.training_cost import usable_bytes
-from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import GpuTooSmall
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.planning.training_cost import usable_bytes
+from eyrie_api.planning.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 from tests.api.test_training_cost import DRAFTER_8B, GIB
 
 

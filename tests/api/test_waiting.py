@@ -11,11 +11,11 @@ from sqlalchemy import event
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.resources import WaitingList, WaitingObject
 from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import WaitingObjects
-from eyrie_api.decisions.attention import attention
+from eyrie_api.decisions.alerts import attention
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 from tests.api.conftest import Running
 from tests.api.samples import NOW
 

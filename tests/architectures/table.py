@@ -8,8 +8,8 @@ Its rows are the architectures that tests/architectures captures and trains; eng
 import sys
 from pathlib import Path
 
-from eyrie_api.decisions.sglang_support import PLUGIN_ARCHITECTURES, SUPPORTED_BY_SGLANG
-from eyrie_api.decisions.target_config import FAMILIES
+from eyrie_api.planning.sglang_support import PLUGIN_ARCHITECTURES, SUPPORTED_BY_SGLANG
+from eyrie_api.planning.target_config import FAMILIES
 from tests.architectures.catalog import ARCHITECTURES, RUN_IN_SGLANG
 from tests.architectures.vllm_classes import DRAFTED, SERVED
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_api.decisions.sglang_support import SUPPORTED_BY_SGLANG
-from eyrie_api.decisions.target_config import choose_source
-from eyrie_api.v1alpha1.reports import CaptureReport, TrainReport
+from eyrie_api.contract.reports import CaptureReport, TrainReport
+from eyrie_api.planning.sglang_support import SUPPORTED_BY_SGLANG
+from eyrie_api.planning.target_config import choose_source
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.features.store import FeatureStore
+from eyrie_workers.hidden_states.store import FeatureStore
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.capture import capture
 from eyrie_workers.stages.train import train

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import uvicorn
 
+from benchmarks.campaigns.chaos import rehearsed
+from benchmarks.campaigns.live_servers import Plane
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.access import CreateProject, Role
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
@@ -19,10 +22,7 @@ from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import CreateProject, Role
 from eyrie_pipelines.processes import wait_until
-from tests.campaigns.chaos import rehearsed
-from tests.campaigns.live_servers import Plane
 from tests.pipelines.conftest import Rehearsal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

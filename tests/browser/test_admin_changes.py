@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from eyrie_api.access.keys import SecretKeys
+from eyrie_api.contract.access import CreateMember, CreateWebhook
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.database.webhooks import Webhooks
-from eyrie_api.v1alpha1.access import CreateMember, CreateWebhook
 from eyrie_pipelines.processes import wait_until
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
 

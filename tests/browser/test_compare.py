@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, start_engine
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in
 from tests.workers.engines.request_fields import behind_gateway

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
+from benchmarks.campaigns.live_servers import Plane
+from eyrie_api.contract.serving import EndpointServeSpec, ServeSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.http.console import pages
+from eyrie_api.planning.resolve import derive
 from eyrie_api.quantities import size as size_in_words
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines.processes import wait_until
 from tests.api.figures.job_values import NAMES, finish_job
 from tests.api.samples import job_spec
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
-from tests.campaigns.live_servers import Plane
 from tests.pipelines.conftest import Rehearsal, spec_of
 
 BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.status import JobStatus, Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
+from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in, within
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.stages import JOB_STAGES
+from eyrie_api.contract.stages import JOB_STAGES
 
 OpenPage = Callable[..., Any]
 URL = os.environ.get("EYRIE_DEMO_URL", "")

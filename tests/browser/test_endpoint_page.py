@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Condition
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Condition
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.planning.resolve import derive
 from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
 from tests.api.samples import ManualClock, job_spec
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, picture, signed_in

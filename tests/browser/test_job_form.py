@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.campaigns.live_servers import Plane
 from tests.browser.conftest import SHOTS, SIZES, assert_accessible
-from tests.campaigns.live_servers import Plane
 
 OpenPage = Callable[..., Any]
 EXAMPLES = sorted(path for path in (Path(__file__).parents[2] / "docs" / "examples").glob("*.yaml")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.plan import StagePlan
+from eyrie_api.contract.status import JobStatus, Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import StagePlan
-from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
 from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
 from tests.api.samples import finish_stage, job_spec, planned

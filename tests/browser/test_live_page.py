@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.contract.status import Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.projects import ApiKeys, KeyRequest
 from eyrie_api.database.tables import JobRow
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.status import Progress, StageStatus
 from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, ended, job_spec
 from tests.api.test_live_pages import rename_table

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.campaigns.flatness import Growth, is_above, judge_growth, judge_latency, theil_sen
+from benchmarks.campaigns.flatness import Growth, is_above, judge_growth, judge_latency, theil_sen
 
 TIMES = [2.0 * number for number in range(400)]
 

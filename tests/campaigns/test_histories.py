@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.records import EventRecord, ProgressRecord
-from eyrie_api.v1alpha1.stages import JOB_STAGES
-from tests.campaigns.histories import History, StageKey, broken_lists, broken_rules, outcome
+from benchmarks.campaigns.histories import History, StageKey, broken_lists, broken_rules, outcome
+from eyrie_api.contract.records import EventRecord, ProgressRecord
+from eyrie_api.contract.stages import JOB_STAGES
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DECISION = {"kind": "decided", "reason": "Faster", "figures": {"speedup": 2.5}, "job_id": "job-1"}

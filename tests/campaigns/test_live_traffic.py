@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.campaigns.live_traffic import Callers
+from benchmarks.campaigns.report import Campaign
 from eyrie_api.artifacts import write_model
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_pipelines.processes import identify, wait_until
-from tests.campaigns.live_traffic import Callers
-from tests.campaigns.report import Campaign
 
 ERROR = json.dumps({"error": {"message": "the engine is replaced"}})
 RETRY = {"Retry-After": "1"}

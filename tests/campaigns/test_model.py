@@ -6,15 +6,15 @@ from datetime import datetime
 
 import pytest
 
-from eyrie_api.v1alpha1.job import JobSpec
+from benchmarks.campaigns import model_plane, model_rollout
+from benchmarks.campaigns.model import Counts, play, run
+from benchmarks.campaigns.model_plane import PlaneWorld, RuleBroken
+from benchmarks.campaigns.model_rollout import RolloutWorld
+from benchmarks.campaigns.report import Campaign
+from eyrie_api.contract.job import JobSpec
 from eyrie_operator.endpoints.plan import EndpointPlan, Reject
 from eyrie_operator.jobs.reconcile import ObservedJob, Plan, reconcile
 from eyrie_operator.manifests.rollout import RolloutState, apply_plan
-from tests.campaigns import model_plane, model_rollout
-from tests.campaigns.model import Counts, play, run
-from tests.campaigns.model_plane import PlaneWorld, RuleBroken
-from tests.campaigns.model_rollout import RolloutWorld
-from tests.campaigns.report import Campaign
 
 
 def test_random_kills_and_changes_bring_every_job_and_endpoint_to_one_end() -> None:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from eyrie_api.v1alpha1.status import Endpoint, Job, JobStatus
+from benchmarks.campaigns.operator_rules import broken_endpoints, broken_jobs
+from eyrie_api.contract.status import Endpoint, Job, JobStatus
 from tests.api.samples import NOW, ended, job_spec
-from tests.campaigns.operator_rules import broken_endpoints, broken_jobs
 
 
 def row(job_id: str = "job-1", uid: str | None = "u1", status: JobStatus | None = None) -> Job:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.campaigns.report import Campaign
+from benchmarks.campaigns.tenancy import WORDS, state_of
+from benchmarks.campaigns.tenancy_resources import PROJECTS, apply_objects
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from tests.api.access.harness import two_projects
-from tests.campaigns.report import Campaign
-from tests.campaigns.tenancy import WORDS, state_of
-from tests.campaigns.tenancy_resources import PROJECTS, apply_objects
 
 
 @pytest.mark.parametrize(("projects", "rules"), [

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import write_atomically
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
-from eyrie_api.v1alpha1.stages import JOB_STAGES
+from eyrie_api.contract.engine import SGLANG_PROGRAM
+from eyrie_api.contract.stages import JOB_STAGES
 from eyrie_operator.manifests.deployment import ENDPOINT_LABEL, REVISION_LABEL
 from tests.cluster.observations import QUESTIONS, Diary, Served, chat, serving
 from tests.cluster.patience import PATIENCE

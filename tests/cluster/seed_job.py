@@ -1,7 +1,7 @@
 """The seed's job at the size of two processor cores: docs/examples/olmo-3.1-32b.yaml with an overlay laid over it.
 
 `rehearsal.yaml` says which fields are replaced, and `rehearsal-short.yaml` makes the job smaller still. The target is a
-small Olmo 3 (tests.benchmarks.quickstart). Conversations are those of the quickstart corpus, written in the
+small Olmo 3 (benchmarks.quickstart). Conversations are those of the quickstart corpus, written in the
 forms in which Dolci and a support desk publish theirs (`published`, `write_sources`).
 """
 
@@ -16,8 +16,8 @@ import pyarrow
 import pyarrow.parquet
 import yaml
 
-from eyrie_api.v1alpha1.job import JobSpec
-from tests.benchmarks.quickstart.corpus.streams import conversations
+from benchmarks.quickstart.corpus.streams import conversations
+from eyrie_api.contract.job import JobSpec
 
 ROOT = Path(__file__).parents[2]
 SEED = ROOT / "docs" / "examples" / "olmo-3.1-32b.yaml"

@@ -1,6 +1,6 @@
 """Trains the rehearsal's target, a small Olmo 3: `python -m tests.cluster.seed_target --out DIRECTORY`.
 
-The course of `quickstart-olmo` (tests.benchmarks.quickstart.pretrain) with half of its layers and a fraction of its
+The course of `quickstart-olmo` (benchmarks.quickstart.pretrain) with half of its layers and a fraction of its
 text: a few minutes on two idle cores. It may be killed and started again.
 """
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from eyrie_api.v1alpha1.targets import QUICKSTART_OLMO
-from tests.benchmarks.quickstart.pretrain import COURSES, run
+from benchmarks.quickstart.pretrain import COURSES, run
+from eyrie_api.contract.targets import QUICKSTART_OLMO
 
 NUM_LAYERS = 8
 """The fewest of which three layers are captured as of a deep model, windows in three of four."""

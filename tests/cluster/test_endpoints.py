@@ -18,15 +18,15 @@ import pytest
 import yaml
 from kubernetes import client, config
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Endpoint
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import NotFound
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.cluster.endpoints import WINDOW
 from eyrie_operator.conditions import find
@@ -143,7 +143,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of random weights for the quickstart target: its guesses are poor, its text is the target's."""
     import torch
 
-    from eyrie_api.submission.facts import quickstart_dir
+    from eyrie_api.planning.facts import quickstart_dir
     from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter
     from eyrie_workers.drafters.eagle3.family import save_drafter
     from eyrie_workers.targets.config import read_config

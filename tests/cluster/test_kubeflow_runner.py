@@ -12,9 +12,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.records import WaitingPod
+from eyrie_api.contract.cluster import ClusterProfile
+from eyrie_api.contract.records import WaitingPod
+from eyrie_api.planning.resolve import derive
 from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines.kubeflow import KubeflowRunner

@@ -12,6 +12,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.access import CreateProject, Quotas
+from eyrie_api.contract.resources import FINALIZER
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Job
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import JobFilter, Jobs
@@ -19,13 +24,8 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.projects import Projects
 from eyrie_api.errors import NotFound
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import CreateProject, Quotas
-from eyrie_api.v1alpha1.resources import FINALIZER
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Job
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.client import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRejected
 from eyrie_operator.cluster.resources import read_job
 from tests.api.samples import ended, job_body, job_spec

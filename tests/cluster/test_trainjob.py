@@ -15,8 +15,8 @@ import httpx
 import pytest
 from kubernetes import config
 
+from eyrie_api.contract.placement import Placement, VolumeWork
 from eyrie_api.errors import NotFound
-from eyrie_api.v1alpha1.placement import Placement, VolumeWork
 from eyrie_operator.cluster.client import Cluster
 from eyrie_pipelines.trainjob import (
     API_VERSION,

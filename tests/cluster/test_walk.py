@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.stages import JOB_STAGES
+from eyrie_api.contract.stages import JOB_STAGES
 from eyrie_workers.catalog import STATE_DIR
 from tests.cluster.observations import LONG_S, QUESTIONS, Diary, Served, chat, manifest, phase, serving
 from tests.cluster.patience import PATIENCE, eventually
@@ -54,7 +54,7 @@ def job(name: str, conversations: int, tokens: int, *, strict: bool, **train: An
                       "max_new_tokens": 48, "warmup_prompts": 1},
         "tune": {"num_steps": [3, 5], "top_k": [1], "num_draft_tokens": [10], "ngram": False, "max_prompts": 4,
                  "temperatures": [0.0], "concurrencies": [1], "budget_s": 6.0},
-        "prove": {"loads": [1], "requests": 8, "max_new_tokens": 48, "parity_prompts": 4},
+        "prove": {"concurrencies": [1], "requests": 8, "max_new_tokens": 48, "parity_prompts": 4},
         "promotion": STRICT if strict else LENIENT,
         "serve": {"endpoint": "chat", "health_timeout_s": 90 * PATIENCE},
     }

@@ -15,10 +15,10 @@ from typing import Any
 import click
 import typer
 
+from eyrie_api.contract.cluster import ClusterProfile
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_operator.command import app
 from tests.docs.reasons import REASONS
 from tests.house.sources import modules, parsed

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.campaigns.chaos import rehearsed
+from benchmarks.campaigns.live_servers import Plane
 from eyrie_api.processes import free_port
-from tests.campaigns.chaos import rehearsed
-from tests.campaigns.live_servers import Plane
 from tests.house.sources import ROOT
 
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("*.md")])

@@ -12,13 +12,13 @@ import typer
 import yaml
 from pydantic import BaseModel
 
-from eyrie_api.v1alpha1.cluster import ClusterProfile, ModelCacheSpec, ServingSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
+from benchmarks import plans
+from eyrie_api.contract.cluster import ClusterProfile, ModelCacheSpec, ServingSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import Placement, S3Work, VolumeWork
 from eyrie_operator.command import app
 from eyrie_operator.unscheduled import WAITS
-from eyrie_workers.engines.sglang.profiles import PROFILES
-from tests.benchmarks import plans
+from eyrie_workers.sglang.profiles import PROFILES
 from tests.docs.reference import REFERENCE, cli_page, cluster_page, errors_page, job_page, rest_page
 from tests.house.sources import ROOT
 from tests.walkthrough.test_one_machine import plane
@@ -34,7 +34,7 @@ def test_a_generated_page_is_what_the_code_says(page: str, written: object) -> N
 
 
 def test_the_page_of_plans_is_what_the_planner_says() -> None:
-    assert plans.PAGE.read_text() == plans.page(), "python -m tests.benchmarks.plans"
+    assert plans.PAGE.read_text() == plans.page(), "python -m benchmarks.plans"
 
 
 def test_the_page_of_errors_has_every_reason_and_what_to_do() -> None:

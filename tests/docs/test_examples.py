@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from eyrie_api import yaml_text
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.preflight import check, plan
+from eyrie_api.planning.sweep import expand
 from eyrie_api.settings import Settings
-from eyrie_api.submission.preflight import check, plan
-from eyrie_api.v1alpha1.job import JobSpec
 from tests.house.sources import ROOT
 
 CANDIDATES = {"own_data": 1, "sweep": 8, "families": 4, "rivals": 1, "streaming": 1, "mixes": 3}

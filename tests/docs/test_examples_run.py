@@ -16,8 +16,8 @@ import pytest
 
 from eyrie_api import yaml_text
 from eyrie_api.client import Client
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.status import JobReport
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.status import JobReport
 from tests.cluster.seed_job import laid_over
 from tests.house.sources import ROOT
 from tests.tiny import tiny_target
@@ -36,7 +36,7 @@ FEWER: dict[str, dict[str, Any]] = {
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with what the examples name: a target, conversations in three formats, a published head."""
     from eyrie_workers.drafters.export import to_speculators
-    from tests.workers.measurement.tiny_bench import random_drafter
+    from tests.workers.measure.tiny_bench import random_drafter
 
     rows = [{"messages": [{"role": "user", "content": f"What is {number} plus {2 * number}?"}]} for number in range(60)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -8,11 +8,11 @@ import jsonschema
 import pytest
 
 from eyrie_api import yaml_text
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import S3Work
+from eyrie_api.planning.preflight import plan
 from eyrie_api.settings import Settings
-from eyrie_api.submission.preflight import plan
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import S3Work
-from eyrie_workers.engines.sglang.profiles import PROFILES
+from eyrie_workers.sglang.profiles import PROFILES
 from tests.house.sources import ROOT
 
 PAGE = (ROOT / "docs/large_job.md").read_text()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_workers.conversations.conversation import Message, conversation
-from tests.benchmarks.quickstart.corpus.streams import conversations
+from benchmarks.quickstart.corpus.streams import conversations
+from eyrie_api.contract.job import JobSpec
+from eyrie_workers.data.conversation import Message, conversation
 from tests.cluster.seed_job import SEED, STREAM, published, seed_job
 
 

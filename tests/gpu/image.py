@@ -36,7 +36,7 @@ _COMPONENTS = ("api", "kernels", "operator", "pipelines", "workers")
 # The tests and the benchmark of a GPU.
 _WALKED = ("tests.gpu.test_on_a_gpu", "tests.gpu.test_kernels_at_size", "tests.gpu.conftest", "tests.kernels.conftest",
            "tests.kernels.test_packed_attention", "tests.kernels.test_soft_target_loss",
-           "tests.benchmarks.gpu.__main__")
+           "benchmarks.gpu.__main__")
 
 
 def pins(text: str) -> dict[str, str]:

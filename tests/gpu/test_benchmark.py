@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.gpu import sections
-from tests.benchmarks.gpu.__main__ import main
-from tests.benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu import sections
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.sections import SECTIONS
 from tests.gpu.sizes import TINY, this_device
 
 

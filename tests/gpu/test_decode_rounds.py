@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
 from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.ngram import NgramDrafter

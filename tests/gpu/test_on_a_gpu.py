@@ -17,23 +17,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import training_step
 from eyrie_api.artifacts import read_manifest
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_api.v1alpha1.stages import TrainStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.reports import TrainReport
+from eyrie_api.contract.stages import TrainStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.family import family_named, open_drafter
-from eyrie_workers.features.store import FeatureStore
+from eyrie_workers.hidden_states.store import FeatureStore
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.train import train
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import load_target
-from tests.benchmarks import training_step
 from tests.gpu.sizes import NO_GPU, REAL, TINY, Sizes
 from tests.gpu.workload import AUX_LAYERS, STEPS, drafter_of, run_capture, step, write_rows
 
@@ -152,7 +152,7 @@ def test_captured_states_are_the_targets_and_a_drafter_trains_on_them(
         feed: str, sizes: Sizes, target_of_size: Path, tmp_path: Path) -> None:
     lengths = (*sizes.lengths(sizes.kernel_tokens), 17, 40)
     write_rows(tmp_path / "rows", target_of_size, sizes, lengths)
-    run_capture(tmp_path / "states", target_of_size, tmp_path / "rows", sizes, feed=feed, codec="float32")
+    run_capture(tmp_path / "states", target_of_size, tmp_path / "rows", sizes, mode=feed, codec="float32")
     if feed == "store":
         store, target = FeatureStore(tmp_path / "states"), load_target(target_of_size)
         for number in (len(lengths) - 1, 0):  # one that shares its pass with others, and the longest

@@ -13,19 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import training_step as training_bench
+from benchmarks.calibration.measure import measure as calibrating
+from benchmarks.quickstart.entropy import confidence
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import GpuTooSmall
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow
-from eyrie_workers.features.streaming import compute_pass
-from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.parity_reference import RoundReplay
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.shard_format import StoreFormat, TokenRow
+from eyrie_workers.hidden_states.streaming import compute_pass
+from eyrie_workers.measure.benchmark.losslessness import explain
+from eyrie_workers.measure.parity_reference import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.stages import benchmark
@@ -36,13 +39,10 @@ from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.state_source import compare, reference_states
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import StepContext
-from tests.benchmarks import training_step as training_bench
-from tests.benchmarks.calibration.measure import measure as calibrating
-from tests.benchmarks.quickstart.entropy import confidence
 from tests.gpu.pretended import GPU, Apart, PretendedGpu, pretended_flash
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
-from tests.workers.measurement.tiny_bench import one_shape, stage_specs
+from tests.workers.measure.tiny_bench import one_shape, stage_specs
 from tests.workers.stages import test_benchmark as benchmarking
 from tests.workers.stages import test_capture as capturing
 from tests.workers.stages import test_sweep as sweeping
@@ -277,7 +277,7 @@ def test_the_capture_stage_stores_the_processors_bytes(codec: str, stages: None,
 def test_the_train_stage_trains_from_a_stream_there(name: str, stages: None, target_dir: Path, tmp_path: Path) -> None:
     capturing.write_rows(tmp_path / "rows", target_dir, 16)
     families = {} if name == "eagle3" else {"families": (name,)}
-    spec = capturing.write_spec(tmp_path / "store", target_dir, tmp_path / "rows", feed="stream")
+    spec = capturing.write_spec(tmp_path / "store", target_dir, tmp_path / "rows", mode="stream")
     (tmp_path / "store" / "spec.json").write_text(spec.model_copy(update=families).model_dump_json())
     assert capturing.run(tmp_path / "store") == 0
     training.write_spec(tmp_path / "out", target_dir, tmp_path / "store", drafter={"family": name}, epochs=1)

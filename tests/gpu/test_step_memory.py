@@ -1,4 +1,4 @@
-"""The bytes that a training step allocates on a GPU are those that `decisions.training_cost` predicts.
+"""The bytes that a training step allocates on a GPU are those that `planning.training_cost` predicts.
 
 The GPU's code path runs on the CPU: tensors are on a pretended GPU (`pretended`), kernels allocate what they allocate
 there and compute nothing, and `tests.live_bytes` counts. Sizes are chosen so that every component is visible: on the
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyrie_api.decisions.training_cost import StepSetting, step_bytes
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.training_cost import StepSetting, step_bytes
 from eyrie_kernels import packed_attention, soft_target_loss
 from eyrie_workers.drafters.eagle3.drafter import (
     Eagle3Config,
@@ -31,7 +31,7 @@ from eyrie_workers.drafters.eagle3.drafter import (
     trained_drafter,
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.eagle1 import NOISE, noisy
 from eyrie_workers.drafters.eagle3.drafter import TrainingTimeTest
 from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.features.shard_format import TopKLogits
+from eyrie_workers.hidden_states.shard_format import TopKLogits
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.operators import OutputHead
@@ -38,7 +38,7 @@ from tests.gpu.test_pretended import STEPS, documents_for, made
 from tests.tiny import tiny_target
 from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_documents, random_drafter
 
-SPEC = TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0, normalisation="sequence")
+SPEC = TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0, normalization="sequence")
 CONTEXT = StepContext(9, 10, 0)
 
 

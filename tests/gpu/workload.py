@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 
 from eyrie_api.artifacts import read_manifest
-from eyrie_api.v1alpha1.capture import CaptureSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.reports import CaptureReport
-from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_api.v1alpha1.targets import Dtype, TargetSpec
-from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
+from eyrie_api.contract.capture import CaptureSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.reports import CaptureReport
+from eyrie_api.contract.stages import CaptureStage
+from eyrie_api.contract.targets import Dtype, TargetSpec
+from eyrie_api.contract.training import TrainSpec
+from eyrie_workers.data.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
 from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.capture import capture
 from eyrie_workers.targets.config import read_config

@@ -7,12 +7,12 @@ import pytest
 import yaml
 from kubernetes_validate import SchemaNotFoundError, validate
 
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCacheSpec
+from eyrie_api.contract.placement import S3Work, VolumeWork
+from eyrie_api.contract.stages import JOB_STAGES
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.planning.placement import read_profile
 from eyrie_api.settings import Settings
-from eyrie_api.submission.placement import read_profile
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCacheSpec
-from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
-from eyrie_api.v1alpha1.stages import JOB_STAGES
 from eyrie_operator.manifests.deployment import SERVER, labels
 from tests.helm.rendering import (
     CHART,

@@ -1,7 +1,7 @@
 """Brings what follows from other files up to date: `python -m tests.helm.values_table`.
 
 Three things would otherwise drift: the settings that values.schema.json lets through (they are those of
-`eyrie_api.settings`), what `cluster` may hold (it is `eyrie_api.v1alpha1.cluster`'s, and its words), and the table of
+`eyrie_api.settings`), what `cluster` may hold (it is `eyrie_api.contract.cluster`'s, and its words), and the table of
 values in docs/helm_values.md (from the schema and values.yaml). The tests compare.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from eyrie_api.contract.cluster import ClusterProfile
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.cluster import ClusterProfile
 
 HELM = Path(__file__).parents[2] / "helm"
 SCHEMA, VALUES = HELM / "eyrie/values.schema.json", HELM / "eyrie/values.yaml"

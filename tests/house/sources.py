@@ -18,8 +18,8 @@ def modules() -> tuple[Path, ...]:
 
 @cache
 def benchmarks() -> tuple[Path, ...]:
-    """Every Python file of tests/benchmarks that is not a test."""
-    paths = sorted((ROOT / "tests/benchmarks").rglob("*.py"))
+    """Every Python file of benchmarks that is not a test."""
+    paths = sorted((ROOT / "benchmarks").rglob("*.py"))
     return tuple(path for path in paths if not path.stem.startswith("test_"))
 
 

@@ -8,9 +8,9 @@ ENTRY_POINTS = {
     "eyrie_operator.command": "the console script `eyrie`",
     "eyrie_operator.manifests.crd": "`python -m` writes the custom resource definitions into the chart",
     "eyrie_workers.drafters.export": "`python -m` converts drafters to and from speculators format",
-    "eyrie_workers.engines.sglang.plugin.olmo2": "SGLang imports every module of that package",
-    "eyrie_workers.engines.sglang.plugin.qwen2_moe": "SGLang imports every module of that package",
-    "eyrie_workers.engines.sglang.plugin.capture_export": "SGLang imports every module of that package",
+    "eyrie_workers.sglang.plugin.olmo2": "SGLang imports every module of that package",
+    "eyrie_workers.sglang.plugin.qwen2_moe": "SGLang imports every module of that package",
+    "eyrie_workers.sglang.plugin.capture_export": "SGLang imports every module of that package",
 }
 ENTRY_PACKAGES = {
     "eyrie_workers.stages": "stage programs, started by the names in the catalog",

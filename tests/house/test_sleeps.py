@@ -14,7 +14,7 @@ ALLOWED = {
     "tests/api/test_connection_limits.py": "clients that send slowly or nothing",
     "tests/pipelines/rehearsal/rehearsal_stage.py": "stages that hang, or wait for others",
     "tests/pipelines/test_full_disk.py": "space that is freed later than measured",
-    "tests/workers/conversations/test_stored_rows.py": "kills at several times after the last line is read",
+    "tests/workers/data/test_stored_rows.py": "kills at several times after the last line is read",
     "tests/workers/regeneration/test_sharded.py": "a shard that takes longer than its message stays invisible",
 }
 PROGRAMS = ("benchmarks", "campaigns", "cluster")

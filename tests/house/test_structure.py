@@ -51,8 +51,8 @@ def test_the_control_plane_imports_without_torch_or_transformers() -> None:
 
 
 def test_the_api_accepts_exactly_the_target_families_that_the_workers_implement() -> None:
-    from eyrie_api.decisions.target_config import FAMILIES
-    from eyrie_api.v1alpha1.targets import SUPPORTED_ARCHITECTURES
+    from eyrie_api.contract.targets import SUPPORTED_ARCHITECTURES
+    from eyrie_api.planning.target_config import FAMILIES
 
     assert {name.removesuffix("ForCausalLM").lower() for name in SUPPORTED_ARCHITECTURES} == set(FAMILIES)
 

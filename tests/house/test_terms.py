@@ -46,7 +46,7 @@ FILES = {
 CORPUS_FILES = {"calls": "tools", "programs": "code", "sums": "math", "talk": "chat"}
 """Replaced file names of the quickstart's corpus."""
 
-STORED = {("eyrie_workers.features.shard_format", "taught")}
+STORED = {("eyrie_workers.hidden_states.shard_format", "taught")}
 """Names that are kept because files on disk hold them: stores written before must stay readable."""
 
 
@@ -95,7 +95,7 @@ def test_no_replaced_term_is_a_public_name_of_the_code() -> None:
 
 
 def test_no_replaced_term_is_a_file_name() -> None:
-    corpus = ROOT / "tests/benchmarks/quickstart/corpus"
+    corpus = ROOT / "benchmarks/quickstart/corpus"
     assert [path for path in (*modules(), *benchmarks())
             if path.stem in FILES or is_replaced(path.stem) or is_replaced(path.parent.name)] == []
     assert [path for path in corpus.iterdir() if path.stem in CORPUS_FILES] == []
@@ -121,7 +121,7 @@ def test_no_replaced_term_is_a_word_of_the_command_line() -> None:
             yield from words(inner)
 
     names = set(words(typer.main.get_command(app)))
-    # The program with argparse that `eyrie load` starts.
+    # The program with argparse that `eyrie load-test` starts.
     for path in (*modules(), *benchmarks()):
         names |= {node.value.lstrip("-") for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)
                   and isinstance(node.value, str) and re.fullmatch(r"--[a-z-]+", node.value)}

@@ -203,8 +203,8 @@ def test_what_is_not_read_is_refused_before_anything_runs() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last(together: bool) -> None:
-    from eyrie_api.v1alpha1.cluster import ClusterProfile
-    from eyrie_api.v1alpha1.placement import JobPlacement
+    from eyrie_api.contract.cluster import ClusterProfile
+    from eyrie_api.contract.placement import JobPlacement
     from eyrie_pipelines.placement import compile_for
     from tests.kubeflow.jobs import refuse_settings_not_read
 

@@ -8,9 +8,9 @@ from rich.console import Console, RenderableType
 
 from eyrie_api.cli.chat import Reply
 from eyrie_api.cli.verbs import Screen
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.reports import BenchmarkReport, CellReport, Environment
 from eyrie_operator.cli import demo
 
 CHAIN = DraftTreeShape(num_steps=7, top_k=1, num_draft_tokens=8)
@@ -73,7 +73,7 @@ def test_the_short_job_keeps_every_stage_and_shrinks_what_takes_time() -> None:
         assert job.promotion.mode == "auto"
         assert job.promotion.require_identical
         assert job.serve.enabled
-        assert job.prove.loads == (1, 4)
+        assert job.prove.concurrencies == (1, 4)
     assert short.prove.requests * short.prove.max_new_tokens < whole.prove.requests * whole.prove.max_new_tokens
 
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field
 
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import Placement
+from eyrie_api.contract.resources import DraftEndpointSpec, DrafterJobSpec
+from eyrie_api.planning.preflight import check
 from eyrie_api.settings import Settings
-from eyrie_api.submission.preflight import check
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import Placement
-from eyrie_api.v1alpha1.resources import DraftEndpointSpec, DrafterJobSpec
 from eyrie_operator.manifests.crd import NotStructural, custom_resource_definitions, render, structural
 from tests.api.samples import job_body, target_directory
 

@@ -10,10 +10,10 @@ import pytest
 
 from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.cli.verbs import Screen
+from eyrie_api.contract.data import DataSource
 from eyrie_api.errors import InvalidInput, NoUsableData
-from eyrie_api.v1alpha1.data import DataSource
 from eyrie_operator.cli.files import destination, push
-from eyrie_workers.conversations.readers import read_conversations
+from eyrie_workers.data.readers import read_conversations
 from tests.api.artifacts.conftest import Bucket, make_bucket
 from tests.servers.s3 import S3Server
 

@@ -13,16 +13,16 @@ import pytest
 from eyrie_api.artifacts import write_model, write_sealed
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import JobStatus, StageStatus
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import JobStatus, StageStatus
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.control_plane import Plane
 from eyrie_operator.doctor import SET_ASIDE, DatabaseDamaged, Finding, Home, check_start, examine, repair
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.records import ProgressRecord
+from eyrie_api.contract.serving import ServeSpec
+from eyrie_api.contract.status import Job, StageStatus
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.records import ProgressRecord
-from eyrie_api.v1alpha1.serving import ServeSpec
-from eyrie_api.v1alpha1.status import Job, StageStatus
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.jobs.observation import changes

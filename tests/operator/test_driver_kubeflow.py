@@ -9,16 +9,16 @@ import yaml
 
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.store import StoreUnavailable
+from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.contract.placement import Placement, S3Work
+from eyrie_api.contract.records import Failure
+from eyrie_api.contract.serving import ServeSpec
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.records import Failure
-from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.control_plane import runtime_of
 from eyrie_operator.jobs.driver import Driver

@@ -11,21 +11,21 @@ import httpx
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.promotion import CanarySpec, DriftSpec, PromotionPolicy
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.planning.resolve import derive
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec, PromotionPolicy
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint, Revision
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded import endpoints
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints, FreeMemory

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_operator.embedded.endpoints import FreeMemory, find_room, free_memory, weight_bytes
 
 GIB = 2**30

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.embedded.processes import engine_argv, read_counters
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_pipelines.processes import wait_until
-from eyrie_workers.engines.sglang.profiles import requests_that_fit
+from eyrie_workers.sglang.profiles import requests_that_fit
 from tests.api.samples import benchmark_report, finish_stage, target_directory
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))

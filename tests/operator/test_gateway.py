@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.campaigns.raw_http import send
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, PortInUse
 from eyrie_operator.embedded.gateway import bind, create_gateway
@@ -38,7 +39,6 @@ from eyrie_operator.endpoints.traffic_recording import (
     redaction,
 )
 from eyrie_pipelines.processes import is_alive, wait_until
-from tests.campaigns.raw_http import send
 from tests.waiting import wait_for
 
 JSON = {"content-type": "application/json"}

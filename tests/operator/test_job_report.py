@@ -1,7 +1,7 @@
 """The report of a finished job, from its stages' manifests."""
 
-from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, RegenerateReport
-from eyrie_api.v1alpha1.stages import Manifest
+from eyrie_api.contract.reports import CaptureReport, LayerChoice, RegenerateReport
+from eyrie_api.contract.stages import Manifest
 from eyrie_operator.jobs.report import build_report
 
 ANSWERED = RegenerateReport(rows_read=12, rows_answered=10, rows_held_out=1, rows_quarantined=1, rows_reused=4,

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from eyrie_api.contract.serving import ServeSpec
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from tests.pipelines.conftest import Rehearsal, fill, spec_of

@@ -13,16 +13,16 @@ import uvicorn
 
 from eyrie_api.artifacts import digest_file, digest_model, write_model
 from eyrie_api.client import Client
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.reports import TrainReport, TuneReport, VocabularyReport
+from eyrie_api.contract.stages import FileEntry, Manifest, StageReport
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.reports import TrainReport, TuneReport, VocabularyReport
-from eyrie_api.v1alpha1.stages import FileEntry, Manifest, StageReport
 from eyrie_operator.cli.files import publish
 from eyrie_operator.embedded.gateway import bind
 from eyrie_workers.drafters.card import Card, identify, write_card
@@ -32,7 +32,7 @@ from tests.pipelines.conftest import spec_of
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.tiny import tiny_target
 from tests.waiting import wait_for
-from tests.workers.measurement.tiny_bench import random_drafter
+from tests.workers.measure.tiny_bench import random_drafter
 
 NAME = "base-step-7"
 

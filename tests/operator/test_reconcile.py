@@ -1,4 +1,4 @@
-"""The heart of the operator, with plain values. `tests/campaigns/model.py` plays it against a simulated world."""
+"""The heart of the operator, with plain values. `benchmarks/campaigns/model.py` plays it against a simulated world."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.records import Failure, WaitingPod
-from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, PromotionDecision
-from eyrie_api.v1alpha1.serving import ServeSpec
-from eyrie_api.v1alpha1.stages import Manifest
-from eyrie_api.v1alpha1.status import Condition, JobStatus
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.records import Failure, WaitingPod
+from eyrie_api.contract.reports import CaptureReport, LayerChoice, PromotionDecision
+from eyrie_api.contract.serving import ServeSpec
+from eyrie_api.contract.stages import Manifest
+from eyrie_api.contract.status import Condition, JobStatus
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_operator.conditions import find, is_over, is_true, observe
 from eyrie_operator.jobs.observation import changes
 from eyrie_operator.jobs.reconcile import (

@@ -5,8 +5,8 @@ from pathlib import Path
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
 from eyrie_operator.conditions import find
 from eyrie_operator.control_plane import runtime_of
 from eyrie_operator.jobs.driver import Driver

@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
-from eyrie_api.v1alpha1.records import Wait
-from eyrie_api.v1alpha1.status import Endpoint, Revision
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.promotion import CanarySpec, DriftSpec
+from eyrie_api.contract.records import Wait
+from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.endpoints.plan import (
     CANARY_ROUNDS,
     KILL_MARGIN_S,

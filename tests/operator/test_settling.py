@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.contract.benchmark import RivalSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.serving import EndpointServeSpec, ServeSpec
+from eyrie_api.contract.stages import Manifest
+from eyrie_api.contract.status import Condition, Job
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import ResultFilter, Results
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.benchmark import RivalSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.serving import EndpointServeSpec, ServeSpec
-from eyrie_api.v1alpha1.stages import Manifest
-from eyrie_api.v1alpha1.status import Condition, Job
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines import local
@@ -95,7 +95,7 @@ FASTER = RivalSpec(path="org/head", name="99")
 
 def test_a_faster_rival_refuses_promotion_when_it_is_to_be_beaten_and_is_on_the_leaderboard(harness: Harness) -> None:
     job_id = harness.finished(spec_of(rivals=(FASTER, RivalSpec(method="off")),
-                                      promotion=PromotionPolicy(beat="rivals")))
+                                      promotion=PromotionPolicy(must_beat="rivals")))
     decision = harness.look(job_id).status.decision
     assert decision is not None
     # Tuned, the rehearsed rival is as fast in the benchmark and under load: neither reaches the margin.

@@ -18,16 +18,16 @@ import httpx
 import pytest
 
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Condition
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Condition
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints, FreeMemory
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.records import WaitingPod
+from eyrie_api.contract.records import WaitingPod
 from eyrie_operator.unscheduled import GRACE, is_due, wait_of, waiting_pods, why_waiting
 
 SINCE = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -10,13 +10,13 @@ from typing import Literal
 
 import pytest
 
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.sweep import SweepAxis, SweepSpec
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.full_disk import free_bytes
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_api.planning.resolve import derive
 from eyrie_pipelines import local
 from eyrie_pipelines.runner import JobFile
 from tests.small_disk import small_disk
@@ -82,7 +82,7 @@ def job_file(spec: JobSpec, attempt: int = 1, incumbent: DrafterUse | None = Non
 
 def sweeping_spec(together: Literal["auto", "always", "never"] = "auto", **sections: object) -> JobSpec:
     axis = SweepAxis(field="train.learning_rate", values=(0.001, 0.002, 0.003))
-    return spec_of(sweep=SweepSpec(axes=(axis,), together=together), **sections)
+    return spec_of(sweep=SweepSpec(axes=(axis,), shared_passes=together), **sections)
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_api.v1alpha1.stages import Manifest, StageSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.reports import TrainReport
+from eyrie_api.contract.stages import Manifest, StageSpec
+from eyrie_api.planning.resolve import derive
 from eyrie_pipelines import stage_specs, tasks
 from eyrie_pipelines.runner import JOB_FILE, JobFile
 from eyrie_workers.catalog import stage_dir

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from eyrie_api.v1alpha1.stages import JOB_STAGES
+from eyrie_api.contract.stages import JOB_STAGES
 from eyrie_pipelines.kfp_pipeline import compile_to
 
 CHECKED_IN = Path(__file__).resolve().parents[2] / "pipelines" / "compiled" / "drafter.yaml"

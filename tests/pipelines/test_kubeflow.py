@@ -13,13 +13,13 @@ import pytest
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.placement import Placement, S3Work
+from eyrie_api.contract.records import Failure, ProgressRecord
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import Permanent, Transient
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.records import Failure, ProgressRecord
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.planning.resolve import derive
 from eyrie_pipelines.kubeflow import (
     KfpApi,
     KubeflowAccessDenied,

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.hardware import HardwareSpec, PlacedProfile
+from eyrie_api.contract.placement import JobPlacement
+from eyrie_api.contract.prove import ProveReport, ProveSpec
+from eyrie_api.contract.records import ProgressRecord
+from eyrie_api.contract.reports import TuneReport
+from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import Conflict, Transient
-from eyrie_api.submission.facts import gpus_of
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
-from eyrie_api.v1alpha1.placement import JobPlacement
-from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
-from eyrie_api.v1alpha1.records import ProgressRecord
-from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.planning.facts import gpus_of
+from eyrie_api.planning.resolve import derive
 from eyrie_pipelines import local, tasks
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
 from eyrie_pipelines.run_records import Attempts, StageFailed, read_failure, read_stage_failure
@@ -229,7 +229,7 @@ def test_candidates_trained_together_are_tried_again_as_one_alone_is(
     assert failed is not None
     assert (failed.stage, failed.failure.reason) == ("train", reason)
     if reason == "StageFailed":
-        assert "sweep.together to never" in failed.failure.hint
+        assert "sweep.shared_passes to never" in failed.failure.hint
 
 
 @pytest.mark.slow

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, KubeflowSpec, ModelCacheSpec
-from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
-from eyrie_api.v1alpha1.placement import (
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile, KubeflowSpec, ModelCacheSpec
+from eyrie_api.contract.hardware import HardwareSpec, PlacedProfile
+from eyrie_api.contract.placement import (
     HostPath,
     JobPlacement,
     Placement,
@@ -21,6 +20,7 @@ from eyrie_api.v1alpha1.placement import (
     VolumeWork,
     WorkArea,
 )
+from eyrie_api.errors import InvalidInput
 from eyrie_pipelines.placement import POD_ANNOTATION, compile_for
 from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables

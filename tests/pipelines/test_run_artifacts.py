@@ -19,8 +19,8 @@ from kfp.dsl.executor import Executor
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.placement import JobPlacement
+from eyrie_api.contract.cluster import ClusterProfile
+from eyrie_api.contract.placement import JobPlacement
 from eyrie_pipelines import kfp_pipeline, run_artifacts
 from eyrie_pipelines.placement import compile_for
 from eyrie_pipelines.tasks import load_job

@@ -6,19 +6,19 @@ import pytest
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import digest_model
-from eyrie_api.decisions import sweep
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.drafter import PublishedDrafter
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import JobPlacement
+from eyrie_api.contract.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
+from eyrie_api.contract.sweep import SweepAxis, SweepSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.drafter import PublishedDrafter
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import JobPlacement
-from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
-from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.planning import sweep
+from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.sweep import expand
 from eyrie_pipelines import stage_specs
 from eyrie_pipelines.runner import JobFile
 from tests.pipelines.conftest import spec_of, sweeping_spec

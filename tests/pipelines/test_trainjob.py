@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from eyrie_api.artifacts import digest_model, write_model
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
-from eyrie_api.v1alpha1.placement import JobPlacement, Placement, VolumeWork
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ModelCacheSpec
+from eyrie_api.contract.placement import JobPlacement, Placement, VolumeWork
+from eyrie_api.planning.resolve import derive
 from eyrie_operator.unscheduled import waiting_pods
 from eyrie_pipelines import work_area
 from eyrie_pipelines.run_records import read_failure

@@ -21,21 +21,21 @@ from eyrie_api.artifacts.directories import download_dir
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreOptions, StoreUnavailable
+from eyrie_api.contract.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.contract.capture import CaptureSpec
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.hardware import HardwareSpec, PlacedProfile
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.prove import ProveSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.reports import RegenerateReport
+from eyrie_api.contract.stages import RegenerateStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import Transient
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
-from eyrie_api.v1alpha1.capture import CaptureSpec
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.hardware import HardwareSpec, PlacedProfile
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.prove import ProveSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.planning.resolve import derive
 from eyrie_pipelines import tasks, work_area
 from eyrie_pipelines.directory_sync import DirectorySync, _take_snapshot, join_parts
 from eyrie_pipelines.processes import wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_workers.engines.sglang.process import SglangServer
+from eyrie_workers.sglang.process import SglangServer
 
 collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_SGLANG") == "1" else ["*.py"]
 
@@ -47,8 +47,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     """Token ids of four prompts of each quickstart suite."""
-    from eyrie_api.v1alpha1.benchmark import SuiteSpec
-    from eyrie_workers.conversations.suites import load_suite
+    from eyrie_api.contract.benchmark import SuiteSpec
+    from eyrie_workers.data.suites import load_suite
     from eyrie_workers.targets.templates import ChatTokenizer
     from tests.sglang.servers import TARGET
     from tests.sglang.trained_drafter import SUITES

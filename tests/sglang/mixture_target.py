@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 
 NUM_EXPERTS, ACTIVE = 4, 2

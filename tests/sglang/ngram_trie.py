@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.drafters.ngram import tree_of_rows
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree

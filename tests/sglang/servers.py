@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, DraftTreeShape
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint import read_config
-from eyrie_workers.engines.sglang.checkpoints import checkpoint_algorithm
-from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
+from eyrie_workers.sglang.checkpoints import checkpoint_algorithm
+from eyrie_workers.sglang.process import SglangServer, start_sglang
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 
 ROOT = Path(__file__).resolve().parents[2]

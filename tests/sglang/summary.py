@@ -1,6 +1,6 @@
 """Figures of the servers for the end of pytest's output, which a passed test does not show."""
 
-from eyrie_api.v1alpha1.prove import ParityReport
+from eyrie_api.contract.prove import ParityReport
 
 SUMMARY: list[str] = []
 

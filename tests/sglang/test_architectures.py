@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.engines.sglang.capture_states import SglangStates
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.managed_engine import generate
-from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
-from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.sglang.servers import ServerPlan
+from eyrie_workers.sglang.capture_states import SglangStates
+from eyrie_workers.sglang.checkpoints import read_drafter, read_target
+from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments, launch_environment
+from eyrie_workers.sglang.managed_engine import generate
+from eyrie_workers.sglang.process import SglangServer, start_sglang
+from eyrie_workers.sglang.profiles import profile
+from eyrie_workers.sglang.servers import ServerPlan
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.state_source import open_local, reference_states

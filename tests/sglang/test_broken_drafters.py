@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_workers.engines.sglang.process import SglangServer
+from eyrie_workers.sglang.process import SglangServer
 from tests.sglang.broken_drafters import copy_drafter, ids_for_offsets, layers_shifted, norm_flipped
 from tests.sglang.servers import drafting, flags, serving
 from tests.sglang.test_parity import CHAIN, parity

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_api.contract.capture import CaptureSpec
+from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.stages import CaptureStage
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.capture import CaptureSpec
-from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.engines.sglang.capture_states import SglangStates
-from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
+from eyrie_workers.sglang.capture_states import SglangStates
+from eyrie_workers.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.stage_program import Stage, run_program
 from eyrie_workers.stages.capture import capture, is_whole
 from eyrie_workers.targets.loading import load_target, resolve

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.decisions.sglang_support import (
+from eyrie_api.planning.sglang_support import (
     CAPTURED_ARCHITECTURES,
     CAPTURED_BESIDES,
     NO_BLOCKS_ARCHITECTURES,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from eyrie_workers.engines.sglang.plugin_files import place_plugin
-from eyrie_workers.engines.sglang.process import start_sglang
+from eyrie_workers.sglang.plugin_files import place_plugin
+from eyrie_workers.sglang.process import start_sglang
 from tests.sglang.servers import MODEL, READY_S, environment, flags, program
 
 ADMINISTRATION = ("/server_info", "/get_server_info", "/flush_cache", "/pause_generation", "/abort_request",

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import (
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.sglang.checkpoints import read_drafter, read_target
+from eyrie_workers.sglang.launch import (
     LaunchPlan,
     adaptive_config,
     launch_arguments,
     launch_environment,
 )
-from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, profile
+from eyrie_workers.sglang.profiles import PROFILES, HardwareProfile, profile
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 from tests.workers.engines.sglang.variants import comparison_commands

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.sglang.managed_engine import GREEDY_ONLY, SglangEngine
-from eyrie_workers.engines.sglang.process import SglangServer
-from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
+from eyrie_workers.sglang.managed_engine import GREEDY_ONLY, SglangEngine
+from eyrie_workers.sglang.process import SglangServer
+from eyrie_workers.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 from tests.sglang.servers import descendants, let_stages_start_it

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts import read_manifest
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage, RivalDrafter, TuneStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, TuneSpec
+from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.reports import BenchmarkReport, TuneReport
+from eyrie_api.contract.stages import BenchmarkStage, RivalDrafter, TuneStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, TuneSpec
 from eyrie_workers.catalog import command
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.benchmark import benchmark
@@ -150,7 +150,8 @@ def test_tuning_in_sglang_killed_in_the_race_leaves_no_server_and_goes_on_with_t
         fastest = max((trial for trial in report.trials if trial.concurrency == load and trial.setting != OFF),
                       key=lambda trial: trial.predicted_speedup)
         assert fastest.setting in tried
-    # What the winner has to beat with `promotion.beat: rivals`: the rival in its own best setting, measured here too.
+    # What the winner has to beat with `promotion.must_beat: rivals`: the rival in its own best setting, measured here
+    # too.
     assert report.rival is not None
     assert (report.rival.checkpoint, report.rival.final.lossless) == (rival.checkpoint, True)
     assert report.rival.map is not None

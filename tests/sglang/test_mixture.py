@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import Setting
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
-from eyrie_workers.engines.sglang.capture_states import SglangStates
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.process import SglangServer, plugin_root, start_sglang
-from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.sglang.servers import ServerPlan
-from eyrie_workers.measurement.benchmark.losslessness import explain
+from eyrie_workers.measure.benchmark.losslessness import explain
+from eyrie_workers.sglang.capture_states import SglangStates
+from eyrie_workers.sglang.checkpoints import read_drafter, read_target
+from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments, launch_environment
+from eyrie_workers.sglang.process import SglangServer, plugin_root, start_sglang
+from eyrie_workers.sglang.profiles import profile
+from eyrie_workers.sglang.servers import ServerPlan
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.state_source import open_local, reference_states
 from tests.sglang.mixture_target import write_mixture

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
-from eyrie_api.decisions.sglang_support import MTP_ARCHITECTURES
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import TuneSpec
+from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.prove import ProveReport, ProveSpec
+from eyrie_api.contract.reports import BenchmarkReport, TuneReport
+from eyrie_api.contract.stages import BenchmarkStage, ProveStage, TuneStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import TuneSpec
+from eyrie_api.planning.sglang_support import MTP_ARCHITECTURES
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.benchmark import benchmark
 from eyrie_workers.stages.prove import prove
@@ -96,7 +96,7 @@ def test_mtp_layers_are_benchmarked_tuned_and_proven_without_changing_an_answer(
         "report": tuned.model_copy(update={"map": None})}))
     proven = run(tmp_path / "prove", ProveStage, prove, ProveStage.model_validate(fields | {
         "tune_dir": str(tmp_path / "tune"), "max_concurrency": 4,
-        "prove": ProveSpec(loads=(1,), requests=4, max_new_tokens=24, parity_prompts=4)}))
+        "prove": ProveSpec(concurrencies=(1,), requests=4, max_new_tokens=24, parity_prompts=4)}))
     assert isinstance(proven, ProveReport)
     assert proven.parity is not None
     assert proven.parity.passed, proven.parity.reasons

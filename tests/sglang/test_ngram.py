@@ -5,17 +5,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.tuning import Setting
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
-from eyrie_workers.engines.sglang.checkpoints import read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
-from eyrie_workers.engines.sglang.process import SglangServer
-from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.intervals import acceptance_length, add_histograms
-from eyrie_workers.measurement.parity import request_answers
-from eyrie_workers.measurement.parity_reference import histogram_of, reference_rounds
+from eyrie_workers.measure.intervals import acceptance_length, add_histograms
+from eyrie_workers.measure.parity import request_answers
+from eyrie_workers.measure.parity_reference import histogram_of, reference_rounds
+from eyrie_workers.sglang.checkpoints import read_target
+from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.sglang.process import SglangServer
+from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
 from tests.sglang.ngram_trie import TrieDrafter

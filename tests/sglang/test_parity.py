@@ -7,17 +7,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.prove import ParityReport
+from eyrie_api.contract.tuning import Setting
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.prove import ParityReport
-from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint import read_config
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
-from eyrie_workers.engines.sglang.process import SglangServer
-from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.measurement.parity import request_answer
-from eyrie_workers.measurement.parity_reference import Reference
+from eyrie_workers.measure.parity import request_answer
+from eyrie_workers.measure.parity_reference import Reference
+from eyrie_workers.sglang.checkpoints import read_drafter, read_target
+from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.sglang.process import SglangServer
+from eyrie_workers.sglang.profiles import profile
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
 from tests.sglang.summary import add_to_summary
 from tests.workers.engines.request_fields import CHECKS, Served, behind_gateway

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.v1alpha1.prove import ProveSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_api.contract.prove import ProveSpec
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.sglang import servers as managed
-from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan, ServerPool
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measurement.benchmark.session import read_suites
+from eyrie_workers.measure.benchmark.session import read_suites
+from eyrie_workers.sglang import servers as managed
+from eyrie_workers.sglang.servers import ServerHistory, ServerPlan, ServerPool
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.prove import CheckResult, Proof, checks_of, run_check, select_prompts, variants_to_compare
 from tests.workers.stages.test_prove import CHAIN, servers_of, spec_in, tuned
@@ -27,7 +27,7 @@ def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ended_is_replaced_but_not_for_ever(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = ProveSpec(loads=(1,), requests=4, max_new_tokens=8, parity_prompts=2, system_prompt="")
+    small = ProveSpec(concurrencies=(1,), requests=4, max_new_tokens=8, parity_prompts=2, system_prompt="")
     spec, stage = spec_in(tmp_path, tuned(None), prove=small), Stage(tmp_path)
     plan = ServerPlan("embedded", spec.target, 2, 1)
     uses = variants_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), stage)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
-from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, RecordedAnswers
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
-from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.stages import Manifest, ProveStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.contract.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.contract.comparison import ANSWERS_FILE, RecordedAnswers
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.prove import ProveReport, ProveSpec
+from eyrie_api.contract.reports import TuneReport
+from eyrie_api.contract.stages import Manifest, ProveStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.prove import prove
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
@@ -33,7 +33,7 @@ def stage_directory(tmp_path: Path, drafter: Path) -> Path:
     spec = ProveStage(
         job_id="j", checkpoint="c-step-1", candidate="c", target=TargetSpec(model="quickstart", dtype="float32"),
         benchmark=BenchmarkSpec(suites=(SuiteSpec(name="chat", path="quickstart:chat", max_prompts=2),)),
-        prove=ProveSpec(loads=(1,), requests=4, max_new_tokens=24, parity_prompts=4), drafter_dir=str(drafter),
+        prove=ProveSpec(concurrencies=(1,), requests=4, max_new_tokens=24, parity_prompts=4), drafter_dir=str(drafter),
         tune_dir=str(tmp_path / "tune"), engine=EngineSpec(kind="sglang"), max_concurrency=4)
     write_model(tmp_path / "tune" / "manifest.json", Manifest(
         stage="tune", job_id="j", spec_digest=digest_model(spec), code_version="0", report=tuned, files=(),

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM, EngineSpec, SamplingSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.rows import AnsweredRow, read_rows
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.engine import SGLANG_PROGRAM, EngineSpec, SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.reports import RegenerateReport
+from eyrie_api.contract.stages import RegenerateStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_workers.data.rows import AnsweredRow, read_rows
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate

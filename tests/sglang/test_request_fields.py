@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from eyrie_workers.engines.sglang.process import SglangServer
+from eyrie_workers.sglang.process import SglangServer
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.templates import ChatTokenizer

@@ -13,7 +13,7 @@ import torch
 
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
-from eyrie_workers.engines.sglang.process import SglangServer
+from eyrie_workers.sglang.process import SglangServer
 from tests.sglang.servers import drafting, flags, serving
 from tests.sglang.test_parity import CHAIN, parity
 

@@ -15,15 +15,15 @@ import sys
 from pathlib import Path
 
 from eyrie_api.artifacts import read_manifest
-from eyrie_api.v1alpha1.capture import CaptureSpec
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import SamplingSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_api.v1alpha1.stages import CaptureStage, RegenerateStage, StageSpec, TrainStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.capture import CaptureSpec
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.reports import TrainReport
+from eyrie_api.contract.stages import CaptureStage, RegenerateStage, StageSpec, TrainStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.training import TrainSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".eyrie" / "sglang-tests"

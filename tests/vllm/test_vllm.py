@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.benchmark import SuiteSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.suites import load_suite
+from eyrie_api.contract.benchmark import SuiteSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_workers.data.suites import load_suite
 from eyrie_workers.drafters.export import to_speculators
-from eyrie_workers.intervals import acceptance_length, add_histograms
-from eyrie_workers.measurement.parity import Served
-from eyrie_workers.measurement.parity_reference import Reference
+from eyrie_workers.measure.intervals import acceptance_length, add_histograms
+from eyrie_workers.measure.parity import Served
+from eyrie_workers.measure.parity_reference import Reference
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.sglang.broken_drafters import copy_drafter, edit_config

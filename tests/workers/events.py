@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from eyrie_api.v1alpha1.records import STAGE_RECORD, StageRecord
+from eyrie_api.contract.records import STAGE_RECORD, StageRecord
 
 
 def stage_records(path: Path) -> list[StageRecord]:

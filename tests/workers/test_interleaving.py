@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from eyrie_workers.intervals import interleaved
+from eyrie_workers.measure.intervals import interleaved
 
 
 def test_two_variants_alternate() -> None:

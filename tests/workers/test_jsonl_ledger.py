@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measurement.benchmark.variants import Entry, Sample
+from eyrie_workers.measure.benchmark.variants import Entry, Sample
 
 SAMPLE = Sample(token_ids=(1, 2), seconds=1.0, cpu_seconds=1.0, ttft_s=0.1, rounds=1, accepted_histogram=(0, 1))
 

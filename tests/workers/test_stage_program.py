@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import MANIFEST, write_model
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.stages import BenchmarkStage, CaptureStage, ProveStage, TuneStage
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.stages import BenchmarkStage, CaptureStage, ProveStage, TuneStage
 from eyrie_workers.stage_program import Result, Stage, run_program
 from tests.api.artifacts.test_directories import a_stage
 

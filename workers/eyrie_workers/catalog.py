@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.contract.stages import StageName
 
 STATE_DIR = "state"
 """Not hidden: hidden files are temporary and are not copied between machines."""

@@ -21,9 +21,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.rules import first_problem
 from eyrie_api.errors import ArtifactCorrupt
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.rules import first_problem
 
 EntryT = TypeVar("EntryT", bound=Frozen)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from eyrie_api.artifacts import code_version
-from eyrie_api.v1alpha1.reports import Environment
+from eyrie_api.contract.reports import Environment
 
 LOCK_NAME = "eyrie-measuring.lock"
 _GPU_LOCK_NAME = "eyrie-measuring-gpu-{}.lock"

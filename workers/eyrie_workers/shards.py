@@ -25,8 +25,8 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.chores.broker import SHARD_QUEUE, BrokerUnavailable, TaskLocks, messages_waiting, transport_settings
+from eyrie_api.contract.stages import RegenerateStage
 from eyrie_api.errors import EyrieError, InvalidInput, Transient, report_error
-from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.regeneration.sharded import ShardedClient, ShardingConfig, ShardMessage, answer_shard
 
 TASK = "eyrie.regenerate_shard"

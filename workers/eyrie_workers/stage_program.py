@@ -42,12 +42,12 @@ from eyrie_api.artifacts import (
     write_model,
     write_sealed,
 )
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.records import EventRecord, Failure, MetricRecord, ProgressRecord
+from eyrie_api.contract.rules import rule_of
+from eyrie_api.contract.stages import FileEntry, HardwareStage, Manifest, StageReport
 from eyrie_api.errors import Conflict, DiskFull, EyrieError, InvalidInput, Transient, report_error
 from eyrie_api.full_disk import disk_full, is_full
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
-from eyrie_api.v1alpha1.rules import rule_of
-from eyrie_api.v1alpha1.stages import FileEntry, HardwareStage, Manifest, StageReport
 from eyrie_workers.catalog import ROWS_FILE, STORE_ADDRESS_FILE
 
 INTERRUPTED_EXIT_CODE = 143
@@ -278,7 +278,7 @@ def end_on_full_disk(error: DiskFull) -> int:
 
 def verify_inputs(spec: Frozen) -> None:
     """Compare what a stage reads of earlier stages with their manifests. The feature store is not among it: its reader
-    verifies each block; nor are answers in an artifact store, which `conversations.rows` compares. Raises
+    verifies each block; nor are answers in an artifact store, which `data.rows` compares. Raises
     ArtifactMissing or ArtifactCorrupt."""
     for name in ("rows_dir", "drafter_dir", "rival_dir", "held_out_file"):
         path = getattr(spec, name, None)
@@ -297,7 +297,7 @@ def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInput(f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {rule_of(first)} "
-                           f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.v1alpha1.stages") from error
+                           f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.contract.stages") from error
 
 
 def write_failure(stage: Stage, error: EyrieError) -> None:

@@ -20,9 +20,9 @@ from cryptography.fernet import Fernet, InvalidToken
 from pydantic import Field
 
 from eyrie_api.access.roles import ACTIONS, Principal
+from eyrie_api.contract.access import Action, Role
+from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import Conflict, InvalidInput, Unauthorized
-from eyrie_api.v1alpha1.access import Action, Role
-from eyrie_api.v1alpha1.model import Frozen
 
 PREFIX = "eyk"
 _ALPHABET = string.digits + string.ascii_letters

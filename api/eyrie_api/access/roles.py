@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import get_args
 
+from eyrie_api.contract.access import Action, Role
+from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import EyrieError, Forbidden, NotFound
-from eyrie_api.v1alpha1.access import Action, Role
-from eyrie_api.v1alpha1.model import Frozen
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -17,8 +17,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, false, true
 
 from eyrie_api.access.roles import ALL_PROJECTS, Principal, refusal
+from eyrie_api.contract.access import Action
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
-from eyrie_api.v1alpha1.access import Action
 
 DEFAULT_PROJECT = "default"
 """The project of everything that names no project."""

@@ -25,9 +25,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from eyrie_api.contract.rules import first_problem
+from eyrie_api.contract.stages import FileEntry, Manifest
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_api.v1alpha1.rules import first_problem
-from eyrie_api.v1alpha1.stages import FileEntry, Manifest
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.contract.stages import STAGES, FileEntry, Manifest, StageName
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_api.v1alpha1.stages import STAGES, FileEntry, Manifest, StageName
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ from eyrie_api.artifacts.store import (
     other_bytes,
     while_unavailable,
 )
+from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, Permanent, Transient
-from eyrie_api.v1alpha1.model import Frozen
 
 ALREADY_EXISTS = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
 _MAX_SKEW_S = 300.0

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Literal
 
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.status import Endpoint, Job, Phase
+from eyrie_api.contract.storage import StoredKind
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.status import Endpoint, Job, Phase
-from eyrie_api.v1alpha1.storage import StoredKind
 
 _KINDS: tuple[tuple[StoredKind, re.Pattern[str]], ...] = (
     ("captured-states", re.compile(r"stages/capture/(?:shard-[^/]*|(?:index|sources)\.json)$")),

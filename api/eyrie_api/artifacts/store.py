@@ -20,9 +20,9 @@ from typing import Literal, Protocol, TypeVar
 
 from pydantic import Field, ValidationError
 
+from eyrie_api.contract.model import FromVariables
+from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, Permanent, Transient
-from eyrie_api.v1alpha1.model import FromVariables
-from eyrie_api.v1alpha1.rules import rule_of
 
 _KEY = re.compile(r"(?:[^./\\\x00-\x1f][^/\\\x00-\x1f]*)(?:/[^./\\\x00-\x1f][^/\\\x00-\x1f]*)*")
 

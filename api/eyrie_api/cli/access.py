@@ -13,8 +13,7 @@ from rich.text import Text
 
 from eyrie_api.cli.verbs import Json, Screen, Server, connect, verb
 from eyrie_api.client import DEFAULT_SERVER
-from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.access import (
+from eyrie_api.contract.access import (
     Action,
     CreatedWebhook,
     CreateKey,
@@ -26,7 +25,8 @@ from eyrie_api.v1alpha1.access import (
     Role,
     WebhookEvent,
 )
-from eyrie_api.v1alpha1.rules import first_problem
+from eyrie_api.contract.rules import first_problem
+from eyrie_api.errors import InvalidInput
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: create, list, rotate, revoke.")
 projects_app = typer.Typer(no_args_is_help=True, help="Projects, their members and quotas.")

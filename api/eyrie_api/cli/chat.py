@@ -15,8 +15,8 @@ import httpx
 from rich.text import Text
 
 from eyrie_api.cli.verbs import Screen, printable
+from eyrie_api.contract.status import Endpoint
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient
-from eyrie_api.v1alpha1.status import Endpoint
 
 QUESTION = "Explain electricity in three sentences."
 """Of examples."""

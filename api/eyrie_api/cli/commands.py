@@ -24,14 +24,14 @@ from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.spec import build_job, comparison
 from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.contract.endpoints import HistoryKind
+from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.status import Job
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
-from eyrie_api.v1alpha1.endpoints import HistoryKind
-from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_api.v1alpha1.status import Job
 
 app = typer.Typer(
     name="eyrie", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -254,8 +254,8 @@ def jobs(
 def attention(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List what needs a person: failures, decisions, drift, quotas, what waits; each with what to do."""
     with connect(server) as client:
-        listed = client.attention()
-    Screen(as_json=as_json).show(listed, tables.attention_view(listed.items, tables.utc_now()))
+        listed = client.alerts()
+    Screen(as_json=as_json).show(listed, tables.alerts_view(listed.items, tables.utc_now()))
 
 
 @app.command("job")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyrie_api.client import Client
+from eyrie_api.contract.figures import Figure
 from eyrie_api.errors import Permanent
 from eyrie_api.figures.training_curves import training_figures
 from eyrie_api.figures.vega_lite import PAGE
-from eyrie_api.v1alpha1.figures import Figure
 
 Format = Literal["svg", "png"]
 

@@ -12,11 +12,11 @@ import yaml
 from pydantic import ValidationError
 
 from eyrie_api import yaml_text
+from eyrie_api.contract.families import FAMILIES, sglang_families
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import InvalidInput
 from eyrie_api.unknown_fields import unknown_field_hint
-from eyrie_api.v1alpha1.families import FAMILIES, sglang_families
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.rules import rule_of
 
 
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from eyrie_api.artifacts.storage_usage import RemovalDecision, StorageUsage, StoredItem
 from eyrie_api.client import Client
+from eyrie_api.contract.status import Job
+from eyrie_api.contract.storage import JobStorage, StoragePage
 from eyrie_api.quantities import size
-from eyrie_api.v1alpha1.status import Job
-from eyrie_api.v1alpha1.storage import JobStorage, StoragePage
 
 _PAGE = 200
 

@@ -12,16 +12,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.decisions.promotion import summarize_decision
-from eyrie_api.decisions.sweep import axes_words
-from eyrie_api.quantities import duration, size
-from eyrie_api.v1alpha1.attention import AttentionItem
-from eyrie_api.v1alpha1.endpoints import History, HistoryEntry
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages, TimeLeft
-from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
-from eyrie_api.v1alpha1.stages import STAGES
-from eyrie_api.v1alpha1.status import (
+from eyrie_api.contract.alerts import AlertItem
+from eyrie_api.contract.endpoints import History, HistoryEntry
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.plan import Plan, PlannedStages, TimeLeft
+from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
+from eyrie_api.contract.stages import STAGES
+from eyrie_api.contract.status import (
     Condition,
     Endpoint,
     Event,
@@ -32,6 +29,9 @@ from eyrie_api.v1alpha1.status import (
     StageState,
     StageStatus,
 )
+from eyrie_api.decisions.promotion import summarize_decision
+from eyrie_api.planning.sweep import axes_words
+from eyrie_api.quantities import duration, size
 
 STATE_STYLE = {
     "Pending": "dim", "Running": "cyan", "Succeeded": "green", "Failed": "bold red", "Cancelled": "yellow",
@@ -89,7 +89,7 @@ def current_stage(job: Job) -> str:
     return failed[0].stage if failed else "-"
 
 
-def attention_view(items: Sequence[AttentionItem], now: datetime) -> RenderableType:
+def alerts_view(items: Sequence[AlertItem], now: datetime) -> RenderableType:
     """What needs a person: a title, what was seen, what to do."""
     if not items:
         return Text("Nothing needs a person.")

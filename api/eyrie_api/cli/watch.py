@@ -33,9 +33,9 @@ from eyrie_api.cli.tables import (
     utc_now,
 )
 from eyrie_api.cli.verbs import Screen
+from eyrie_api.contract.status import Endpoint, Event, Job, StageStatus
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.quantities import duration
-from eyrie_api.v1alpha1.status import Endpoint, Event, Job, StageStatus
 
 FINAL = frozenset({"Succeeded", "Failed", "Cancelled"})
 _POLL_S = 0.7

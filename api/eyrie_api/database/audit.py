@@ -6,10 +6,10 @@ from sqlalchemy.orm import Session
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.access import AuditEntry, AuditPage
 from eyrie_api.database.engine import Database
 from eyrie_api.database.tables import AuditRow
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.access import AuditEntry, AuditPage
 
 MAX_PAGE = 500
 

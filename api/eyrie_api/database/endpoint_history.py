@@ -14,6 +14,8 @@ from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.endpoints import Actor, History, HistoryEntry, HistoryKind
+from eyrie_api.contract.reports import PromotionDecision
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.engine import Database
 from eyrie_api.database.rendering import render_history
@@ -21,8 +23,6 @@ from eyrie_api.database.tables import EndpointRow, HistoryRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.decisions.promotion import decision_reason
 from eyrie_api.errors import InvalidInput, NotFound
-from eyrie_api.v1alpha1.endpoints import Actor, History, HistoryEntry, HistoryKind
-from eyrie_api.v1alpha1.reports import PromotionDecision
 
 KEPT_WINDOWS = 200
 """Windows kept per endpoint: over three hours of one-minute windows, more than any drift rule uses."""

@@ -13,10 +13,10 @@ from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
 from eyrie_api.clock import Clock
+from eyrie_api.contract.access import Action
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.database.tables import EndpointNameRow
 from eyrie_api.errors import Conflict
-from eyrie_api.v1alpha1.access import Action
-from eyrie_api.v1alpha1.job import JobSpec
 
 
 def project_of(session: Session, name: str) -> str | None:

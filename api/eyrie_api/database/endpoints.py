@@ -19,6 +19,13 @@ from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.access import Action
+from eyrie_api.contract.endpoints import Actor
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Condition, Endpoint, EndpointList, Revision
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.endpoint_history import record_history
@@ -29,13 +36,6 @@ from eyrie_api.database.rendering import render_endpoint, render_revision
 from eyrie_api.database.tables import EndpointRow, HistoryRow, JobRow, RevisionRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, NotFound
-from eyrie_api.v1alpha1.access import Action
-from eyrie_api.v1alpha1.endpoints import Actor
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.records import STAGE_RECORD, EventRecord, MetricRecord, StageRecord
+from eyrie_api.contract.rules import first_problem
+from eyrie_api.contract.stages import StageName
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.jobs import Metric, put_metric
 from eyrie_api.database.tables import EventRow, IngestRow, JobRow, StageRow
 from eyrie_api.errors import NotFound
-from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord, MetricRecord, StageRecord
-from eyrie_api.v1alpha1.rules import first_problem
-from eyrie_api.v1alpha1.stages import StageName
 
 _CHUNK = 8 << 20
 # Far longer than any line: the longest record is an event with a short message.

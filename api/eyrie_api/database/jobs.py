@@ -29,6 +29,22 @@ from sqlalchemy.orm import Session, undefer
 
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.access import Action, WebhookEvent
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.records import WaitingPod
+from eyrie_api.contract.resolved import Demand, ResolvedJob
+from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.status import (
+    Condition,
+    Event,
+    Job,
+    JobList,
+    JobStatus,
+    MetricPoint,
+    MetricSeries,
+    Phase,
+    StageStatus,
+)
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount, upsert
@@ -55,22 +71,6 @@ from eyrie_api.database.tables import (
 )
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound
-from eyrie_api.v1alpha1.access import Action, WebhookEvent
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.records import WaitingPod
-from eyrie_api.v1alpha1.resolved import Demand, ResolvedJob
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_api.v1alpha1.status import (
-    Condition,
-    Event,
-    Job,
-    JobList,
-    JobStatus,
-    MetricPoint,
-    MetricSeries,
-    Phase,
-    StageStatus,
-)
 
 MAX_PAGE = 200
 _END_EVENTS: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",

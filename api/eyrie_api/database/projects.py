@@ -17,13 +17,13 @@ from eyrie_api.access.keys import KeyRecord, NewKey, create_key
 from eyrie_api.access.roles import ALL_PROJECTS, ROLES, Principal
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.access import Action, ApiKey, CreateMember, CreateProject, Member, Project, Quotas, Role
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import live_endpoints, live_gpus, live_jobs, live_replicas
 from eyrie_api.database.tables import ApiKeyRow, JobRow, MembershipRow, ProjectRow
-from eyrie_api.decisions.attention import UsedUp
+from eyrie_api.decisions.alerts import UsedUp
 from eyrie_api.errors import Conflict, NotFound
-from eyrie_api.v1alpha1.access import Action, ApiKey, CreateMember, CreateProject, Member, Project, Quotas, Role
 
 
 class Projects:

@@ -1,7 +1,7 @@
 """Quotas of projects, checked inside the transaction that would use more, and the DrafterJobs that wait for one.
 
 Usage is counted from the rows. GPUs and replicas depend on the cluster profile, which is not in the database:
-`eyrie_api.submission.resolve` computes them when a request is accepted, and the rows keep them.
+`eyrie_api.planning.resolve` computes them when a request is accepted, and the rows keep them.
 
 Race: two concurrent requests could both pass as the last one allowed; so where a limit is set, the project's row is
 locked until the transaction ends. Without a limit the check costs one read.
@@ -14,14 +14,14 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import PlacementRequest
+from eyrie_api.contract.resolved import Demand
+from eyrie_api.contract.resources import WaitingList, WaitingObject
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow, WaitingRow
 from eyrie_api.errors import EyrieError, Forbidden, InvalidInput
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import PlacementRequest
-from eyrie_api.v1alpha1.resolved import Demand
-from eyrie_api.v1alpha1.resources import WaitingList, WaitingObject
 
 
 class QuotaReached(EyrieError):

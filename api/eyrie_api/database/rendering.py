@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
+from eyrie_api.contract.endpoints import HistoryEntry
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.stages import STAGES
+from eyrie_api.contract.status import Condition, Endpoint, Event, Job, JobStatus, Revision
 from eyrie_api.database.tables import EndpointRow, EventRow, HistoryRow, JobRow, RevisionRow, StageRow
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.endpoints import HistoryEntry
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.stages import STAGES
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Revision
 
 ENDS = ("Succeeded", "Failed", "Cancelled")
 """Conditions that end a job."""

@@ -12,6 +12,8 @@ from sqlalchemy import select as query_of
 
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.reports import BenchmarkReport, LeaderboardEntry
+from eyrie_api.contract.status import Leaderboard
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.tables import JobRow, ResultRow
 from eyrie_api.decisions.leaderboard import (
@@ -25,8 +27,6 @@ from eyrie_api.decisions.leaderboard import (
     select_best,
 )
 from eyrie_api.errors import NotFound
-from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
-from eyrie_api.v1alpha1.status import Leaderboard
 
 
 @dataclass(frozen=True)

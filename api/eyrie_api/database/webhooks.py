@@ -27,12 +27,12 @@ from eyrie_api import ssrf_safe_http
 from eyrie_api.access.keys import SecretKeyMissing, SecretKeys, SecretUnreadable
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.access import CreateWebhook, Delivery, Webhook, WebhookEvent
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.tables import DeliveryRow, WebhookRow
 from eyrie_api.errors import InvalidInput, NotFound
-from eyrie_api.v1alpha1.access import CreateWebhook, Delivery, Webhook, WebhookEvent
 
 log = logging.getLogger(__name__)
 

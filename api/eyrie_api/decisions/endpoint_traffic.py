@@ -8,8 +8,8 @@ from it (`drift_below`), or retraining was started.
 from collections.abc import Iterable
 from datetime import timedelta
 
-from eyrie_api.v1alpha1.endpoints import EndpointTraffic, HistoryEntry, HistoryKind, LiveCanary, LiveDrift, LiveWindow
-from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.contract.endpoints import EndpointTraffic, HistoryEntry, HistoryKind, LiveCanary, LiveDrift, LiveWindow
+from eyrie_api.contract.status import Endpoint
 
 KINDS: tuple[HistoryKind, ...] = ("activated", "window", "canary", "drift", "retraining")
 """The kinds that are read, the latest entry of each."""

@@ -7,7 +7,7 @@ Two profiles whose intervals overlap are called indistinguishable, which is caut
 
 from collections.abc import Sequence
 
-from eyrie_api.v1alpha1.hardware import (
+from eyrie_api.contract.hardware import (
     HardwareChoice,
     HardwareMeasurement,
     HardwareProfile,
@@ -16,8 +16,8 @@ from eyrie_api.v1alpha1.hardware import (
     HardwareSpec,
     HardwareVariant,
 )
-from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.contract.load import LoadReport
+from eyrie_api.contract.model import Interval
 
 VARIANTS: tuple[HardwareVariant, HardwareVariant] = ("off", "drafted")
 

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from eyrie_api.artifacts.directories import StageManifest
-from eyrie_api.decisions.hardware_choice import hardware_of
-from eyrie_api.v1alpha1.hardware import HardwareMeasurement
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages, StageComparison, StagePlan, TimeLeft
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import (
+from eyrie_api.contract.hardware import HardwareMeasurement
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.plan import Plan, PlannedStages, StageComparison, StagePlan, TimeLeft
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.reports import (
     BenchmarkReport,
     CaptureReport,
     LeaderboardEntry,
@@ -21,8 +20,9 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_api.v1alpha1.stages import STAGES
-from eyrie_api.v1alpha1.status import Job, JobReport, StageStatus
+from eyrie_api.contract.stages import STAGES
+from eyrie_api.contract.status import Job, JobReport, StageStatus
+from eyrie_api.decisions.hardware_choice import hardware_of
 
 LEAST_LEFT_S = 600.0
 """On CPUs a plan does not count the start of programs and the loading of models: less is not shown."""

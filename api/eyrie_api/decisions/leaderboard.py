@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.reports import BenchmarkReport, CellReport, LeaderboardEntry
+from eyrie_api.contract.status import LeaderboardChoices
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, LeaderboardEntry
-from eyrie_api.v1alpha1.status import LeaderboardChoices
 
 _EMBEDDED: EngineKind = "embedded"  # reports without an engine are from before there was a choice
 WITHOUT_DRAFTER = ("off", "ngram")

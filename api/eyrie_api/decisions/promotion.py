@@ -12,10 +12,10 @@ Checks of the benchmark, measured in the reference engine:
    Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable, on the same
    prompts (`comparable_suites`): a suite held out of other data is another suite. Without a common one the proof alone
    compares, which serves both the same prompts.
-   `rival` and `rival:<suite>`, with `beat: rivals`: the same of the best rival, best against best: both in their tuned
-   shapes, with an interval of the ratio above 1 (`require_confidence`). Where the rival could not be tuned, and with
-   `beat: incumbent`, the benchmarks in the tree of `benchmark.tree` are compared. N-gram look-up and no drafter are
-   compared by tuning, so they need no check here.
+   `rival` and `rival:<suite>`, with `must_beat: rivals`: the same of the best rival, best against best: both in their
+   tuned shapes, with an interval of the ratio above 1 (`require_confidence`). Where the rival could not be tuned, and
+   with `must_beat: incumbent`, the benchmarks in the tree of `benchmark.tree` are compared. N-gram look-up and no
+   drafter are compared by tuning, so they need no check here.
 
 Checks of the proof, measured in the serving engine (`ProveReport`):
 
@@ -28,7 +28,7 @@ Checks of the proof, measured in the serving engine (`ProveReport`):
    `max_ttft_p99_s` bounds p99 as well.
    `answered:<users>`: no more requests failed than without a drafter.
 8. `incumbent-loads`: the speed-up over the incumbent reaches the margin; mean over the declared loads, same run.
-   `rival-loads`: the same over the tuned rival, with `beat: rivals`.
+   `rival-loads`: the same over the tuned rival, with `must_beat: rivals`.
 9. `changed-prompt`: with another system prompt the speed-up reaches `min_speedup_changed_prompt`, and with
    `require_identical` the outputs are identical.
 
@@ -43,15 +43,15 @@ from math import exp, log
 from statistics import fmean
 from typing import Literal
 
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.load import LoadCell, LoadComparison, LoadReport
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.reports import BenchmarkReport, PromotionCheck, PromotionDecision, TuneReport
+from eyrie_api.contract.targets import HELD_OUT
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision, TuneReport
-from eyrie_api.v1alpha1.targets import HELD_OUT
 
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 
@@ -88,13 +88,13 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         checks += (_beats_no_drafter(policy, candidate, suite) for suite in required_suites)
         if incumbent is not None:
             checks += _beats_incumbent(policy, candidate, incumbent, required_suites)
-        checks += over_rivals if policy.beat == "rivals" else []
+        checks += over_rivals if policy.must_beat == "rivals" else []
     checks += _asked_of_proof(policy, candidate, required_suites, proof)
-    if policy.beat == "rivals" and proof is not None and proof.load is not None and _has_variant(proof, RIVAL):
+    if policy.must_beat == "rivals" and proof is not None and proof.load is not None and _has_variant(proof, RIVAL):
         checks.append(_beats_under_load(policy, proof.load, RIVAL))
     passed = all(check.passed for check in checks)
     reasons = [check.words for check in checks]
-    if policy.beat != "rivals":
+    if policy.must_beat != "rivals":
         reasons += [check.words for check in over_rivals if not check.passed]
     reasons += (f"{one.checkpoint} was not compared: {one.dropped}" for one in benchmarks if one.dropped)
     if without_drafter(proof):

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 
+from eyrie_api.contract.endpoints import HistoryEntry, HistoryKind
+from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary
+from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.vega_lite import DASHES, INK, OWN_LEGENDS, SOLID, Row, figure, number, rounded, series, tips
-from eyrie_api.v1alpha1.endpoints import HistoryEntry, HistoryKind
-from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary
-from eyrie_api.v1alpha1.status import Endpoint, Revision
 
 MARKED: tuple[HistoryKind, ...] = ("activated", "rolled-back", "drift")
 """Entries that are marked in the figure over time."""

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.figures import Figure
+from eyrie_api.contract.hardware import HardwareReport
+from eyrie_api.contract.load import LoadReport
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.reports import BenchmarkReport, LeaderboardEntry, TuneReport
+from eyrie_api.contract.status import JobReport
+from eyrie_api.contract.tuning import OFF, OperatingMap, Trial
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.vega_lite import INK, OWN_LEGENDS, Row, figure, number, rounded, series, tips
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.figures import Figure
-from eyrie_api.v1alpha1.hardware import HardwareReport
-from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry, TuneReport
-from eyrie_api.v1alpha1.status import JobReport
-from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Trial
 
 _MOST_SETTINGS = 5  # lines over concurrency; more are not distinguishable
 _TAU = "acceptance length tau (tokens per target pass)"

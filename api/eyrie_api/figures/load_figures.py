@@ -7,9 +7,9 @@ baseline's line, the comparison is undecided.
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 
+from eyrie_api.contract.figures import Figure
+from eyrie_api.contract.load import LoadComparison, LoadLevel, LoadReport
 from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
-from eyrie_api.v1alpha1.figures import Figure
-from eyrie_api.v1alpha1.load import LoadComparison, LoadLevel, LoadReport
 
 _MIN_ROUNDS = 8  # below it one round moves a point of acceptance by more than a tenth
 _UNITS = {"closed": "concurrent users", "open": "requests per second"}

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count, takewhile
 from typing import NamedTuple
 
+from eyrie_api.contract import figures as contract
+from eyrie_api.contract.status import MetricSeries
 from eyrie_api.figures.vega_lite import CATEGORIES, DASHES, SOLID, THEMES, Row, figure, number, rounded, series, tips
-from eyrie_api.v1alpha1 import figures as contract
-from eyrie_api.v1alpha1.status import MetricSeries
 
 Values = Mapping[int, float]
 """By optimiser step."""

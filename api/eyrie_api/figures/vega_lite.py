@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 
 from pydantic import JsonValue
 
-from eyrie_api.v1alpha1.figures import Figure, FigureName
+from eyrie_api.contract.figures import Figure, FigureName
 
 Theme = Literal["light", "dark"]
 

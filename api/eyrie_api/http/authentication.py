@@ -32,11 +32,11 @@ from eyrie_api.access.keys import PREFIX, SecretKeys, id_of, principal_of, verif
 from eyrie_api.access.oidc import Claims, Issuer
 from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, Principal
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.access import Action
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import Action
 
 CACHED_S = 5.0
 _USER = "user:"

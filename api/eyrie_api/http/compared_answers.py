@@ -1,4 +1,4 @@
-"""A prompt answered by an endpoint with and without its drafter, as server-sent events (`v1alpha1.comparison`).
+"""A prompt answered by an endpoint with and without its drafter, as server-sent events (`contract.comparison`).
 
 The runs follow one another: decoded together, a round of the engine would serve both, and the undrafted answer would
 wait for the drafter too. Each is an ordinary greedy chat request to the endpoint's own URL, which the control plane has
@@ -20,10 +20,7 @@ from typing import Any
 import httpx
 
 from eyrie_api.artifacts.directories import StageManifest
-from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput, Transient
-from eyrie_api.http.control import Control
-from eyrie_api.http.job_files import JobFiles
-from eyrie_api.v1alpha1.comparison import (
+from eyrie_api.contract.comparison import (
     ANSWERS_FILE,
     ComparedProgress,
     ComparedRound,
@@ -37,10 +34,13 @@ from eyrie_api.v1alpha1.comparison import (
     RunName,
     RunProblem,
 )
-from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput, Transient
+from eyrie_api.http.control import Control
+from eyrie_api.http.job_files import JobFiles
 
 _RUNS: tuple[RunName, ...] = ("drafted", "undrafted")
 # Longer than a gateway holds a request while an engine is replaced.

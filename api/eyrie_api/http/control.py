@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
@@ -27,10 +28,9 @@ from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter
+from eyrie_api.planning import spec_policy
+from eyrie_api.planning.published_drafters import with_drafters_of_jobs
 from eyrie_api.settings import Settings
-from eyrie_api.submission import spec_policy
-from eyrie_api.submission.published_drafters import with_drafters_of_jobs
-from eyrie_api.v1alpha1.job import JobSpec
 
 
 def _nothing() -> None:
@@ -97,7 +97,7 @@ class Control:
             spec_policy.check(spec, self.settings, self._is_mine)
 
     def with_drafters_of_jobs(self, spec: JobSpec) -> JobSpec:
-        """See `submission.published_drafters`, with the jobs of the caller's scope."""
+        """See `planning.published_drafters`, with the jobs of the caller's scope."""
         return with_drafters_of_jobs(spec, self.jobs.get, self.settings.home)
 
     def _is_mine(self, kind: str, name: str) -> bool:

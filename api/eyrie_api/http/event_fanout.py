@@ -25,10 +25,10 @@ from sqlalchemy import and_, func, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from eyrie_api.contract.status import Event
 from eyrie_api.database.engine import Database
 from eyrie_api.database.rendering import render_event
 from eyrie_api.database.tables import EventRow, JobRow
-from eyrie_api.v1alpha1.status import Event
 
 log = logging.getLogger(__name__)
 

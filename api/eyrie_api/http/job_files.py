@@ -15,12 +15,12 @@ from eyrie_api.artifacts.directories import StageManifest, read_manifests
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.storage_usage import files_in_home, files_in_store, read_in_home
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.contract.cluster import ClusterProfile
+from eyrie_api.contract.placement import S3Work
+from eyrie_api.contract.stages import FileEntry
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.planning.placement import read_profile
 from eyrie_api.settings import Settings
-from eyrie_api.submission.placement import read_profile
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.placement import S3Work
-from eyrie_api.v1alpha1.stages import FileEntry
 
 PIECE_BYTES = 8 * 2**20
 

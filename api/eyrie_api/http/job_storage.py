@@ -34,6 +34,8 @@ from eyrie_api.artifacts.storage_usage import (
     states_of,
 )
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.storage import JobStorage, ProjectStorage, StoragePage, StoredFiles
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.rendering import decode_size_cursor, encode_size_cursor
@@ -42,8 +44,6 @@ from eyrie_api.errors import Permanent, Transient
 from eyrie_api.full_disk import total_and_free_bytes
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.storage import JobStorage, ProjectStorage, StoragePage, StoredFiles
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from eyrie_api.contract.rules import rule_of
+from eyrie_api.contract.status import Problem
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient, Unauthorized
 from eyrie_api.unknown_fields import unknown_field_hint
-from eyrie_api.v1alpha1.rules import rule_of
-from eyrie_api.v1alpha1.status import Problem
 
 log = logging.getLogger(__name__)
 

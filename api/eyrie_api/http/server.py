@@ -14,6 +14,7 @@ from anyio import to_thread
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from eyrie_api.contract.status import Problem
 from eyrie_api.database.engine import Database
 from eyrie_api.http import api_page, problems
 from eyrie_api.http.authentication import Authenticator
@@ -22,9 +23,8 @@ from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import EventFanout
 from eyrie_api.http.live_pages import LivePages
 from eyrie_api.http.middleware import AccessMiddleware, RequestTimer
-from eyrie_api.http.routes import access, attention, endpoints, jobs, operations, outcomes, streams
+from eyrie_api.http.routes import access, alerts, endpoints, jobs, operations, outcomes, streams
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.status import Problem
 
 DESCRIPTION = """Train a speculative-decoding drafter for your own LLM, measure it, promote it, serve it.
 
@@ -73,7 +73,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.live_pages = LivePages(database, settings.sse_heartbeat_s)
     app.state.telemetry = operations.Telemetry(control)
-    parts = (jobs, streams, outcomes, attention, endpoints, access, operations, pages, job_pages, job_form,
+    parts = (jobs, streams, outcomes, alerts, endpoints, access, operations, pages, job_pages, job_form,
              admin)
     routers = [*(part.router for part in parts), access.webhooks_router]
     for router in routers:

@@ -1,5 +1,5 @@
 {{/*
-The cluster profile (eyrie_api.v1alpha1.cluster): what `cluster` says, over what the chart knows by itself. Rendered only
+The cluster profile (eyrie_api.contract.cluster): what `cluster` says, over what the chart knows by itself. Rendered only
 where cluster.kubeflow.url is set: without Kubeflow there is nowhere to run a job.
 */}}
 

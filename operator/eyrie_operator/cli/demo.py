@@ -23,25 +23,25 @@ from eyrie_api.cli.tables import times
 from eyrie_api.cli.verbs import Screen, running_plane
 from eyrie_api.cli.watch import verdict, watch
 from eyrie_api.client import Client
+from eyrie_api.contract.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape, EngineKind, EngineSpec, SamplingSpec
+from eyrie_api.contract.figures import Figure
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.prove import ProveSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.reports import BenchmarkReport, PromotionDecision, TuneReport
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Endpoint, Job
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.training import TrainSpec
+from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.processes import free_port
 from eyrie_api.quantities import duration
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind, EngineSpec, SamplingSpec
-from eyrie_api.v1alpha1.figures import Figure
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.prove import ProveSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_api.v1alpha1.tuning import TuneSpec
 from eyrie_operator.cli.detached import is_ready, start_detached, stop_plane
 from eyrie_operator.jobs.driver import REPORT_FILE
 
@@ -87,7 +87,7 @@ def demo_job(short: bool, engine: EngineKind = "embedded", target: str = QUICKST
             tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6),
             max_new_tokens=48 if short else 96, warmup_prompts=1,
         ),
-        prove=ProveSpec(loads=(1, 4), requests=8 if short else 16, max_new_tokens=48 if short else 64,
+        prove=ProveSpec(concurrencies=(1, 4), requests=8 if short else 16, max_new_tokens=48 if short else 64,
                         parity_prompts=4 if short else 8),
         # Predictions cost the same for a wide grid; the races are what takes time.
         tune=TuneSpec(num_steps=deepest, top_k=(1,) if short else (1, 2), num_draft_tokens=(10,),

@@ -36,12 +36,12 @@ from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.cli.verbs import Screen, printable
 from eyrie_api.client import Client
+from eyrie_api.contract.data import DataSource
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.status import JobReport
 from eyrie_api.data_files import S3, data_files
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound, Permanent, TargetNotFound, Transient
-from eyrie_api.submission.data_files import check_data_source
-from eyrie_api.v1alpha1.data import DataSource
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.status import JobReport
+from eyrie_api.planning.data_files import check_data_source
 
 CHECK_PROGRAM = "eyrie_workers.drafters.check"
 EXIT_DEFECTIVE = 65  # EX_DATAERR

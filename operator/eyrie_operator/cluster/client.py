@@ -31,8 +31,8 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import DynamicApiError
 from kubernetes.watch.watch import iter_resp_lines
 
+from eyrie_api.contract.model import API_VERSION
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Permanent, Transient
-from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_operator.cluster.leases import LeaseRecord
 from eyrie_operator.cluster.resources import EventRecord, Identity
 

@@ -27,6 +27,9 @@ from typing import Literal
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.model import API_VERSION
+from eyrie_api.contract.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
+from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -34,14 +37,11 @@ from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached, WaitingObjects
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
+from eyrie_api.planning import preflight, spec_policy
+from eyrie_api.planning.placement import read_profile
+from eyrie_api.planning.published_drafters import with_drafters_of_jobs
+from eyrie_api.planning.resolve import replicas_of
 from eyrie_api.settings import Settings
-from eyrie_api.submission import preflight, spec_policy
-from eyrie_api.submission.placement import read_profile
-from eyrie_api.submission.published_drafters import with_drafters_of_jobs
-from eyrie_api.submission.resolve import replicas_of
-from eyrie_api.v1alpha1.model import API_VERSION
-from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
-from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.cluster import reconcile as act
 from eyrie_operator.cluster.client import Cluster, ClusterConflict, ClusterRejected, Object
 from eyrie_operator.cluster.endpoints import EndpointReconciler

@@ -23,19 +23,19 @@ from typing import Any
 from eyrie_api.artifacts import MANIFEST, parse_manifest
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile, ServingSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import Placement, S3Work, WorkArea
+from eyrie_api.contract.serving import EMBEDDED_CONCURRENCY
+from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.targets import TargetSpec, is_hub_id
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing, EyrieError
+from eyrie_api.planning.facts import read_config, target_dir
+from eyrie_api.planning.placement import merge_placement
 from eyrie_api.settings import Settings
-from eyrie_api.submission.facts import read_config, target_dir
-from eyrie_api.submission.placement import merge_placement
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ClusterProfile, ServingSpec
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import Placement, S3Work, WorkArea
-from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
-from eyrie_api.v1alpha1.status import Endpoint, Revision
-from eyrie_api.v1alpha1.targets import TargetSpec, is_hub_id
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
@@ -50,14 +50,14 @@ from eyrie_operator.manifests.deployment import (
 from eyrie_operator.manifests.pods import ANY_HOST
 from eyrie_pipelines.work_area import split_drafter
 from eyrie_workers.engines.process import EngineCommand
-from eyrie_workers.engines.sglang.checkpoints import (
+from eyrie_workers.sglang.checkpoints import (
     DrafterCheckpoint,
     TargetCheckpoint,
     read_drafter,
     read_target,
 )
-from eyrie_workers.engines.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
-from eyrie_workers.engines.sglang.profiles import profile as machine_profile
+from eyrie_workers.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
+from eyrie_workers.sglang.profiles import profile as machine_profile
 from eyrie_workers.targets.model_cache import revision_link
 
 log = logging.getLogger(__name__)

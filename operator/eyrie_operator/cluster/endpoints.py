@@ -28,13 +28,13 @@ from typing import Any
 import httpx
 
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.cluster import ClusterProfile, ServingSpec
+from eyrie_api.contract.placement import S3Work
+from eyrie_api.contract.status import Endpoint
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
-from eyrie_api.v1alpha1.placement import S3Work
-from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
 from eyrie_operator.cluster.objects import APPLIED, ObjectCache, difference, is_applied, with_digest

@@ -26,10 +26,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from eyrie_api import web_server
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.model import API_VERSION
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_operator.cluster.client import Cluster, KubernetesLease
 from eyrie_operator.cluster.controller import KINDS, Controller, Kind
 from eyrie_operator.cluster.leases import Elector, Fence, LeaseTimings, run_election

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.resources import (
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.resources import (
     JOB_ID_ANNOTATION,
     OUTSIDE_ANNOTATION,
     DraftEndpointSpec,
@@ -39,9 +38,10 @@ from eyrie_api.v1alpha1.resources import (
     ResourceCondition,
     WaitingObject,
 )
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Endpoint, Job
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.errors import EyrieError
 from eyrie_operator.cluster.resources import (
     SUSPENDED_ANNOTATION,
     EndpointResource,

@@ -2,7 +2,7 @@
 
 Reading: an object of the API server becomes a `JobResource` or an `EndpointResource`; an invalid spec becomes its error
 message, since a server without CEL admits specs that field schemas alone cannot reject. Writing: a Job becomes a
-status. The projection omits what changes continuously (see `eyrie_api.v1alpha1.resources`): equal statuses need no
+status. The projection omits what changes continuously (see `eyrie_api.contract.resources`): equal statuses need no
 write.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from eyrie_api.v1alpha1.model import API_VERSION
-from eyrie_api.v1alpha1.resources import (
+from eyrie_api.contract.model import API_VERSION
+from eyrie_api.contract.resources import (
     FINALIZER,
     GROUP,
     JOB_ID_ANNOTATION,
@@ -32,10 +32,10 @@ from eyrie_api.v1alpha1.resources import (
     ResourceRevision,
     ResourceStage,
 )
-from eyrie_api.v1alpha1.rules import rule_of
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.contract.rules import rule_of
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Condition, Endpoint, Job
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_operator.manifests.deployment import digest
 
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended-attempt"

@@ -24,14 +24,14 @@ from pathlib import Path
 
 from eyrie_api.artifacts import write_model, write_sealed
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.status import Endpoint
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.conditions import observe
 from eyrie_operator.embedded.gateway import GatewayRecord
 from eyrie_operator.embedded.processes import (
@@ -72,7 +72,7 @@ from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, Observed
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.traffic_recording import Recording, delete_older
 from eyrie_pipelines.processes import is_alive, stop_group
-from eyrie_workers.engines.sglang.profiles import PROCESSES_BYTES, weights_on_disk
+from eyrie_workers.sglang.profiles import PROCESSES_BYTES, weights_on_disk
 
 log = logging.getLogger(__name__)
 

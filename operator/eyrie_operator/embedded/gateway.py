@@ -49,9 +49,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as PathRoute
 
 from eyrie_api.artifacts import write_sealed
+from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse, report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
-from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 from eyrie_operator.embedded.routing import (
     COUNTERS_PATH,

@@ -34,14 +34,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from eyrie_api.artifacts import read_sealed, verify_part, write_atomically, write_sealed
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.serving import EMBEDDED_CONCURRENCY
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
+from eyrie_api.planning.facts import target_dir
 from eyrie_api.processes import free_port, last_lines
-from eyrie_api.submission.facts import target_dir
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.serving import EMBEDDED_CONCURRENCY
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import ROUTE_FILE
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, read_metrics
@@ -199,7 +199,7 @@ def resolve_target(spec: TargetSpec) -> Path:
     found = target_dir(spec)
     if found is not None:
         return found
-    code = ("import sys; from eyrie_api.v1alpha1.targets import TargetSpec; from eyrie_workers.targets.loading import "
+    code = ("import sys; from eyrie_api.contract.targets import TargetSpec; from eyrie_workers.targets.loading import "
             "resolve; print(resolve(TargetSpec.model_validate_json(sys.argv[1])))")
     completed = subprocess.run([sys.executable, "-c", code, spec.model_dump_json()], capture_output=True, text=True,
                                timeout=_FETCH_S, check=False)
@@ -220,7 +220,7 @@ def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path)
         return EngineCommand(
             target=target, model=model, use=use, host=HOST, dtype=serving.target.dtype, drain_s=serve.drain_s,
             max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY).argv(ready_file)
-    argv = [sys.executable, "-m", "eyrie_workers.engines.sglang.serve", "--target", str(target), "--model", model,
+    argv = [sys.executable, "-m", "eyrie_workers.sglang.serve", "--target", str(target), "--model", model,
             "--use", use.model_dump_json(), "--host", HOST, "--dtype", serving.target.dtype,
             "--tp-size", str(serve.engine.tp_size), "--ready-file", str(ready_file)]
     if serve.max_concurrency is not None:

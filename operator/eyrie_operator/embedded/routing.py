@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.contract.model import Frozen
 from eyrie_operator.endpoints.traffic_recording import Recording
 
 ROUTE_FILE = "route.json"

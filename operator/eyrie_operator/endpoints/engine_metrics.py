@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.contract.model import Frozen
 
 _ROUNDS = ("eyrie_drafted_rounds_total", "sglang:spec_verify_calls_total")
 _TOKENS = ("eyrie_drafted_round_tokens_total", "sglang:generation_tokens_total")

@@ -23,9 +23,9 @@ from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import Literal
 
-from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
-from eyrie_api.v1alpha1.records import Wait
-from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.contract.promotion import CanarySpec, DriftSpec
+from eyrie_api.contract.records import Wait
+from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_operator.endpoints.engine_metrics import Counts
 from eyrie_operator.unscheduled import is_due
 

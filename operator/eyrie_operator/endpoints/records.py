@@ -22,6 +22,13 @@ from typing import Any
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.data import DataSource
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.status import Endpoint, Job, Revision
+from eyrie_api.contract.sweep import SweepSpec
 from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories, RecentWindows
 from eyrie_api.database.endpoints import Endpoints, Serving
@@ -29,15 +36,8 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.data import DataSource
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.resolved import ResolvedJob
-from eyrie_api.v1alpha1.status import Endpoint, Job, Revision
-from eyrie_api.v1alpha1.sweep import SweepSpec
 from eyrie_operator.conditions import Conditions, observe
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import ServePolicy

@@ -23,8 +23,8 @@ from typing import Any
 
 from pydantic import Field
 
+from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.model import Frozen
 
 log = logging.getLogger(__name__)
 

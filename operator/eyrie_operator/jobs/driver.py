@@ -27,6 +27,14 @@ from pathlib import Path
 
 from eyrie_api.artifacts import read_manifest, write_atomically, write_model
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.hardware import HardwareMeasurement
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.reports import BenchmarkReport, TuneReport
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.stages import STAGES
+from eyrie_api.contract.status import Job, JobStatus, Revision
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -45,17 +53,9 @@ from eyrie_api.decisions.promotion import (
     tuned_finals,
     without_drafter,
 )
-from eyrie_api.decisions.reuse import jobs_with_answers
 from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.planning.reuse import jobs_with_answers
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.hardware import HardwareMeasurement
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
-from eyrie_api.v1alpha1.resolved import ResolvedJob
-from eyrie_api.v1alpha1.stages import STAGES
-from eyrie_api.v1alpha1.status import Job, JobStatus, Revision
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.conditions import is_over, observe
 from eyrie_operator.jobs import report as reports
 from eyrie_operator.jobs.observation import (

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, read_manifest, read_report
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.reports import PromotionDecision, TrainReport
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.stages import STAGES, Manifest, StageName
+from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus, StageState, StageStatus
 from eyrie_api.database.jobs import NewEvent
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import PromotionDecision, TrainReport
-from eyrie_api.v1alpha1.resolved import ResolvedJob
-from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, StageState, StageStatus
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
 from eyrie_operator.unscheduled import WAITS

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.records import Failure, ProgressRecord, WaitingPod
+from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
+from eyrie_api.contract.stages import STAGES, Manifest, StageName
+from eyrie_api.contract.status import ConditionType, JobStatus, Progress, StageState, StageStatus
 from eyrie_api.decisions.promotion import decision_reason, summarize_decision
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.records import Failure, ProgressRecord, WaitingPod
-from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
-from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
-from eyrie_api.v1alpha1.status import ConditionType, JobStatus, Progress, StageState, StageStatus
 from eyrie_operator.conditions import Conditions, find, is_over, observe, phase_of, remove
 from eyrie_operator.unscheduled import WAITS, wait_of
 from eyrie_pipelines.runner import ObservedRun, RunFailed

@@ -12,10 +12,10 @@ from statistics import fmean
 
 from pydantic import JsonValue
 
-from eyrie_api.v1alpha1.hardware import HardwareReport
-from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import (
+from eyrie_api.contract.hardware import HardwareReport
+from eyrie_api.contract.load import LoadReport
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.reports import (
     BenchmarkReport,
     CaptureReport,
     CellReport,
@@ -23,8 +23,8 @@ from eyrie_api.v1alpha1.reports import (
     RegenerateReport,
     TuneReport,
 )
-from eyrie_api.v1alpha1.stages import JOB_STAGES, Manifest
-from eyrie_api.v1alpha1.status import Condition, Endpoint
+from eyrie_api.contract.stages import JOB_STAGES, Manifest
+from eyrie_api.contract.status import Condition, Endpoint
 from eyrie_operator.conditions import find
 
 

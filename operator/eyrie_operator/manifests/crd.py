@@ -27,8 +27,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from eyrie_api.v1alpha1.model import DEPENDS
-from eyrie_api.v1alpha1.resources import (
+from eyrie_api.contract.model import DEPENDS
+from eyrie_api.contract.resources import (
     GROUP,
     VERSION,
     DraftEndpointSpec,

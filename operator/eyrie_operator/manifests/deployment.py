@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eyrie_api.contract.cluster import ModelCacheSpec, ServingSpec
+from eyrie_api.contract.model import API_VERSION
+from eyrie_api.contract.placement import Placement, S3Work
+from eyrie_api.contract.status import Endpoint
+from eyrie_api.contract.targets import JobTarget
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.cluster import ModelCacheSpec, ServingSpec
-from eyrie_api.v1alpha1.model import API_VERSION
-from eyrie_api.v1alpha1.placement import Placement, S3Work
-from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_api.v1alpha1.targets import JobTarget
-from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint
-from eyrie_workers.engines.sglang.launch import LaunchPlan
+from eyrie_workers.sglang.checkpoints import DrafterCheckpoint
+from eyrie_workers.sglang.launch import LaunchPlan
 
 GROUP = "eyrie.dev"
 ENDPOINT_LABEL = f"{GROUP}/endpoint"

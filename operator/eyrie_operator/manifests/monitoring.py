@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_operator.endpoints.plan import MIN_ROUNDS, proven_tau
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,

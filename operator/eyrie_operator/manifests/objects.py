@@ -12,7 +12,7 @@ routes come after it.
 
 import math
 
-from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_operator.manifests.deployment import (
     ENTRY,
     REVISION_LABEL,

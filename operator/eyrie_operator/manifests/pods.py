@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR
-from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
-from eyrie_api.v1alpha1.status import Revision
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR
+from eyrie_api.contract.placement import Placement, S3Work, VolumeWork
+from eyrie_api.contract.status import Revision
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
@@ -34,7 +34,7 @@ from eyrie_operator.manifests.deployment import (
     digest,
     fetched,
 )
-from eyrie_workers.engines.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
+from eyrie_workers.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
 
 ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
 KEY_DIR, KEY_FILE = "/etc/eyrie/key", "engine.yaml"
@@ -147,7 +147,7 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
                            *literal(("--path", line.drafter.facts.directory))))
     if line.plugin:
         first.append(_ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
-                           "eyrie_workers.engines.sglang.plugin_files", "--directory", PLUGIN_DIR))
+                           "eyrie_workers.sglang.plugin_files", "--directory", PLUGIN_DIR))
     if first:
         spec["initContainers"] = first
     return spec | _scheduling(placement)

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from eyrie_api.v1alpha1.promotion import CanarySpec
-from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.contract.promotion import CanarySpec
+from eyrie_api.contract.status import Endpoint
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, ServePolicy
 from eyrie_operator.manifests.deployment import (

@@ -9,14 +9,14 @@ import httpx
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.resources import WaitingObject
+from eyrie_api.contract.status import StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.http.control import Control
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.resources import WaitingObject
-from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, planned
 

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DatabaseError
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.access import CreateMember, CreateProject
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
@@ -20,9 +21,8 @@ from eyrie_api.database.projects import USED_EVERY_S, ApiKeys, KeyRequest, Proje
 from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
 from eyrie_api.http.authentication import CACHED_S, LOCAL, Authenticator
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import CreateMember, CreateProject
 from tests.api.access.harness import JOBS, KEYS, TOKEN, WEBHOOKS, two_projects
 from tests.api.access.receiver import receiving
 from tests.api.access.test_oidc import Elapsed

@@ -12,19 +12,19 @@ from eyrie_api.access import limits
 from eyrie_api.access.limits import Buckets, LocalBuckets, SharedBuckets
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.access import Quotas
+from eyrie_api.contract.resolved import Demand
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Job
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import Quotas
-from eyrie_api.v1alpha1.resolved import Demand
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Job
-from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.harness import JOBS, PROJECTS, TOKEN, two_projects
 from tests.api.access.test_oidc import Elapsed
 from tests.api.conftest import Running, serving

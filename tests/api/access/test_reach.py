@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.spec_policy import check
 from eyrie_api.settings import Settings
-from eyrie_api.submission.spec_policy import check
 from tests.api.samples import job_spec
 
 

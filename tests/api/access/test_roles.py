@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, ALLOWED, ROLES, Principal, refusal
+from eyrie_api.contract.access import Role
 from eyrie_api.errors import Forbidden, NotFound
-from eyrie_api.v1alpha1.access import Role
 
 PROJECTS = ("a", "b", ALL_PROJECTS)
 roles_by_project = st.dictionaries(st.sampled_from(PROJECTS), st.sampled_from(ROLES))

@@ -15,12 +15,12 @@ from fastapi.testclient import TestClient
 from sqlalchemy import make_url
 
 from eyrie_api.access.keys import NEW_KEY, SecretKeyMissing, SecretKeys, SecretUnreadable
+from eyrie_api.contract.access import CreateWebhook
 from eyrie_api.database.engine import Database
 from eyrie_api.database.webhooks import BACKOFF_S, Webhooks, announce, encrypt_again
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import CreateWebhook
 from tests.api.access.receiver import Receiver, is_genuine, receiving
 from tests.api.samples import ManualClock
 from tests.servers.postgres import program

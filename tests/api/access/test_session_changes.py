@@ -10,13 +10,13 @@ import pytest
 
 from eyrie_api.access.browser_sign_in import CHANGE_HEADER, COOKIE, RECENT_S
 from eyrie_api.access.scope import Scope
+from eyrie_api.contract.access import Action, ApiKey, CreateMember, CreateProject, Role
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import Action, ApiKey, CreateMember, CreateProject, Role
 
 TOKEN = "installation-token-of-this-test"
 SECRET_KEY = "RahLQyDPWTlDGcTJXVxnDZ6d7tM9y0w8iQ3mC6VtGZk="

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import pytest
 
+from eyrie_api.contract.access import AuditEntry
 from eyrie_api.database.engine import Database
 from eyrie_api.http.middleware import MUTATING
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.access import AuditEntry
 from tests.api.access.harness import (
     ENDPOINTS,
     JOBS,
@@ -74,7 +74,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
     ("POST", JOBS): ("made", job_body()),
     ("GET", JOBS): ("many", None),
     ("GET", "/v1alpha1/waiting"): ("many", None),
-    ("GET", "/v1alpha1/attention"): ("many", None),
+    ("GET", "/v1alpha1/alerts"): ("many", None),
     ("GET", JOBS + "/{job_id}"): ("one", None),
     ("GET", JOBS + "/{job_id}/submitted"): ("one", None),
     ("GET", JOBS + "/{job_id}/plan"): ("one", None),

@@ -14,6 +14,9 @@ from eyrie_api.access.keys import SecretKeys
 from eyrie_api.chores.tasks import make_celery
 from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.access import CreateWebhook
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -21,11 +24,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.webhooks import BACKOFF_S, KEPT_S, MAX_FAILURES, Webhooks
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import CreateWebhook
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.harness import SECRET_KEY
 from tests.api.access.receiver import Receiver, is_genuine, receiving
 from tests.api.samples import ManualClock, ended, job_spec

@@ -7,8 +7,8 @@ import pytest
 from eyrie_api.artifacts import MANIFEST, read_manifest, read_report, verify, verify_part
 from eyrie_api.artifacts.directories import TransferStats, download_dir, upload_dir
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
+from eyrie_api.contract.reports import TuneReport
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
-from eyrie_api.v1alpha1.reports import TuneReport
 from tests.api.samples import benchmark_report, finish_stage
 
 FILES = {"index.json": b"{}", "shards/0.bin": b"0" * 1000, "shards/1.bin": b"1" * 2000}

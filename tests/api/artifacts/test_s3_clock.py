@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.deployments import Clock, build_clock_library
+from benchmarks.campaigns.deployments import Clock, build_clock_library
 from tests.servers.s3 import S3Server
 
 ASK = """

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.artifacts import MANIFEST, read_manifest, read_sealed, write_model, write_sealed
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.reports import RegenerateReport
+from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.errors import ArtifactCorrupt
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.tuning import TuneSpec
 from tests.api.samples import finish_stage
 
 REGENERATED = RegenerateReport(rows_read=9, rows_answered=9, rows_held_out=0, rows_quarantined=0, prompt_tokens=1,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, write_model
 from eyrie_api.artifacts.directories import read_manifests
-from eyrie_api.v1alpha1.stages import Manifest
+from eyrie_api.contract.stages import Manifest
 from tests.api.samples import NOW
 from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
 

@@ -2,12 +2,12 @@
 
 from datetime import timedelta
 
+from eyrie_api.contract.engine import DraftTreeShape, EngineKind, EngineSpec
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind, EngineSpec
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import ManualClock
 
 PROVEN = 3.0

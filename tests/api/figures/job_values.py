@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from eyrie_api.contract.load import LoadReport
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.reports import TuneReport
+from eyrie_api.contract.status import JobReport
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.decisions.leaderboard import Measured, rank
-from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.status import JobReport
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from tests.api.samples import finish_stage
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT
 from tests.pipelines.rehearsal.rehearsal_stage import load_report as rehearsed_load

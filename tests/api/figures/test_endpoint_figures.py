@@ -6,13 +6,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.figures import Figure
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.figures import Figure
 from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
 from tests.api.samples import ManualClock
 

@@ -3,15 +3,15 @@
 import httpx
 from starlette.testclient import TestClient
 
+from eyrie_api.contract.status import JobReport
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.figures.job_figures import figures_of
 from eyrie_api.http.server import create_app
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.status import JobReport
 from tests.api.figures.job_values import NAMES, finish_job, job_report
 from tests.api.samples import benchmark_report, job_spec
 

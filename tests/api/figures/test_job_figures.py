@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.contract.figures import Figure
+from eyrie_api.contract.status import Job, JobStatus
+from eyrie_api.contract.tuning import OFF
 from eyrie_api.decisions.job_report import report_of
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
-from eyrie_api.v1alpha1.figures import Figure
-from eyrie_api.v1alpha1.status import Job, JobStatus
-from eyrie_api.v1alpha1.tuning import OFF
 from tests.api.figures.job_values import NAMES, job_report
 from tests.api.samples import NOW, benchmark_report, job_spec
 

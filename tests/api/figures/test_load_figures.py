@@ -2,9 +2,9 @@
 
 import pytest
 
+from eyrie_api.contract.figures import Figure
+from eyrie_api.contract.load import LoadLevel, LoadReport
 from eyrie_api.figures.load_figures import load_figures
-from eyrie_api.v1alpha1.figures import Figure
-from eyrie_api.v1alpha1.load import LoadLevel, LoadReport
 from tests.pipelines.rehearsal.rehearsal_stage import load_report
 
 NAMES = ["load-throughput", "load-latency", "load-latency-by-rate", "load-categories", "load-acceptance"]

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from eyrie_api.cli.plots import figures_of_job
+from eyrie_api.contract.figures import Chart, TrainingCurves
+from eyrie_api.contract.status import MetricPoint, MetricSeries
 from eyrie_api.database.jobs import Metric
 from eyrie_api.figures.training_curves import CHARTS, LATEST, RUNG, curves_of, training_figures
 from eyrie_api.http.console.pages import HERE
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.figures import Chart, TrainingCurves
-from eyrie_api.v1alpha1.status import MetricPoint, MetricSeries
+from eyrie_api.planning.resolve import derive
 from tests.api.conftest import Running
 from tests.api.samples import NOW, job_spec
 

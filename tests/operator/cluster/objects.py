@@ -3,9 +3,9 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.resources import FINALIZER, UID_LABEL
-from eyrie_api.v1alpha1.status import Condition, Job, JobStatus, Phase
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.resources import FINALIZER, UID_LABEL
+from eyrie_api.contract.status import Condition, Job, JobStatus, Phase
 from eyrie_operator.cluster.reconcile import Actions, UpdateStatus
 from tests.api.samples import job_body
 

@@ -10,15 +10,15 @@ from sqlalchemy import text
 from sqlalchemy.event import listen, remove
 from sqlalchemy.exc import OperationalError
 
+from eyrie_api.contract.access import CreateProject, Quotas
+from eyrie_api.contract.model import API_VERSION
+from eyrie_api.contract.resources import FINALIZER, NAME_LABEL
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.quotas import WaitingObjects
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.access import CreateProject, Quotas
-from eyrie_api.v1alpha1.model import API_VERSION
-from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.planning.resolve import derive
 from eyrie_operator.cluster.client import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.resources import MIRRORED, ORIGIN_LABEL

@@ -8,17 +8,17 @@ import pytest
 
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.contract.cluster import ClusterProfile, ModelCacheSpec
+from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import S3Work, VolumeWork
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Endpoint
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.cluster import ClusterProfile, ModelCacheSpec
-from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.cluster.deployments import Deployments, Drafters, stored_at
 from eyrie_operator.manifests.deployment import (
     CachedTarget,

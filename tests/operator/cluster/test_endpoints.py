@@ -10,20 +10,20 @@ import pytest
 import yaml
 
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.promotion import CanarySpec
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Condition, Endpoint
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.planning.placement import read_profile
+from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_api.submission.placement import read_profile
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineSpec
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.promotion import CanarySpec
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Condition, Endpoint
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster import endpoints as cluster_endpoints
 from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.cluster.endpoints import EndpointReconciler, OwnerOf

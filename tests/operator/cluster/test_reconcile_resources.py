@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.contract.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL, WaitingObject
+from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.status import Endpoint, Job
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.quotas import QuotaReached
-from eyrie_api.v1alpha1.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL, WaitingObject
-from eyrie_api.v1alpha1.serving import EndpointServeSpec
-from eyrie_api.v1alpha1.status import Endpoint, Job
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.reconcile import (
     Actions,
     AddFinalizer,

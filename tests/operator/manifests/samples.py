@@ -5,12 +5,12 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from eyrie_api.v1alpha1.cluster import AutoscaleSpec, GatewaySpec, ModelCacheSpec, ServingSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.placement import Placement, S3Work, SecretVariable, VolumeWork
-from eyrie_api.v1alpha1.status import Endpoint, Revision
-from eyrie_api.v1alpha1.targets import JobTarget
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_api.contract.cluster import AutoscaleSpec, GatewaySpec, ModelCacheSpec, ServingSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.placement import Placement, S3Work, SecretVariable, VolumeWork
+from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.targets import JobTarget
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
@@ -21,9 +21,9 @@ from eyrie_operator.manifests.deployment import (
     StoredDrafter,
 )
 from eyrie_workers.engines.process import EngineCommand
-from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
-from eyrie_workers.engines.sglang.launch import LaunchPlan
-from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from eyrie_workers.sglang.launch import LaunchPlan
+from eyrie_workers.sglang.profiles import profile
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import RolloutState
 from tests.operator.manifests.samples import ADAPTIVE, CHAIN, EVERYTHING, autoscale, embedded, endpoint, one, pods, rich

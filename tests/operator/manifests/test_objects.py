@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.sglang_support import Unlaunchable
-from eyrie_api.v1alpha1.cluster import MODEL_CACHE_DIR, ModelCacheSpec
-from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
-from eyrie_api.v1alpha1.targets import JobTarget
-from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ModelCacheSpec
+from eyrie_api.contract.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
+from eyrie_api.contract.targets import JobTarget
+from eyrie_api.contract.tuning import DrafterUse
+from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     EmbeddedEngine,
@@ -25,8 +25,8 @@ from eyrie_operator.manifests.deployment import (
     object_name,
 )
 from eyrie_operator.manifests.objects import render_endpoint
-from eyrie_workers.engines.sglang.plugin_files import PACKAGE
-from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.sglang.plugin_files import PACKAGE
+from eyrie_workers.sglang.profiles import profile
 from tests.operator.manifests.samples import (
     ADAPTIVE,
     CHAIN,

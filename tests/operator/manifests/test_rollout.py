@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.cluster import GatewaySpec
-from eyrie_api.v1alpha1.promotion import CanarySpec
-from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.contract.cluster import GatewaySpec
+from eyrie_api.contract.promotion import CanarySpec
+from eyrie_api.contract.status import Endpoint
 from eyrie_operator.endpoints.plan import CANARY_ERRORS, Activate, ObservedCanary, Reject, ServePolicy, plan_endpoint
 from eyrie_operator.manifests.deployment import EndpointDeployment, Manifest
 from eyrie_operator.manifests.objects import base_url, render_endpoint, weights

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.placement import HostPath, Toleration
+from eyrie_api.contract.placement import HostPath, Toleration
 from eyrie_operator.endpoints.plan import ObservedCanary
 from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import RolloutState

@@ -19,13 +19,12 @@ import sys
 import time
 from pathlib import Path
 
-from eyrie_api.errors import LossDiverged, Transient
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.hardware import HardwareMeasurement
-from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
-from eyrie_api.v1alpha1.reports import (
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.hardware import HardwareMeasurement
+from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.reports import (
     BenchmarkReport,
     CaptureReport,
     CellReport,
@@ -38,7 +37,7 @@ from eyrie_api.v1alpha1.reports import (
     TuneReport,
     VocabularyReport,
 )
-from eyrie_api.v1alpha1.stages import (
+from eyrie_api.contract.stages import (
     BenchmarkStage,
     CaptureStage,
     HardwareStage,
@@ -49,7 +48,8 @@ from eyrie_api.v1alpha1.stages import (
     TrainStage,
     TuneStage,
 )
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.contract.tuning import DrafterUse, Setting
+from eyrie_api.errors import LossDiverged, Transient
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
 from eyrie_workers.stage_program import Result, Stage, run_program
 
@@ -117,8 +117,8 @@ def prove_report(spec: ProveStage) -> ProveReport:
     variants = ("off", "candidate", *(name for name, given in others.items() if given is not None))
     return ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine.kind,
                        use=DrafterUse(drafter_dir=spec.drafter_dir, setting=Setting(tree=tree)), parity=parity,
-                       load=load_report(spec.prove.loads, variants, 2.5), environment=ENVIRONMENT, seconds=1.0,
-                       changed_prompt=load_report(spec.prove.loads[:1], variants, 2.0))
+                       load=load_report(spec.prove.concurrencies, variants, 2.5), environment=ENVIRONMENT, seconds=1.0,
+                       changed_prompt=load_report(spec.prove.concurrencies[:1], variants, 2.0))
 
 
 def hardware_report(spec: HardwareStage) -> HardwareMeasurement:

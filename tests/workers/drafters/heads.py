@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Generation, Request
 from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_digest, with_results
 from eyrie_workers.drafters.check import check_directory, main
 from eyrie_workers.drafters.eagle3.directory import ENGINES, validate

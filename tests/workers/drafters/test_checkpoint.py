@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.errors import ArtifactMissing, InvalidInput
-from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.card import Card, TargetIdentity
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,

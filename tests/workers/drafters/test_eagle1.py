@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import ArtifactMissing, InvalidInput
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
-from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.eagle1 import (
     FAMILY,
@@ -30,7 +30,7 @@ from eyrie_workers.drafters.eagle1 import (
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.kv_cache import RowLengths
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter, shared_projections, unroll
 from eyrie_workers.drafters.eagle3.family import Eagle3Proposer
 from eyrie_workers.drafters.kv_cache import RowLengths
 from eyrie_workers.drafters.layer_proposer import LayerState
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_api.decisions.sweep import expand
-from eyrie_api.submission.facts import target_facts
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.planning.facts import target_facts
+from eyrie_api.planning.sweep import expand
 from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.heads import save_heads as save

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.drafters.card import Card, identify
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.family import open_drafter

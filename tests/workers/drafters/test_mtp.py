@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.decisions.sglang_support import mtp_tensors
 from eyrie_api.errors import ArtifactMissing, UnsupportedTarget
+from eyrie_api.planning.sglang_support import mtp_tensors
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.published import copy_mtp_layers
-from eyrie_workers.engines.sglang.checkpoints import read_drafter
+from eyrie_workers.sglang.checkpoints import read_drafter
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 

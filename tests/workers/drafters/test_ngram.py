@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_workers.drafters.family import open_method
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.speculation.engine import Engine, Request

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
 from eyrie_workers.targets.loading import load_target

@@ -13,7 +13,7 @@ from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.drafters.export import to_speculators
 from eyrie_workers.drafters.published import adopt, fetch
 from tests.tiny import tiny_target
-from tests.workers.measurement.tiny_bench import random_drafter
+from tests.workers.measure.tiny_bench import random_drafter
 
 
 @pytest.fixture(scope="module")

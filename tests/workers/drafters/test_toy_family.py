@@ -6,17 +6,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.sweep import SweepSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.decisions.leaderboard import Measured, rank
-from eyrie_api.decisions.plan import make_plan
-from eyrie_api.decisions.plan_work import TargetFacts
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.sweep import SweepSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.resolve import derive
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import family_named, layers_of, open_drafter
 from eyrie_workers.training.objective import StepContext

@@ -6,7 +6,7 @@ The engines decode one target greedily, with the variants `off`, `drafted` (a dr
 from collections.abc import Sequence
 from dataclasses import replace
 
-from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_workers.engines.decoding_engine import Answer, DecodingEngine
 from eyrie_workers.speculation.requests import Request
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.targets.loading import load_target

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.decisions.sglang_support import Unlaunchable
-from eyrie_api.v1alpha1.engine import DraftTreeShape, EngineKind
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.sglang.servers import DrafterUses, ServerPlan, command_line
+from eyrie_api.contract.engine import DraftTreeShape, EngineKind
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_api.planning.sglang_support import Unlaunchable
+from eyrie_workers.sglang.profiles import profile
+from eyrie_workers.sglang.servers import DrafterUses, ServerPlan, command_line
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
 TREE = Setting(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8))

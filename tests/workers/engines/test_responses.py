@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.engine import SamplingSpec
+from eyrie_api.contract.engine import SamplingSpec
 from eyrie_workers.engines.openai_api import ResponseMetadata
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Request, StepOutput

@@ -5,8 +5,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from tests.workers.engines.conftest import chat_body
 from tests.workers.engines.test_server import CHAT, events, metric

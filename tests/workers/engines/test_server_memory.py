@@ -3,8 +3,8 @@
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.engines.sglang.process import loading_phase
-from eyrie_workers.engines.sglang.profiles import PROCESSES_BYTES, kv_bytes_per_token, num_that_fit, server_bytes
+from eyrie_workers.sglang.process import loading_phase
+from eyrie_workers.sglang.profiles import PROCESSES_BYTES, kv_bytes_per_token, num_that_fit, server_bytes
 
 GIB = 2**30
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.engines.process import EngineCommand, batch_size_schedule
 from eyrie_workers.engines.server import load, parse_options

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.errors import Transient
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.engine import SGLANG_PROGRAM
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.sglang.process import (
+from eyrie_workers.sglang.process import (
     SglangServer,
     launcher_command,
     merged_environment,
@@ -39,7 +39,7 @@ MEASURED = """
     import sys, time
     from pathlib import Path
     from eyrie_workers.engines.parent_death_signal import adopt_orphans
-    from eyrie_workers.engines.sglang.process import start_sglang
+    from eyrie_workers.sglang.process import start_sglang
     from eyrie_workers.machine import ProcessorTime
     adopt_orphans()
     before = ProcessorTime.now()
@@ -133,7 +133,7 @@ def test_a_python_path_is_prepended_to_the_inherited_one(tmp_path: Path, monkeyp
 def test_an_interpreter_without_eyrie_can_import_the_model_package_only(tmp_path: Path) -> None:
     root = plugin_root(tmp_path)
     assert plugin_root(tmp_path) == root
-    asked = ("import importlib.util as u; import eyrie_workers.engines.sglang.plugin as p; "
+    asked = ("import importlib.util as u; import eyrie_workers.sglang.plugin as p; "
              "print(p.__doc__ is not None, u.find_spec('eyrie_api'), u.find_spec('torch'))")
     # -S: without this environment's site-packages, as in an interpreter that is not ours.
     said = subprocess.run([sys.executable, "-S", "-c", asked], env={"PYTHONPATH": root}, cwd=tmp_path, text=True,

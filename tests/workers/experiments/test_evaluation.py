@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eyrie_api.v1alpha1.reports import CheckpointReport
-from tests.benchmarks.calibration.measure import Curve, RankCount, curve
-from tests.benchmarks.experiments import (
+from benchmarks.calibration.measure import Curve, RankCount, curve
+from benchmarks.experiments import (
     acceptance_throughput,
     calibration,
     crossover,
@@ -17,9 +16,10 @@ from tests.benchmarks.experiments import (
     layer_choice,
     training_vs_served,
 )
-from tests.benchmarks.experiments.fits import Counted
-from tests.benchmarks.experiments.report import MachineWatch, build_report, index, page, write
-from tests.benchmarks.experiments.timing import Rung
+from benchmarks.experiments.fits import Counted
+from benchmarks.experiments.report import MachineWatch, build_report, index, page, write
+from benchmarks.experiments.timing import Rung
+from eyrie_api.contract.reports import CheckpointReport
 from tests.workers.parsed_page import parsed_page
 
 

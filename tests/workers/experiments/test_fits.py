@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.benchmarks.experiments.fits import (
+from benchmarks.experiments.fits import (
     Counted,
     fit_line,
     rank_correlation,

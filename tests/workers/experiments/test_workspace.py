@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from eyrie_workers.conversations.rows import ROWS, read_rows
-from tests.benchmarks.experiments import on_policy
-from tests.benchmarks.experiments.program import README, command_line, run_experiment
-from tests.benchmarks.experiments.report import ExperimentReport
-from tests.benchmarks.experiments.workspace import Scale, Workspace
+from benchmarks.experiments import on_policy
+from benchmarks.experiments.program import README, command_line, run_experiment
+from benchmarks.experiments.report import ExperimentReport
+from benchmarks.experiments.workspace import Scale, Workspace
+from eyrie_workers.data.rows import ROWS, read_rows
 
 SMALL = Scale(conversations=6, steps=2, seeds=1, prompts=1, tokens=6)
 

@@ -2,9 +2,9 @@
 
 
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import (
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.reports import (
     BenchmarkReport,
     CellReport,
     CheckpointReport,
@@ -14,8 +14,8 @@ from eyrie_api.v1alpha1.reports import (
     TuneReport,
     VocabularyReport,
 )
-from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial, TuneSpec
-from eyrie_workers.measurement.tuner.operating import compile_map, possible_settings, possible_shapes
+from eyrie_api.contract.tuning import OFF, OperatingPoint, Setting, Trial, TuneSpec
+from eyrie_workers.measure.tuner.operating import compile_map, possible_settings, possible_shapes
 
 DIGEST = digest_bytes(b"synthetic")
 WHEN = "2026-01-01T00:00:00+00:00"

@@ -1,6 +1,6 @@
 """Figures and tables of measurements, from reports made for the purpose."""
 
-from tests.benchmarks.tuner import predicted_against_measured
+from benchmarks.tuner import predicted_against_measured
 from tests.workers.plots.synthetic import tuned_by_prediction
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.errors import Transient
-from eyrie_api.v1alpha1.engine import SamplingSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,

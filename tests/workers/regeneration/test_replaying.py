@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_workers.conversations.conversation import conversation
-from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling, SelectedRow
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_workers.data.conversation import conversation
+from eyrie_workers.data.rows import AnsweredRow, RowLedger, RowSampling, SelectedRow
 from eyrie_workers.regeneration.conversation_replay import (
     CUT,
     Ended,

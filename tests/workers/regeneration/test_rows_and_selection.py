@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.reports import QuarantinedRow
 from eyrie_api.errors import ArtifactCorrupt, NoChatTemplate
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.reports import QuarantinedRow
-from eyrie_workers.conversations.overlap import BenchmarkPrompts
-from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling, read_rows
+from eyrie_workers.data.overlap import BenchmarkPrompts
+from eyrie_workers.data.rows import AnsweredRow, RowLedger, RowSampling, read_rows
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.answers import row_seed
 from eyrie_workers.regeneration.selection import losses

@@ -16,10 +16,10 @@ import pytest
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore, StoreOptions
 from eyrie_api.chores.broker import SHARD_QUEUE, BrokerUnavailable, TaskLocks
+from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput, Permanent
-from eyrie_api.v1alpha1.engine import SamplingSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.answers import (
     GeneratedAnswer,
     GenerationFailure,

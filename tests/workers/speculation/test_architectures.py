@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.config import choose_aux_layers
 from eyrie_workers.targets.loading import load_target

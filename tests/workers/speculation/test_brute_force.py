@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eyrie_api.v1alpha1.engine import SamplingSpec
+from eyrie_api.contract.engine import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from eyrie_workers.speculation.verify import accept_path, sample_target_tokens

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Generation, Request, StepOutput
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel

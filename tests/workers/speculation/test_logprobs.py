@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.verify import TokenLogprobs, emitted_logprobs
 from eyrie_workers.targets.loading import load_target

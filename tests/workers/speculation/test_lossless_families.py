@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape, SamplingSpec
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.family import UNTRAINED, family_named, open_drafter, open_method
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.speculation.engine import Engine, Generation, Request

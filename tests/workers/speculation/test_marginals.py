@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise, gumbel
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import ancestors, build_draft_tree, build_tree_from_marginals, static_topology

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep
 from eyrie_workers.speculation.tree import accepted_at, build_draft_tree, static_topology
 from tests.workers.speculation.test_tree import ToyDrafter, paths_of, toy_logits

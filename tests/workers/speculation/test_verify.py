@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eyrie_api.v1alpha1.engine import SamplingSpec
+from eyrie_api.contract.engine import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise, gumbel
 from eyrie_workers.speculation.verify import accept_path, apply_top_k_top_p, sample_target_tokens
 from tests.workers.speculation.chi_square import chi_square_score

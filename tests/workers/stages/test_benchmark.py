@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.v1alpha1.benchmark import RivalSpec
-from eyrie_api.v1alpha1.engine import EngineSpec
-from eyrie_api.v1alpha1.reports import BenchmarkReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage
+from eyrie_api.contract.benchmark import RivalSpec
+from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.reports import BenchmarkReport
+from eyrie_api.contract.stages import BenchmarkStage
 from eyrie_workers.catalog import command
 from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.machine import machine_lock
@@ -22,7 +22,7 @@ from eyrie_workers.stages.benchmark import benchmark
 from tests.api.samples import benchmark_report, finish_stage
 from tests.tiny import tiny_target
 from tests.waiting import wait_for
-from tests.workers.measurement.tiny_bench import random_drafter, stage_specs
+from tests.workers.measure.tiny_bench import random_drafter, stage_specs
 
 
 def prepare(tmp_path: Path, spec: BenchmarkStage) -> Path:

@@ -18,25 +18,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.artifacts import read_manifest, read_report, verify_files
+from eyrie_api.contract.capture import CaptureSpec
+from eyrie_api.contract.drafter import PublishedDrafter
+from eyrie_api.contract.reports import CaptureReport
+from eyrie_api.contract.stages import CaptureStage
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, DiskFull
 from eyrie_api.processes import free_port
-from eyrie_api.v1alpha1.capture import CaptureSpec
-from eyrie_api.v1alpha1.drafter import PublishedDrafter
-from eyrie_api.v1alpha1.reports import CaptureReport
-from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta, read_rows
-from eyrie_workers.features.shard_format import consecutive, shard_name, supervised_positions
-from eyrie_workers.features.store import FeatureStore, StoreDamaged
-from eyrie_workers.features.topk_logits import rebuild_distribution
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.data.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta, read_rows
+from eyrie_workers.hidden_states.shard_format import consecutive, shard_name, supervised_positions
+from eyrie_workers.hidden_states.store import FeatureStore, StoreDamaged
+from eyrie_workers.hidden_states.topk_logits import rebuild_distribution
+from eyrie_workers.hidden_states.writer import FeatureWriter
 from eyrie_workers.stage_program import Stage, run_program
 from eyrie_workers.stages.capture import capture, is_whole, plan_rows, write_shards
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.targets.state_source import LayersDisagree, compare
 from tests.tiny import tiny_target
 from tests.waiting import wait_for
-from tests.workers.measurement.tiny_bench import random_drafter
+from tests.workers.measure.tiny_bench import random_drafter
 
 NOT_THE_ARTIFACT = {"events.jsonl", "manifest.json", "spec.json", ".lock", "failure.json"}
 

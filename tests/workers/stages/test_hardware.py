@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
+from eyrie_api.contract.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
+from eyrie_api.contract.load import LoadSpec
+from eyrie_api.contract.stages import HardwareStage, Manifest, ProveStage
 from eyrie_api.decisions.hardware_choice import hardware_of
 from eyrie_api.errors import ArtifactCorrupt
-from eyrie_api.v1alpha1.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
-from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_api.v1alpha1.stages import HardwareStage, Manifest, ProveStage
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
-from eyrie_workers.load.client import RequestResult
-from eyrie_workers.load.report_statistics import LevelResults, comparison
-from eyrie_workers.load.schedule import Level
+from eyrie_workers.measure.load.client import RequestResult
+from eyrie_workers.measure.load.report_statistics import LevelResults, comparison
+from eyrie_workers.measure.load.schedule import Level
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.hardware import compare, read_results, write_results
 from tests.api.artifacts.test_directories import a_stage

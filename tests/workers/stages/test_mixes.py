@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts import read_manifest
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.records import STAGE_RECORD, EventRecord
+from eyrie_api.contract.reports import SourceRows
+from eyrie_api.contract.stages import CaptureStage, ComparedMix, RegenerateStage, RowDraw, TrainStage
 from eyrie_api.errors import ArtifactCorrupt, NoUsableData
-from eyrie_api.submission.resolve import derive
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord
-from eyrie_api.v1alpha1.reports import SourceRows
-from eyrie_api.v1alpha1.stages import CaptureStage, ComparedMix, RegenerateStage, RowDraw, TrainStage
+from eyrie_api.planning.resolve import derive
 from eyrie_pipelines import stage_specs
 from eyrie_pipelines.runner import JobFile
 from eyrie_workers.catalog import stage_dir
-from eyrie_workers.conversations.rows import ROWS, read_rows
+from eyrie_workers.data.rows import ROWS, read_rows
 from eyrie_workers.drafters.card import read_card
-from eyrie_workers.features.row_sources import SOURCES, read_row_sources, write_row_sources
-from eyrie_workers.features.storage_backend import LocalBackend
-from eyrie_workers.features.store import FeatureStore
+from eyrie_workers.hidden_states.row_sources import SOURCES, read_row_sources, write_row_sources
+from eyrie_workers.hidden_states.storage_backend import LocalBackend
+from eyrie_workers.hidden_states.store import FeatureStore
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages import capture, regenerate, train
 from eyrie_workers.stages.sweep import group_candidates
@@ -176,7 +176,7 @@ def test_a_stream_draws_the_same_rows_and_trains_the_same_drafters_as_a_store(
         trained: tuple[JobFile, Path], tmp_path: Path) -> None:
     job, job_dir = trained
     streamed = stage_specs.capture_spec(job, job_dir)
-    streamed = streamed.model_copy(update={"capture": streamed.capture.model_copy(update={"feed": "stream"})})
+    streamed = streamed.model_copy(update={"capture": streamed.capture.model_copy(update={"mode": "stream"})})
     assert run(streamed, tmp_path / "stream") == 0
     name = job.resolved.candidates[1].name
     spec = stage_specs.train_spec(job, job_dir, name).model_copy(update={"store_dir": str(tmp_path / "stream")})

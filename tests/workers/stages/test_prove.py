@@ -9,26 +9,26 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
+from eyrie_api.contract.comparison import ANSWERS_FILE, MAX_PROMPT, RecordedAnswers
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.prove import ProveReport, ProveSpec
+from eyrie_api.contract.reports import TuneReport
+from eyrie_api.contract.stages import Manifest, ProveStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_api.decisions.promotion import decide
-from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, MAX_PROMPT, RecordedAnswers
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.promotion import PromotionPolicy
-from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
-from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.stages import Manifest, ProveStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.catalog import command
-from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
-from eyrie_workers.measurement.parity import Served
+from eyrie_workers.data.suites import Prompt
+from eyrie_workers.measure.parity import Served
+from eyrie_workers.sglang.servers import ServerPlan, ServerPool
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
 from eyrie_workers.stages.prove import FIXED, prove, record_answers, select_use, tuned_rival, variants_to_compare
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.waiting import wait_for
-from tests.workers.measurement.tiny_bench import stage_specs
+from tests.workers.measure.tiny_bench import stage_specs
 
 LIMIT_S = 120.0
 """For what has to happen in the end: a loaded machine starts servers slowly."""
@@ -36,7 +36,7 @@ LIMIT_S = 120.0
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
 DEEP = Setting(tree=DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5))
 NGRAM = Setting(method="ngram", tree=CHAIN.tree)
-SMALL = ProveSpec(loads=(1, 2), requests=4, max_new_tokens=8, parity_prompts=2)
+SMALL = ProveSpec(concurrencies=(1, 2), requests=4, max_new_tokens=8, parity_prompts=2)
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_undrafted_answers_are_recorded_for_prompts_that_a_comparison_can_send()
 
 
 def test_a_map_that_the_engine_can_follow_is_proven_with_its_lowest_drafting_setting(tmp_path: Path) -> None:
-    spec = spec_in(tmp_path, tuned(None), prove=ProveSpec(loads=(2, 8)))
+    spec = spec_in(tmp_path, tuned(None), prove=ProveSpec(concurrencies=(2, 8)))
     plan = ServerPlan("embedded", spec.target, 2)
     chart = best_at({1: DEEP, 2: CHAIN, 8: OFF})
     use = select_use(spec, tuned(chart), plan)

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.artifacts import read_manifest, read_report, verify_files
-from eyrie_api.v1alpha1.data import FEW_ROWS, DataSource, DataSpec
-from eyrie_api.v1alpha1.engine import SamplingSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.rows import AnsweredRow, read_rows
+from eyrie_api.contract.data import FEW_ROWS, DataSource, DataSpec
+from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.reports import RegenerateReport
+from eyrie_api.contract.stages import RegenerateStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_workers.data.rows import AnsweredRow, read_rows
 from eyrie_workers.regeneration.answers import row_seed
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.rows import AnsweredRow, read_rows
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.stages import RegenerateStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_workers.data.rows import AnsweredRow, read_rows
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate

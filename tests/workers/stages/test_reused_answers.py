@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.artifacts import list_files, read_manifest, read_report, verify_files, write_sealed
-from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.engine import SamplingSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.reports import RegenerateReport
-from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.reports import RegenerateReport
+from eyrie_api.contract.stages import RegenerateStage
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_pipelines.processes import wait_until
-from eyrie_workers.conversations.rows import AnsweredRow, RowSampling, read_rows
+from eyrie_workers.data.rows import AnsweredRow, RowSampling, read_rows
 from eyrie_workers.regeneration.answers import GenerationRequest
 from eyrie_workers.regeneration.earlier_answers import answer_key
 from eyrie_workers.stage_program import run_program

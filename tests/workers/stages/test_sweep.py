@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import ArtifactCorrupt, Conflict
-from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.drafters.eagle3.directory import num_aux
-from eyrie_workers.features.shard_format import shard_name
+from eyrie_workers.hidden_states.shard_format import shard_name
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
@@ -26,7 +26,7 @@ from tests.workers.stages.test_train import metrics, report_of, run, weights, wr
 
 def test_candidates_trained_together_are_those_trained_alone(
         tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
-    settings = {"rate": {"learning_rate": 3e-3}, "loss": {"loss": "lk_hybrid", "normalisation": "sequence"},
+    settings = {"rate": {"learning_rate": 3e-3}, "loss": {"loss": "lk_hybrid", "normalization": "sequence"},
                 "shorter": {"max_steps": 5, "ttt_length": 2},
                 "narrow": {"drafter": {"intermediate_size": 24, "draft_vocab_size": 48}}}
     for name, fields in settings.items():

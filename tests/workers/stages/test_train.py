@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.records import MetricRecord
-from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_api.v1alpha1.stages import TrainStage
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.records import MetricRecord
+from eyrie_api.contract.reports import TrainReport
+from eyrie_api.contract.stages import TrainStage
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_pipelines.processes import identify
 from eyrie_workers.drafters.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.family import load_drafter
-from eyrie_workers.features.shard_format import StoreFormat
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.hidden_states.shard_format import StoreFormat
+from eyrie_workers.hidden_states.writer import FeatureWriter
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.train import main as train_program
@@ -35,7 +35,7 @@ from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
 from tests.waiting import wait_for
 from tests.workers.events import stage_records
-from tests.workers.measurement.tiny_bench import random_drafter
+from tests.workers.measure.tiny_bench import random_drafter
 
 AUX_LAYERS = (1, 2, 3)
 

@@ -8,7 +8,7 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest, read_report, verify_files
 from eyrie_api.artifacts.directories import upload_dir
-from eyrie_api.v1alpha1.reports import CaptureReport
+from eyrie_api.contract.reports import CaptureReport
 from tests.api.artifacts.conftest import make_bucket
 from tests.servers.s3 import S3Server
 from tests.tiny import tiny_target
@@ -23,7 +23,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tiny_target(home / "target")
     capturing.write_rows(home / "rows", target, 24)
     for feed in ("store", "stream"):
-        capturing.write_spec(home / feed, target, home / "rows", feed=feed, stream_buffer_bytes=2**16)
+        capturing.write_spec(home / feed, target, home / "rows", mode=feed, stream_buffer_bytes=2**16)
         assert capturing.run(home / feed) == 0
     write_spec(home / "from-store", target, home / "store", epochs=12)
     assert run(home / "from-store") == 0
@@ -46,7 +46,7 @@ def test_with_a_stream_capture_leaves_tokens_and_no_states(home: Path) -> None:
 
 
 def test_a_lost_plan_is_made_again(home: Path, tmp_path: Path) -> None:
-    capturing.write_spec(tmp_path, home / "target", home / "rows", feed="stream")
+    capturing.write_spec(tmp_path, home / "target", home / "rows", mode="stream")
     assert capturing.run(tmp_path) == 0
     whole = (tmp_path / "tokens.bin").read_bytes()
     (tmp_path / "tokens.bin").write_bytes(whole[:-4])

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.stages import RivalDrafter, TuneStage
-from eyrie_api.v1alpha1.tuning import OFF
+from eyrie_api.contract.reports import TuneReport
+from eyrie_api.contract.stages import RivalDrafter, TuneStage
+from eyrie_api.contract.tuning import OFF
 from eyrie_workers.catalog import command
-from eyrie_workers.measurement.tuner.operating import possible_settings
+from eyrie_workers.measure.tuner.operating import possible_settings
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.tune import tune
 from tests.waiting import wait_for
-from tests.workers.measurement.tiny_bench import one_shape, random_drafter, stage_specs
+from tests.workers.measure.tiny_bench import one_shape, random_drafter, stage_specs
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyrie_api.submission.facts import read_config as read_object
-from eyrie_api.submission.facts import target_facts
-from eyrie_api.submission.target_files import check_tokenizer, check_weights, expected_tensors
+from eyrie_api.planning.facts import read_config as read_object
+from eyrie_api.planning.facts import target_facts
+from eyrie_api.planning.target_files import check_tokenizer, check_weights, expected_tensors
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import CheckpointTensors
 from eyrie_workers.targets.model import TargetModel

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.decisions.sglang_support import sglang_layer_ids
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.sglang_support import sglang_layer_ids
 from eyrie_workers.targets.config import choose_aux_layers, default_aux_layers
 
 

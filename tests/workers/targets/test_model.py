@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from eyrie_workers.targets.operators import Linear, rms_normalise
 from tests.tiny import tiny_target

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.contract.targets import QUICKSTART, TargetSpec, is_hub_id
 from eyrie_api.errors import DiskTooSmall, InvalidInput, TargetNotFound, Transient
-from eyrie_api.v1alpha1.targets import QUICKSTART, TargetSpec, is_hub_id
 from eyrie_workers.targets import loading, prefetch
 from eyrie_workers.targets.loading import resolve, target_digest
 from eyrie_workers.targets.model_cache import cached_snapshot, record_path
@@ -108,14 +108,14 @@ def test_a_target_is_downloaded_once_and_read_from_the_cache_without_the_hub(
         resolve(TARGET.model_copy(update={"revision": "v2"}))
     assert resolve(TargetSpec(model=QUICKSTART)).is_dir()
     # As the operator finds it, whose pod has the cache as HF_HUB_CACHE.
-    from eyrie_api.submission.facts import target_dir
+    from eyrie_api.planning.facts import target_dir
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert target_dir(TARGET) == snapshot
 
 
 def test_targets_that_are_not_of_the_hub_are_read_where_they_are_and_a_url_is_none(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eyrie_api.submission.facts import target_dir
+    from eyrie_api.planning.facts import target_dir
     cache = tmp_path / "cache"
     monkeypatch.setenv("EYRIE_MODEL_CACHE", str(cache))
     made = tiny_target(tmp_path / "volume" / "model")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import UnsupportedTarget
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.operators import OutputHead

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eyrie_api.decisions.training_cost import roots_per_part
+from eyrie_api.planning.training_cost import roots_per_part
 from eyrie_workers.drafters.eagle3.drafter import CPU_BUDGET, activation_budget, gpu_budget
 
 GIB = 1 << 30

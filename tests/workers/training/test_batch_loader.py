@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from eyrie_api.contract.capture import Codec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
-from eyrie_api.v1alpha1.capture import Codec
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow, supervised_positions
-from eyrie_workers.features.storage_backend import LocalBackend
-from eyrie_workers.features.streaming import (
+from eyrie_workers.hidden_states.shard_format import StoreFormat, TokenRow, supervised_positions
+from eyrie_workers.hidden_states.storage_backend import LocalBackend
+from eyrie_workers.hidden_states.streaming import (
     TOKENS,
     StreamedFeatures,
     compute_pass,
@@ -19,7 +19,7 @@ from eyrie_workers.features.streaming import (
     read_plan,
     write_plan,
 )
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.hidden_states.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.training.batches import BatchLoader, Features, Schedule, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.eagle3.drafter import TrainingTimeTest
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.shard_format import StoreFormat, TopKLogits, supervised_positions
 from eyrie_workers.training.batches import (
     BatchLoader,
     CutFeatures,
@@ -42,7 +42,7 @@ def step_of(max_tokens_per_gpu: int | None, **fields: Any) -> tuple[StepReport, 
     return report, [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("fields", [{}, {"normalisation": "sequence"}, {"loss": "lk_hybrid"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"normalization": "sequence"}, {"loss": "lk_hybrid"}], ids=str)
 def test_a_step_in_micro_batches_has_the_gradients_of_one_large_batch(fields: dict[str, Any]) -> None:
     (whole, gradients), (divided, summed) = step_of(None, **fields), step_of(64, **fields)
     assert divided.loss == pytest.approx(whole.loss, rel=1e-5)

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_kernels.soft_target_loss import Loss
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter, TrainingTimeTest, loss_in_parts, shared_projections
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.stages.sweep import shared_targets
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.operators import OutputHead, Rotary
@@ -273,7 +273,7 @@ def test_shares_of_two_processes_are_those_of_one(normalization: Normalization) 
 def test_every_loss_trains(loss: Loss) -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
     learner = TrainingTimeTest(drafter, ends(),
-                               settings(loss=loss, normalisation="sequence"), max_positions=64)
+                               settings(loss=loss, normalization="sequence"), max_positions=64)
     optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=3e-3), []
     for _ in range(15):
         outcome = learner(documents)

@@ -2,8 +2,8 @@
 
 import torch
 
-from eyrie_workers.features.shard_format import StoreFormat
-from eyrie_workers.features.topk_logits import compute_topk_logits, topk_rows
+from eyrie_workers.hidden_states.shard_format import StoreFormat
+from eyrie_workers.hidden_states.topk_logits import compute_topk_logits, topk_rows
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training.objective import TargetHead, compute_target_table, topk_table

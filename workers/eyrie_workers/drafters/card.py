@@ -26,11 +26,11 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.artifacts import digest_file, write_atomically
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.model import Digest, Frozen
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput, report_error
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.model import Digest, Frozen
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eyrie_api.decisions.sglang_support import holds_mtp_layers
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactMissing, EyrieError
-from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_workers.drafters.card import WEIGHTS, Card, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.eagle3.directory import ENGINES, architecture_rules, author_format_rules

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyrie_api.decisions.target_config import FULL
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.families import FAMILIES, VARIANT_FIELDS
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS
+from eyrie_api.planning.target_config import FULL
 from eyrie_workers.drafters.checkpoint import rope_json
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, normed_linear, rms_norm

@@ -25,7 +25,7 @@ as the identity on the feature: 2.55, so all parameters start random. Without no
 times as much 2.78 where it is 2.85 (at rate 4e-3). Rates of 1, 2, 4, 8e-3: 2.49, 2.74, 2.85, 2.76.
 
 EAGLE-2 (arXiv:2406.16858) uses the same weights. It observes that confidences predict acceptance
-(`tests.benchmarks.calibration` measures it) and grows the tree by confidence, where EAGLE's tree is fixed. Both are
+(`benchmarks.calibration` measures it) and grows the tree by confidence, where EAGLE's tree is fixed. Both are
 shapes (`DraftTreeShape`, `speculation.tree`) for the same checkpoint.
 
 Names and arithmetic are those of SGLang's `LlamaForCausalLMEagle`, read in 0.5.23: `fc` has a bias, the layer has none
@@ -48,9 +48,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
@@ -72,7 +72,7 @@ from eyrie_workers.drafters.layer_proposer import (
     adjacent_rotary_pairs,
 )
 from eyrie_workers.drafters.validation import validator_by_loading
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.decisions.sglang_support import sglang_layer_ids
 from eyrie_api.errors import EyrieError, InvalidInput, report_error
+from eyrie_api.planning.sglang_support import sglang_layer_ids
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.card import CONFIG, read_card
 from eyrie_workers.drafters.check import check_directory

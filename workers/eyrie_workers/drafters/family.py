@@ -1,7 +1,7 @@
 """The interface of a drafter family, and the look-up of families by name or checkpoint.
 
 Stages, engine and reports see a family only through this interface and its row in the table of families
-(`eyrie_api.v1alpha1.families`). The module named by the row defines `FAMILY`, a `FamilyImplementation`; it contains the
+(`eyrie_api.contract.families`). The module named by the row defines `FAMILY`, a `FamilyImplementation`; it contains the
 architecture as an `nn.Module` (the drafter), its training objective, its checkpoint format, and a class that implements
 `speculation.protocol.Drafter` for decoding (the proposer). It is imported when the family is first used, so that a
 program loads only the families it needs.
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyrie_api.decisions.sglang_support import holds_mtp_layers
-from eyrie_api.decisions.training_cost import TrainedDrafter
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.families import FAMILIES, DrafterFamily
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.families import FAMILIES, DrafterFamily
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.planning.sglang_support import holds_mtp_layers
+from eyrie_api.planning.training_cost import TrainedDrafter
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
@@ -66,7 +66,7 @@ class FamilyImplementation:
     """Findings about a directory of the family's architecture."""
 
     trained: Callable[[Any], TrainedDrafter] | None = None
-    """Sizes of a drafter as `decisions.training_cost` takes them; None: its step is not described there."""
+    """Sizes of a drafter as `planning.training_cost` takes them; None: its step is not described there."""
 
     load: Callable[[Path], nn.Module] | None = None
     """The drafter of an export, to continue its training; None: not possible. Raises as `load_proposer`."""

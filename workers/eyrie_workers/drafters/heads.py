@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyrie_api.v1alpha1.families import FAMILIES
+from eyrie_api.contract.families import FAMILIES
 from eyrie_workers.drafters.card import Card, read_card
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,

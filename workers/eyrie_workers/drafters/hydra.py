@@ -39,9 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.heads import (
     HeadsConfig,
@@ -56,7 +56,7 @@ from eyrie_workers.drafters.heads import (
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layer_proposer import TokenProjection, target_ids
 from eyrie_workers.drafters.validation import validator_by_loading
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import build_draft_tree

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eyrie_api.decisions.target_config import language_model, logit_transform
 from eyrie_api.errors import ArtifactCorrupt, UnsupportedTarget
+from eyrie_api.planning.target_config import language_model, logit_transform
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import special_token_ids, weight_files

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.drafters.kv_cache import RowLengths, attend_rows
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.speculation.noise import RowNoise

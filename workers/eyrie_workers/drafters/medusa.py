@@ -37,9 +37,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.heads import (
     HeadsConfig,
@@ -54,7 +54,7 @@ from eyrie_workers.drafters.heads import (
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layer_proposer import target_ids
 from eyrie_workers.drafters.validation import validator_by_loading
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.tree import build_tree_from_marginals

@@ -13,7 +13,7 @@ its own request only.
     branch  a chain uses the first match; a tree of top_k merges the first top_k matches into a trie, in that order
 
 A shallower or narrower tree is a prefix of a larger one: its nodes in order of creation, up to the smaller depth.
-`measurement.tuner.predict` relies on that. Rows without a match propose nothing, and the engine verifies only proposed
+`measure.tuner.predict` relies on that. Rows without a match propose nothing, and the engine verifies only proposed
 nodes: a failed search costs a dictionary lookup.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree
 from eyrie_workers.targets.device import upload

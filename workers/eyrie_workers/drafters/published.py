@@ -30,10 +30,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eyrie_api.decisions.sglang_support import MARK, mtp_tensors
+from eyrie_api.contract.drafter import DrafterSpec, PublishedDrafter
+from eyrie_api.contract.families import VARIANT_FIELDS
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
-from eyrie_api.v1alpha1.drafter import DrafterSpec, PublishedDrafter
-from eyrie_api.v1alpha1.families import VARIANT_FIELDS
+from eyrie_api.planning.sglang_support import MARK, mtp_tensors
 from eyrie_workers.drafters.card import CARD, README, weights_digest
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config, read_weights, write_checkpoint
@@ -72,7 +72,7 @@ def copy_mtp_layers(target: Path, out: Path) -> None:
 
 _OTHER_NAMES = (["LlamaForCausalLM"], ["Eagle3LlamaForCausalLM"])
 _UNSERVED = frozenset({"target-not-captured"})
-"""Findings about SGLang alone; `decisions.engine_support` refuses such jobs where SGLang is the engine."""
+"""Findings about SGLang alone; `planning.engine_support` refuses such jobs where SGLang is the engine."""
 
 
 def fetch(field: str, path: str, revision: str | None = None) -> Path:

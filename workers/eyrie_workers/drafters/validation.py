@@ -16,8 +16,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from eyrie_api.artifacts import digest_file
-from eyrie_api.decisions.sglang_support import MTP_ARCHITECTURES, Unlaunchable, context_length
 from eyrie_api.errors import EyrieError
+from eyrie_api.planning.sglang_support import MTP_ARCHITECTURES, Unlaunchable, context_length
 from eyrie_workers.drafters.card import DTYPES, TOKENIZER, Card, hub_revision
 from eyrie_workers.targets.config import TargetConfig, describe_config, read_json
 from eyrie_workers.targets.loading import target_digest

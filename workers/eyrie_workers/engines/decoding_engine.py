@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 from eyrie_api.artifacts import code_version
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.reports import EngineUsed
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.reports import EngineUsed
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.drafters.family import UNTRAINED, open_method
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request

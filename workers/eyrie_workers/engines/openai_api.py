@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.v1alpha1.engine import SamplingSpec
-from eyrie_api.v1alpha1.rules import rule_of
 from eyrie_workers.engines.request_rules import RefusedBody, read_values
 
 MAX_STOP_STRINGS = 4

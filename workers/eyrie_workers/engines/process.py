@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.targets import Dtype
+from eyrie_api.contract.tuning import DrafterUse, Method, OperatingMap
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.targets import Dtype
-from eyrie_api.v1alpha1.tuning import DrafterUse, Method, OperatingMap
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 
 _POLL_S = 0.05

@@ -42,12 +42,12 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from eyrie_api.artifacts import code_version, write_atomically
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.rules import rule_of
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import EyrieError, InvalidInput, PortInUse, report_error
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.rules import rule_of
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_api.web_server import TimedProtocol
 from eyrie_workers.engines.engine_thread import EngineCrashed, EngineMetrics, EngineThread, LoadedEngine
 from eyrie_workers.engines.openai_api import (

@@ -1,2 +1,2 @@
-"""Data of the quickstart target: its model directory, benchmark suites and conversations. `tests/benchmarks/quickstart`
+"""Data of the quickstart target: its model directory, benchmark suites and conversations. `benchmarks/quickstart`
 holds the programs that created them."""

@@ -24,8 +24,8 @@ import httpx
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import Permanent, Transient
-from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GenerationFailure,

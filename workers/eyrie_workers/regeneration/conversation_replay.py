@@ -24,10 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_workers.conversations.conversation import Message
-from eyrie_workers.conversations.rows import RowLedger, SelectedRow
+from eyrie_workers.data.conversation import Message
+from eyrie_workers.data.rows import RowLedger, SelectedRow
 from eyrie_workers.regeneration.answers import GenerationRequest, row_seed
 from eyrie_workers.targets.templates import ChatTokenizer, parse_answer
 

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest
+from eyrie_api.contract.model import Digest
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
-from eyrie_api.v1alpha1.model import Digest
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, located_rows, read_meta
+from eyrie_workers.data.rows import META, ROWS, AnsweredRow, RowSampling, located_rows, read_meta
 from eyrie_workers.jsonl_ledger import Extent, decode_line
 from eyrie_workers.regeneration.answers import GenerationRequest
 from eyrie_workers.stored_files import open_binary

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import InvalidInput, Permanent
-from eyrie_api.v1alpha1.engine import SamplingSpec
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,

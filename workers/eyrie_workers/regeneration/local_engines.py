@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.sglang.local_hardware import gpu_groups, visible_gpus
-from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.stages import RegenerateStage
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_workers.regeneration.answers import GeneratedAnswer, GenerationOutcome, GenerationRequest
+from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
+from eyrie_workers.sglang.servers import ServerPlan, ServerPool
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage

@@ -9,9 +9,9 @@ a backoff that doubles with each consecutive failure, as long as another one is 
 probes it, and the first answer makes it available again. When all are unavailable, the one whose backoff ends first is
 used: the retries of a request then set the pace, as with a single endpoint.
 
-Requests are sent with `load.http_client`: when a server that batches finishes many answers at once, the processor time
-of a general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is used
-(`load.http_client`).
+Requests are sent with `measure.load.http_client`: when a server that batches finishes many answers at once, the
+processor time of a general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is
+used (`measure.load.http_client`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from eyrie_api.errors import Transient
-from eyrie_workers.load.http_client import ConnectionPool, RequestFailed, parse_url, proxy_for
+from eyrie_workers.measure.load.http_client import ConnectionPool, RequestFailed, parse_url, proxy_for
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,

@@ -23,15 +23,15 @@ from typing import Any, TextIO, TypeVar
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.contract.data import DataSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.reports import QuarantinedRow, QuarantineKind, QuarantineReason, SampledRow
 from eyrie_api.errors import InvalidInput, NoChatTemplate
-from eyrie_api.v1alpha1.data import DataSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import QuarantinedRow, QuarantineKind, QuarantineReason, SampledRow
 from eyrie_workers.catalog import SELECTION_FILE
-from eyrie_workers.conversations.conversation import Conversation
-from eyrie_workers.conversations.overlap import RUN_WORDS, BenchmarkPrompts, NearDuplicates, Runs, is_held_out
-from eyrie_workers.conversations.readers import check_source, read_conversations
-from eyrie_workers.conversations.rows import SelectedRow
+from eyrie_workers.data.conversation import Conversation
+from eyrie_workers.data.overlap import RUN_WORDS, BenchmarkPrompts, NearDuplicates, Runs, is_held_out
+from eyrie_workers.data.readers import check_source, read_conversations
+from eyrie_workers.data.rows import SelectedRow
 from eyrie_workers.regeneration.conversation_replay import first_turn, num_turns
 from eyrie_workers.stored_files import open_binary, put_in_place
 from eyrie_workers.targets.templates import ChatTokenizer

@@ -29,10 +29,10 @@ from pydantic import Field
 
 from eyrie_api.artifacts import digest_bytes, digest_model
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore, from_variables
+from eyrie_api.contract.model import FromVariables, Frozen
+from eyrie_api.contract.regeneration import RegenerateSpec
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent, Transient
-from eyrie_api.v1alpha1.model import FromVariables, Frozen
-from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,

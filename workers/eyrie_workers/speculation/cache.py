@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_api.decisions.target_config import SLIDING
+from eyrie_api.planning.target_config import SLIDING
 from eyrie_workers.targets.causal_attention import causal
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload

@@ -37,8 +37,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
-from eyrie_api.v1alpha1.engine import DraftTreeShape
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree

@@ -35,7 +35,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.targets.device import upload
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from eyrie_api.contract.engine import SamplingSpec
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.v1alpha1.engine import SamplingSpec
 from eyrie_workers.speculation.noise import NoiseTable
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from eyrie_workers.speculation.verify import TokenLogprobs

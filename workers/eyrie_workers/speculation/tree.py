@@ -49,7 +49,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_api.v1alpha1.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.targets.device import upload
@@ -65,7 +65,7 @@ NodeOrder = Literal["expansion", "score"]
 
 # Probability that the candidate of each rank is the target's greedy token, given that its path is accepted. Measured on
 # an EAGLE-3 drafter of the quickstart target (480 conversations, 6 epochs; 562 positions of 16 prompts of its suites):
-#     python -m tests.benchmarks.calibration --drafter DIR --out DIR --num-steps 4 --top-k 8
+#     python -m benchmarks.calibration --drafter DIR --out DIR --num-steps 4 --top-k 8
 # counted 416, 48, 16, 11, 11, 6, 3, 4; the last two are pooled, so that probabilities do not rise.
 ACCEPTED_BY_RANK = (0.740, 0.085, 0.028, 0.020, 0.020, 0.011, 0.006, 0.006)
 

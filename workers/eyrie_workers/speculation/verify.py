@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.engine import SamplingSpec
+from eyrie_api.contract.engine import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.targets.device import upload
 

@@ -4,9 +4,9 @@ and concurrency.
     python -m eyrie_workers.stages.benchmark --spec spec.json --out manifest.json
 
 Speed and acceptance are measured in the engine of the spec, on prompts that no drafter was trained on: training metrics
-overestimate both. Both variants answer every prompt in turn (`measurement.benchmark.variants`), answers are compared
+overestimate both. Both variants answer every prompt in turn (`measure.benchmark.variants`), answers are compared
 token by token, and every finished prompt is a line of `cells.jsonl`, from which an interrupted benchmark resumes. At
-`benchmark.concurrencies` above 1 the prompts are answered in blocks (`measurement.benchmark.blocks`), each a line
+`benchmark.concurrencies` above 1 the prompts are answered in blocks (`measure.benchmark.blocks`), each a line
 of `blocks.jsonl`. One process of a machine measures at a time (`machine.machine_lock`).
 
 N-gram look-up as a rival is measured in the same way, in a chain as deep as the tree of the drafters.
@@ -26,22 +26,21 @@ from pathlib import Path
 import torch
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.reports import BenchmarkReport
+from eyrie_api.contract.stages import BenchmarkStage
+from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_api.decisions.near_ties import is_lossless
-from eyrie_api.decisions.sglang_support import Unlaunchable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput, UnsupportedTarget
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.reports import BenchmarkReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage
-from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.conversations.suites import select
+from eyrie_api.planning.sglang_support import Unlaunchable
+from eyrie_workers.data.suites import select
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, files_of
 from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.intervals import interleaved
 from eyrie_workers.machine import environment
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, Blocks, ConcurrentBenchmark
-from eyrie_workers.measurement.benchmark.reports import benchmark_report, report_cells
-from eyrie_workers.measurement.benchmark.session import (
+from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, Blocks, ConcurrentBenchmark
+from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
+from eyrie_workers.measure.benchmark.session import (
     LEDGER,
     REPORT,
     Session,
@@ -55,7 +54,8 @@ from eyrie_workers.measurement.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measurement.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Unit, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Unit, drafted
+from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve, weight_files
 from eyrie_workers.targets.model import TargetModel

@@ -3,10 +3,11 @@
     rows.jsonl -> shards planned -> target forward over whole rows, teacher forced -> features/
 
 The output is determined before the first forward pass, by the rows' lengths alone: which rows share a shard, which rows
-of a shard share a forward pass, and how states are stored (`v1alpha1.capture`: the spec's codec, or the best that fits
+of a shard share a forward pass, and how states are stored (`contract.capture`: the spec's codec, or the best that fits
 `max_bytes`). A shard is the unit of work: a killed program loses the open shard and repeats exactly its passes, so the
 bytes do not depend on interruptions. A run over a finished store with damage notes writes the damaged shards again and
-no others. `sources.json` names the source of every row, for training runs on mixes of them (`features.row_sources`).
+no others. `sources.json` names the source of every row, for training runs on mixes of them
+(`hidden_states.row_sources`).
 
 `capture.source` names what computes the states (`targets.state_source`). Before anything is stored, those of a few rows
 are compared with what `transformers` returns (`targets.state_source`).
@@ -15,7 +16,7 @@ In a pod whose job leaves the states in an artifact store (`catalog.STORE_ADDRES
 and deleted here one by one: a process needs space for two, whatever the size of the store, and a new pod finds in the
 store what is done.
 
-With `capture.feed: stream` no states are computed here: the output is a plan (`features.streaming`), and training
+With `capture.mode: stream` no states are computed here: the output is a plan (`hidden_states.streaming`), and training
 computes the states.
 
 Rows are stored end to end, never padded. The loss mask is True exactly at answer tokens; the prompt is recorded because
@@ -47,8 +48,17 @@ import torch
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.store import StoreUnavailable
-from eyrie_api.decisions.target_config import choose_source
-from eyrie_api.decisions.training_cost import usable_bytes
+from eyrie_api.contract.capture import (
+    ID_AND_MASK_BYTES,
+    CaptureSpec,
+    StateSourceName,
+    StoredAs,
+    candidates,
+    choose,
+    final_codec,
+)
+from eyrie_api.contract.reports import CaptureReport, LayerChoice
+from eyrie_api.contract.stages import CaptureStage
 from eyrie_api.errors import (
     ArtifactCorrupt,
     ArtifactMissing,
@@ -58,31 +68,18 @@ from eyrie_api.errors import (
     InvalidInput,
     NoUsableData,
 )
+from eyrie_api.planning.target_config import choose_source
+from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.quantities import size
-from eyrie_api.v1alpha1.capture import (
-    ID_AND_MASK_BYTES,
-    CaptureSpec,
-    StateSourceName,
-    StoredAs,
-    candidates,
-    choose,
-    final_codec,
-)
-from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
-from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
+from eyrie_workers.data.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.drafters.family import layers_of
 from eyrie_workers.drafters.published import layers_of_head
-from eyrie_workers.engines.sglang.capture_states import TOKENS_BEHIND_PROMPT, SglangStates
-from eyrie_workers.engines.sglang.local_hardware import detect_hardware, gpu_groups, visible_gpus
-from eyrie_workers.engines.sglang.profiles import weights_on_disk
-from eyrie_workers.engines.sglang.servers import ServerHistory, ServerPlan
-from eyrie_workers.features.codecs import relative_error, zero_share
-from eyrie_workers.features.row_sources import row_sources_are_whole, write_row_sources
-from eyrie_workers.features.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
-from eyrie_workers.features.storage_backend import open_backend
-from eyrie_workers.features.store import EarlierStates, open_features
-from eyrie_workers.features.streaming import (
+from eyrie_workers.hidden_states.codecs import relative_error, zero_share
+from eyrie_workers.hidden_states.row_sources import row_sources_are_whole, write_row_sources
+from eyrie_workers.hidden_states.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
+from eyrie_workers.hidden_states.storage_backend import open_backend
+from eyrie_workers.hidden_states.store import EarlierStates, open_features
+from eyrie_workers.hidden_states.streaming import (
     STREAM,
     TOKENS,
     TargetPass,
@@ -90,9 +87,13 @@ from eyrie_workers.features.streaming import (
     plan_is_whole,
     write_plan,
 )
-from eyrie_workers.features.writer import BackgroundWriter, FeatureWriter
-from eyrie_workers.features.writer import is_whole as store_is_whole
+from eyrie_workers.hidden_states.writer import BackgroundWriter, FeatureWriter
+from eyrie_workers.hidden_states.writer import is_whole as store_is_whole
 from eyrie_workers.machine import cpu_count
+from eyrie_workers.sglang.capture_states import TOKENS_BEHIND_PROMPT, SglangStates
+from eyrie_workers.sglang.local_hardware import detect_hardware, gpu_groups, visible_gpus
+from eyrie_workers.sglang.profiles import weights_on_disk
+from eyrie_workers.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.speculation.engine import EngineStats, PhaseClock
 from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
@@ -265,7 +266,7 @@ class _Capture:
         return work
 
     def write_stream_plan(self) -> None:
-        """With `feed: stream`: the plan from which training computes the states."""
+        """With `mode: stream`: the plan from which training computes the states."""
         assert self.source != "sglang"  # refused by the contract
         if self.spec.capture.check_rows:
             self.load_checked(fresh=True)
@@ -356,7 +357,7 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         raise Conflict(f"the rows in {rows_dir} were answered by another target ({meta.target_digest}) than "
                        f"{spec.target.model!r} ({digest})",
                        "regenerate with this target, or name the one that answered")
-    streams = spec.capture.feed == "stream"
+    streams = spec.capture.mode == "stream"
     source = choose_source(read_json(path / "config.json"), spec.capture.source, engine=spec.engine.kind,
                            streams=streams, fits_device=_fits_device(path))
     max_length, limit = spec.capture.max_length, "capture.max_length"

@@ -20,21 +20,21 @@ from typing import Literal
 import numpy as np
 
 from eyrie_api.artifacts import read_report, write_atomically, write_model
+from eyrie_api.contract.hardware import HardwareMeasurement, HardwareProfile
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.stages import HardwareStage
+from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.decisions.hardware_choice import VARIANTS, variant_name
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
-from eyrie_api.v1alpha1.hardware import HardwareMeasurement, HardwareProfile
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.prove import ProveReport
-from eyrie_api.v1alpha1.stages import HardwareStage
-from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
-from eyrie_workers.engines.sglang.local_hardware import visible_gpus
-from eyrie_workers.engines.sglang.servers import ServerPlan, ServerPool
-from eyrie_workers.load.client import LoadEndpoint, RequestResult
-from eyrie_workers.load.report_statistics import LevelResults
-from eyrie_workers.load.run import LoadTestResults, load_report, measure_in_turn
-from eyrie_workers.load.schedule import Level
-from eyrie_workers.measurement.benchmark.session import REPORT, measuring, read_suites
+from eyrie_workers.measure.benchmark.session import REPORT, measuring, read_suites
+from eyrie_workers.measure.load.client import LoadEndpoint, RequestResult
+from eyrie_workers.measure.load.report_statistics import LevelResults
+from eyrie_workers.measure.load.run import LoadTestResults, load_report, measure_in_turn
+from eyrie_workers.measure.load.schedule import Level
+from eyrie_workers.sglang.local_hardware import visible_gpus
+from eyrie_workers.sglang.servers import ServerPlan, ServerPool
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.stages.prove import describe_use, select_prompts
 

@@ -33,9 +33,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import EyrieError, NoUsableData, report_error
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.rows import ROWS, read_rows
+from eyrie_workers.data.rows import ROWS, read_rows
 from eyrie_workers.targets.config import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel

@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from eyrie_api.contract.stages import RegenerateStage
 from eyrie_api.errors import DiskFull, EyrieError, InvalidInput, report_error
-from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Stage, open_stage, stop_on_signals
 from eyrie_workers.targets.model_cache import cache_of_this_pod

@@ -21,7 +21,7 @@ The undrafted answers to prompts of one user message are written to a file of th
 cannot leave its drafter out of single requests, the console compares served answers with them.
 
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
-stage resumes. The servers exit with the stage (`engines.sglang.servers`). A check during which a server ends is
+stage resumes. The servers exit with the stage (`sglang.servers`). A check during which a server ends is
 repeated once with a new one; the report counts these restarts.
 """
 
@@ -34,34 +34,22 @@ from functools import cache, partial
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_model, read_report, write_model
-from eyrie_api.decisions.sglang_support import holds_mtp_layers
-from eyrie_api.decisions.target_config import computed_by_reference
+from eyrie_api.contract.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
+from eyrie_api.contract.load import LoadReport, LoadSpec
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.reports import TuneReport
+from eyrie_api.contract.stages import ProveStage
+from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
-from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
-from eyrie_api.v1alpha1.reports import TuneReport
-from eyrie_api.v1alpha1.stages import ProveStage
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
-from eyrie_workers.conversations.suites import Prompt, select
+from eyrie_api.planning.sglang_support import holds_mtp_layers
+from eyrie_api.planning.target_config import computed_by_reference
+from eyrie_workers.data.suites import Prompt, select
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.sglang.local_hardware import gpu_groups, visible_gpus
-from eyrie_workers.engines.sglang.servers import (
-    DrafterUses,
-    ManagedServer,
-    ServerHistory,
-    ServerPlan,
-    ServerPool,
-    command_line,
-)
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.load.client import EndpointUnusable, LoadEndpoint
-from eyrie_workers.load.report_statistics import crossover
-from eyrie_workers.load.run import run_load, run_load_in_turn
 from eyrie_workers.machine import environment
-from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.benchmark.session import (
+from eyrie_workers.measure.benchmark.losslessness import explain
+from eyrie_workers.measure.benchmark.session import (
     REPORT,
     Suites,
     measuring,
@@ -69,14 +57,26 @@ from eyrie_workers.measurement.benchmark.session import (
     read_suites,
     round_robin,
 )
-from eyrie_workers.measurement.benchmark.variants import first_difference
-from eyrie_workers.measurement.parity import (
+from eyrie_workers.measure.benchmark.variants import first_difference
+from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
+from eyrie_workers.measure.load.report_statistics import crossover
+from eyrie_workers.measure.load.run import run_load, run_load_in_turn
+from eyrie_workers.measure.parity import (
     Served,
     compare_answers,
     report_without_answers,
     request_answers,
 )
-from eyrie_workers.measurement.parity_reference import Reference, why_not_held
+from eyrie_workers.measure.parity_reference import Reference, why_not_held
+from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
+from eyrie_workers.sglang.servers import (
+    DrafterUses,
+    ManagedServer,
+    ServerHistory,
+    ServerPlan,
+    ServerPool,
+    command_line,
+)
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -91,7 +91,7 @@ FIXED = "fixed"
 
 ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
 VARIANTS = "variants"  # folder of the servers' files
-_REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.intervals`)
+_REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.measure.intervals`)
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
 """Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
@@ -183,7 +183,7 @@ class Proof:
 def prove(spec: ProveStage, stage: Stage) -> Result:
     """Check the tuned drafter in the serving engine."""
     started = time.monotonic()
-    concurrency = spec.max_concurrency or max(_LEAST_CONCURRENCY, *spec.prove.loads)
+    concurrency = spec.max_concurrency or max(_LEAST_CONCURRENCY, *spec.prove.concurrencies)
     engine = spec.engine
     groups = gpu_groups(visible_gpus(), engine.tp_size, engine.num_gpus) if engine.kind == "sglang" else ()
     plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, tp_size=engine.tp_size,
@@ -193,7 +193,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     report = ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=engine.kind, use=use,
                          environment=environment(spec.target.dtype), seconds=0.0)
     if use.setting == OFF:
-        loads = ", ".join(map(str, spec.prove.loads))
+        loads = ", ".join(map(str, spec.prove.concurrencies))
         finding = use.map.finding if use.map is not None else ""
         report = report.model_copy(update={
             "skipped": f"speculation pays at none of the declared loads ({loads} users at once): {finding}"
@@ -219,10 +219,10 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
                             warning=not judged.passed)
         proof.ledger.append(parity)
     # The load tests of single levels as one report of all levels.
-    parts = [check.load for load in spec.prove.loads if (check := proof.result(_load_check(load))) and check.load]
+    parts = [check.load for load in spec.prove.concurrencies if (check := proof.result(_load_check(load))) and check.load]
     comparisons = tuple(comparison for part in parts for comparison in part.comparisons)
     load = LoadReport(
-        model=parts[-1].model, spec=_load_spec(spec, spec.prove.loads, spec.prove.requests),
+        model=parts[-1].model, spec=_load_spec(spec, spec.prove.concurrencies, spec.prove.requests),
         variants=parts[-1].variants, levels=tuple(level for part in parts for level in part.levels),
         comparisons=comparisons,
         crossover=crossover([comparison for comparison in comparisons if comparison.variant == CANDIDATE]),
@@ -265,7 +265,7 @@ def select_use(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> Drafter
     chart = tuned.map
     if chart is None:
         return DrafterUse(drafter_dir=spec.drafter_dir, setting=Setting(tree=tuned.winner))
-    best = [chart.at(load).setting for load in sorted(spec.prove.loads)]
+    best = [chart.at(load).setting for load in sorted(spec.prove.concurrencies)]
     setting = next((candidate for candidate in best if candidate != OFF), OFF)
     followed = DrafterUse(drafter_dir=spec.drafter_dir, setting=setting, map=chart)
     if setting == OFF or plan.is_adaptive(followed):
@@ -303,7 +303,7 @@ def checks_of(spec: ProveStage, num_variants: int) -> list[_Check]:
     prove = spec.prove
     per_variant = prove.requests + _WARMUP_REQUESTS
     checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts, _collect_answers)]
-    for load in prove.loads:
+    for load in prove.concurrencies:
         checks.append(_Check(_load_check(load), num_variants * max(per_variant, 2 * load * _REPEATS),
                              partial(_check_load, load=load)))
     if prove.system_prompt:
@@ -513,7 +513,7 @@ def _check_load(proof: Proof, load: int) -> CheckResult:
 def _check_changed_prompt(proof: Proof) -> CheckResult:
     prove = proof.spec.prove
     # Half of the requests: enough to see whether acceptance collapses, which needs no narrow interval.
-    spec = _load_spec(proof.spec, [min(prove.loads)], prove.requests // 2, prove.system_prompt)
+    spec = _load_spec(proof.spec, [min(prove.concurrencies)], prove.requests // 2, prove.system_prompt)
     report = proof.measure(spec, (BASELINE, CANDIDATE))
     for pair in report.comparisons:
         interval = f"{pair.user_interval.low:.2f}-{pair.user_interval.high:.2f}"

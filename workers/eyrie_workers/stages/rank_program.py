@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import EyrieError, report_error
 from eyrie_api.full_disk import disk_full, is_full
-from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.engines.parent_death_signal import die_with_parent
 from eyrie_workers.stage_program import (
     INTERRUPTED_EXIT_CODE,

@@ -11,7 +11,7 @@ matter" (the second seed). Steps, each resumable:
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
 In a pod whose job leaves large files in an artifact store (`catalog.STORE_ADDRESS_FILE`), answers are uploaded part by
-part and deleted here, and rows.jsonl is written there (`conversations.rows`).
+part and deleted here, and rows.jsonl is written there (`data.rows`).
 
 Each answer depends on its row alone (the seed is derived from the row's id), so the bytes of the output do not depend
 on interruptions. For the same reason the work may be distributed: with EYRIE_SHARD_ROWS set, the shard workers of a
@@ -30,13 +30,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
+from eyrie_api.contract.data import FEW_ROWS
+from eyrie_api.contract.model import Digest
+from eyrie_api.contract.reports import Lengths, QuarantinedRow, RegenerateReport
+from eyrie_api.contract.stages import RegenerateStage
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, InvalidInput, NoUsableData
-from eyrie_api.v1alpha1.data import FEW_ROWS
-from eyrie_api.v1alpha1.model import Digest
-from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
-from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_workers.conversations.overlap import BenchmarkPrompts, Runs
-from eyrie_workers.conversations.rows import (
+from eyrie_workers.data.overlap import BenchmarkPrompts, Runs
+from eyrie_workers.data.rows import (
     META,
     ROWS,
     AnsweredRow,
@@ -46,7 +46,7 @@ from eyrie_workers.conversations.rows import (
     open_row_ledger,
     read_meta,
 )
-from eyrie_workers.conversations.suites import excluded_prompts
+from eyrie_workers.data.suites import excluded_prompts
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.answers import (

@@ -25,7 +25,7 @@ benchmark decides between them. A rung is placed at the last scheduled evaluatio
 candidate reached there is part of its saved state, so an interrupted sweep makes the same decisions when it resumes.
 
 The simulated speed-up counts no drafting cost and grows with `ttt_length`: train an axis over `ttt_length` to the end
-(`sweep.rungs: []`). `tests.benchmarks.sweep` measures what a sweep costs and saves.
+(`sweep.rungs: []`). `benchmarks.sweep` measures what a sweep costs and saves.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from typing import Any
 
 import torch
 
+from eyrie_api.contract.stages import TrainStage
 from eyrie_api.errors import DiskFull, EyrieError, report_error
-from eyrie_api.v1alpha1.stages import TrainStage
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.stage_program import (
     INTERRUPTED_EXIT_CODE,
     Interrupted,

@@ -36,20 +36,20 @@ import torch
 from torch import nn
 
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
-from eyrie_api.decisions.training_cost import usable_bytes
-from eyrie_api.decisions.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
+from eyrie_api.contract.reports import CheckpointReport, SourceRows, TrainReport, VocabularyReport
+from eyrie_api.contract.stages import TrainStage
 from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
-from eyrie_api.v1alpha1.reports import CheckpointReport, SourceRows, TrainReport, VocabularyReport
-from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_api.planning.training_cost import usable_bytes
+from eyrie_api.planning.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
 from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
 from eyrie_workers.drafters.checkpoint import files_of
 from eyrie_workers.drafters.family import FamilyImplementation, family_named
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.published import Head, load_head
-from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.row_sources import read_row_sources
-from eyrie_workers.features.storage_backend import open_backend
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.row_sources import read_row_sources
+from eyrie_workers.hidden_states.storage_backend import open_backend
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import (
     Result,

@@ -4,20 +4,20 @@
 
 Three steps:
 
-1. The profile (`measurement.tuner.profile`): a few prompts in rounds of alternating shapes, then the drafter along the
+1. The profile (`measure.tuner.profile`): a few prompts in rounds of alternating shapes, then the drafter along the
    answers. From it every setting is predicted at every load.
-2. The races (`measurement.tuner.race`), one per concurrency: settings that could still win are measured block by block
+2. The races (`measure.tuner.race`), one per concurrency: settings that could still win are measured block by block
    against the undrafted engine, until the race is decided or its trials or seconds run out.
-3. The operating map (`measurement.tuner.operating`).
+3. The operating map (`measure.tuner.operating`).
 
 The winner's speed-up is biased upwards: it is the largest of several noisy numbers. Promotion therefore decides on a
 final measurement with other prompts of every suite, used by neither the profile nor the races nor, where the suites are
 long enough, the selection of the checkpoint. It measures the drafter's best shape at the lowest concurrency, whatever
 setting won, because promotion must also see a drafter that loses.
 
-With `promotion.beat: rivals` the best rival is tuned afterwards in the same way, without n-gram look-up, in the folder
-`rival`: what the winner has to beat is the rival in its own best setting at each load. A rival that cannot be tuned is
-left out, and promotion compares the benchmarks.
+With `promotion.must_beat: rivals` the best rival is tuned afterwards in the same way, without n-gram look-up, in the
+folder `rival`: what the winner has to beat is the rival in its own best setting at each load. A rival that cannot be
+tuned is left out, and promotion compares the benchmarks.
 
 An interrupted stage resumes from its profile and its ledger. A race's budget counts the seconds of its measurements, so
 a resumed race ends where an uninterrupted one would have.
@@ -32,17 +32,15 @@ from pathlib import Path
 from statistics import fmean
 
 from eyrie_api.artifacts import digest_model, read_sealed, write_model, write_sealed
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.reports import TuneCell, TuneReport
+from eyrie_api.contract.stages import TuneStage
+from eyrie_api.contract.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput, Transient, UnsupportedTarget
-from eyrie_api.v1alpha1.model import Interval
-from eyrie_api.v1alpha1.reports import TuneCell, TuneReport
-from eyrie_api.v1alpha1.stages import TuneStage
-from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
-from eyrie_workers.conversations.suites import Prompt
+from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine
-from eyrie_workers.engines.sglang.checkpoints import read_drafter
-from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.machine import environment
-from eyrie_workers.measurement.benchmark.blocks import (
+from eyrie_workers.measure.benchmark.blocks import (
     BlockRun,
     BlockRunner,
     Blocks,
@@ -51,8 +49,8 @@ from eyrie_workers.measurement.benchmark.blocks import (
     rate,
     turns,
 )
-from eyrie_workers.measurement.benchmark.reports import benchmark_report, report_cells
-from eyrie_workers.measurement.benchmark.session import (
+from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
+from eyrie_workers.measure.benchmark.session import (
     REPORT,
     Suites,
     is_measured,
@@ -65,10 +63,11 @@ from eyrie_workers.measurement.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measurement.benchmark.variants import BASELINE, UNDRAFTED, Entry, drafted
-from eyrie_workers.measurement.tuner import profile as profiling
-from eyrie_workers.measurement.tuner.anchors import anchors
-from eyrie_workers.measurement.tuner.operating import (
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, drafted
+from eyrie_workers.measure.intervals import acceptance_length, add_histograms
+from eyrie_workers.measure.tuner import profile as profiling
+from eyrie_workers.measure.tuner.anchors import anchors
+from eyrie_workers.measure.tuner.operating import (
     between,
     compile_map,
     depth_against_width,
@@ -78,9 +77,10 @@ from eyrie_workers.measurement.tuner.operating import (
     predicted_point,
     with_block,
 )
-from eyrie_workers.measurement.tuner.predict import Prediction
-from eyrie_workers.measurement.tuner.profile import TuningProfile
-from eyrie_workers.measurement.tuner.race import Measured, Race, always_raced, within_budget
+from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.profile import TuningProfile
+from eyrie_workers.measure.tuner.race import Measured, Race, always_raced, within_budget
+from eyrie_workers.sglang.checkpoints import read_drafter
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_api.decisions.target_config import SLIDING
+from eyrie_api.planning.target_config import SLIDING
 from eyrie_workers.targets.config import TargetConfig
 
 _LONGEST_FLASH_HEAD = 256

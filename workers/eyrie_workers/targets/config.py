@@ -6,7 +6,7 @@ and k), Olmo 2 and 3 (norms after attention and MLP instead of before them, and 
 in Olmo 3 three layers of four have sliding-window attention, and only the rope of the fourth is scaled), Phi-3 (q, k,
 v and gate, up stored as one tensor each; rotation of a part of each head), SmolLM3 (layers without rope), Granite
 (multipliers). A config that the forward pass would compute wrongly is refused before weights are read
-(`eyrie_api.decisions.target_config`).
+(`eyrie_api.planning.target_config`).
 
 Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
 
@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eyrie_api.decisions.target_config import (
+from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget
+from eyrie_api.planning.target_config import (
     FULL,
     UNSCALED_OR_LINEAR,
     biases,
@@ -42,7 +43,6 @@ from eyrie_api.decisions.target_config import (
     rotary_size,
     unrotated_layers,
 )
-from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget
 
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 

@@ -12,7 +12,7 @@ creates contexts and streams, on the current GPU and not on the one that holds t
 attention off in the process.
 
 EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives the target of a training with
-`capture.feed: stream` devices of its own.
+`capture.mode: stream` devices of its own.
 
 `upload`: a copy from ordinary (pageable) memory makes the host wait until the GPU has finished all earlier work, so a
 round that uploads an index per draft step waits per draft step. Copies from pinned memory are queued like kernels.
@@ -129,7 +129,7 @@ def _left_of_limit(group: Path) -> int | None:
 
 
 def target_device() -> torch.device | None:
-    """The device of a target that computes states for a training (`features.streaming`); None: this process's own.
+    """The device of a target that computes states for a training (`hidden_states.streaming`); None: this process's own.
 
     Raises InvalidInput when EYRIE_TARGET_DEVICE names what this machine does not have.
     """

@@ -25,9 +25,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes, digest_file, read_sealed, write_sealed
+from eyrie_api.contract.model import Digest, Frozen
+from eyrie_api.contract.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
-from eyrie_api.v1alpha1.model import Digest, Frozen
-from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import read_json, read_reference_config
 from eyrie_workers.targets.device import default_device, free_bytes
@@ -52,7 +52,7 @@ def resolve(spec: TargetSpec) -> Path:
     if spec.model == QUICKSTART:
         if not (_QUICKSTART_DIR / "config.json").exists():
             raise TargetNotFound(f"the quickstart target is not in {_QUICKSTART_DIR}",
-                                 "run `python -m tests.benchmarks.quickstart.pretrain`, or name another target")
+                                 "run `python -m benchmarks.quickstart.pretrain`, or name another target")
         return _QUICKSTART_DIR
     if spec.model in TRAINED_HERE:
         path, card = trained_here(spec.model), trained_here(spec.model) / "card.json"

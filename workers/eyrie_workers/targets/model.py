@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_api.decisions.target_config import FULL
+from eyrie_api.planning.target_config import FULL
 from eyrie_workers.targets.causal_attention import CausalAttention
 from eyrie_workers.targets.config import RopeConfig, TargetConfig
 from eyrie_workers.targets.operators import Linear, OutputHead, rms_normalise

@@ -19,9 +19,9 @@ from pathlib import Path, PurePath
 from urllib.parse import quote
 
 from eyrie_api.artifacts import read_sealed
+from eyrie_api.contract.model import Digest, Frozen
+from eyrie_api.contract.targets import JobTarget
 from eyrie_api.errors import TargetNotFound
-from eyrie_api.v1alpha1.model import Digest, Frozen
-from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")

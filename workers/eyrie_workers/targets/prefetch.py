@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from eyrie_api.artifacts import digest_file, write_atomically, write_sealed
+from eyrie_api.contract.targets import JobTarget
 from eyrie_api.errors import (
     ArtifactCorrupt,
     DiskTooSmall,
@@ -46,7 +47,6 @@ from eyrie_api.errors import (
 )
 from eyrie_api.full_disk import ROOM, is_full, total_and_free_bytes
 from eyrie_api.quantities import duration, size
-from eyrie_api.v1alpha1.targets import JobTarget
 from eyrie_workers.targets.model_cache import (
     DEFAULT_REVISION,
     WANTED_FILES,

@@ -2,9 +2,9 @@
 
     reference      our forward pass (`targets.model`), for the architectures it computes
     transformers   any decoder-only model of transformers (`TransformersTarget`)
-    sglang         a managed server of SGLang (`engines.sglang.capture_states`), opened by the capture stage
+    sglang         a managed server of SGLang (`sglang.capture_states`), opened by the capture stage
 
-Which one a job uses is decided by `eyrie_api.decisions.target_config.choose_source`.
+Which one a job uses is decided by `eyrie_api.planning.target_config.choose_source`.
 
 *transformers.* `hidden_states[k]` is what layer k receives, so the states are recorded where layers are entered, and of
 the requested layers alone: `output_hidden_states` would keep all of them. The state after the final norm is what the
@@ -20,7 +20,7 @@ computed by other code from the same files, index by index (`compare`). The erro
 the error to its neighbours is reported with it, because a check that passes for any layer proves nothing. The two
 models are never in memory together: the states of one are copied to the host, and it is freed before the other is
 loaded. (The serving engine's layers are compared by tests/sglang, and before a promotion by the parity gate of
-`measurement.parity.parity`: an engine returns text, and what it captured shows in what it accepts.)
+`measure.parity.parity`: an engine returns text, and what it captured shows in what it accepts.)
 """
 
 # B texts of a batch, T tokens, M tokens of all texts, A aux layers, H hidden, V vocabulary
@@ -35,9 +35,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from eyrie_api.decisions.target_config import choose_source
+from eyrie_api.contract.targets import Dtype, TargetSpec
 from eyrie_api.errors import Permanent, UnsupportedTarget
-from eyrie_api.v1alpha1.targets import Dtype, TargetSpec
+from eyrie_api.planning.target_config import choose_source
 from eyrie_workers.targets.config import TargetConfig, read_config, read_json
 from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.loading import DTYPES, load_target, require_memory, resolve, weight_bytes

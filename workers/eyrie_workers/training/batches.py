@@ -1,7 +1,7 @@
 """Which documents each optimizer step trains on, and their batches, read ahead of the training loop.
 
 **Rows.** All rows of the store but those held out for evaluation; in a job with `data.mix` a draw of them, of the size
-that every candidate of the job can have (`decisions.row_draw`). Every candidate is evaluated on the same rows of the
+that every candidate of the job can have (`planning.row_draw`). Every candidate is evaluated on the same rows of the
 union, whatever its mix.
 
 **Schedule.** The documents of each step are a pure function of (lengths, seed, step). They are packed end to end;
@@ -14,9 +14,10 @@ iterator state is saved, and a run interrupted anywhere repeats no document and 
 **Reading.** One interface, `Features`, over two sources of hidden states; `open_features` chooses from what capture
 wrote:
 
-    store      `features.store`: read from a directory, or from S3 by ranges, and decoded while the previous batch is
+    store      `hidden_states.store`: read from a directory, or from S3 by ranges, and decoded while the previous batch
+    is
                trained on
-    stream     `features.streaming`: nothing is stored; the target computes states just ahead of the trainer
+    stream     `hidden_states.streaming`: nothing is stored; the target computes states just ahead of the trainer
 
 Several trainers may share a `BatchLoader` (`stages.sweep`): one read, or one forward pass of the target, for all.
 
@@ -39,16 +40,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyrie_api.decisions.row_draw import draw_rows, largest_size
+from eyrie_api.contract.reports import SourceRows
+from eyrie_api.contract.stages import RowDraw
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import NoUsableData
-from eyrie_api.v1alpha1.reports import SourceRows
-from eyrie_api.v1alpha1.stages import RowDraw
-from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
-from eyrie_workers.features.storage_backend import open_backend
-from eyrie_workers.features.store import FeatureStore
-from eyrie_workers.features.streaming import StreamedFeatures, read_plan
+from eyrie_api.planning.row_draw import draw_rows, largest_size
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.shard_format import StoreFormat, supervised_positions
+from eyrie_workers.hidden_states.storage_backend import open_backend
+from eyrie_workers.hidden_states.store import FeatureStore
+from eyrie_workers.hidden_states.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.device import target_device
 from eyrie_workers.targets.state_source import open_source
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.training.objective import Objective, Outcome
 
 

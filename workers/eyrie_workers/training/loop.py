@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import LossDiverged
-from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.training.batches import BatchLoader, Schedule, StepBatch, micro_batches
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, Optimizer
 from eyrie_workers.training.objective import Objective, Outcome, StepContext, TargetDistribution

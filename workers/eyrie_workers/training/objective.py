@@ -35,11 +35,11 @@ import torch
 from torch import Tensor, nn
 
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_kernels.soft_target_loss import Loss
-from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import TopKLogits
-from eyrie_workers.features.topk_logits import rebuild_distribution, topk_rows
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.shard_format import TopKLogits
+from eyrie_workers.hidden_states.topk_logits import rebuild_distribution, topk_rows
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.operators import OutputHead
@@ -117,8 +117,8 @@ def compute_target_table(last_RH: Tensor, head: TargetHead, weigh: bool = True) 
 
 
 def topk_table(topk_logits: TopKLogits, draft_vocab_size: int) -> TargetTable:
-    """The table of stored top-k logits (`features.topk_logits`) of the needed positions, on their device. It stays as
-    sparse as it is stored."""
+    """The table of stored top-k logits (`hidden_states.topk_logits`) of the needed positions, on their device. It stays
+    as sparse as it is stored."""
     def dense(index_N: Tensor) -> Tensor:
         return rebuild_distribution(topk_logits.map(lambda x: x.index_select(0, index_N)), draft_vocab_size)
 
@@ -268,7 +268,7 @@ class Objective(ABC, Generic[DrafterT]):
         self._scope = device_scope(self.device)
         self.loss_kind: Loss = spec.loss
         self._recompute, self._step_decay = spec.grad_checkpoint, spec.step_decay
-        self._normalization: Normalization = spec.normalisation
+        self._normalization: Normalization = spec.normalization
         self._head = TargetHead.of(output, vocabulary)
         self._vocabulary_digest = digest_bytes(vocabulary.ids.cpu().numpy().tobytes())
 

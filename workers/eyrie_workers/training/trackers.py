@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from eyrie_api.contract.records import MetricRecord
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.records import MetricRecord
 from eyrie_workers.catalog import TRACKERS_DIR
 from eyrie_workers.stage_program import Stage
 

@@ -17,11 +17,11 @@ from starlette.responses import HTMLResponse, Response
 from eyrie_api.access.browser_sign_in import COOKIE
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.access import Action, WebhookEvent
+from eyrie_api.contract.model import Name
 from eyrie_api.errors import EyrieError
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control, Here
-from eyrie_api.v1alpha1.access import Action, WebhookEvent
-from eyrie_api.v1alpha1.model import Name
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 

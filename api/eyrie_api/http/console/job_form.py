@@ -14,9 +14,9 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control, Here
-from eyrie_api.v1alpha1.job import JobSpec
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 

@@ -17,6 +17,9 @@ from fastapi import APIRouter, Query, Request
 from pydantic import JsonValue
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from eyrie_api.contract.reports import CaptureReport, RegenerateReport, TrainReport
+from eyrie_api.contract.stages import JOB_STAGES, STAGES, StageName
+from eyrie_api.contract.status import Job, JobReport, StageFile, StageStatus
 from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.hardware_choice import sentence
@@ -27,9 +30,6 @@ from eyrie_api.http.control import Control, Here
 from eyrie_api.http.live_pages import Rendered
 from eyrie_api.http.routes.outcomes import LeaderboardQuery, compare_plan, files_of, times_left
 from eyrie_api.quantities import duration, size
-from eyrie_api.v1alpha1.reports import CaptureReport, RegenerateReport, TrainReport
-from eyrie_api.v1alpha1.stages import JOB_STAGES, STAGES, StageName
-from eyrie_api.v1alpha1.status import Job, JobReport, StageFile, StageStatus
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 

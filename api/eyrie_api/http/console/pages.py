@@ -31,22 +31,22 @@ from eyrie_api.access.browser_sign_in import COOKIE, LIFETIME_S, PENDING_COOKIE,
 from eyrie_api.access.oidc import IssuerUnavailable
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.access import Action
+from eyrie_api.contract.comparison import CompareRequest
+from eyrie_api.contract.endpoints import History
+from eyrie_api.contract.status import Problem
 from eyrie_api.database.rendering import decode_cursor
-from eyrie_api.decisions.attention import drift_hint
+from eyrie_api.decisions.alerts import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
-from eyrie_api.decisions.sweep import axes_words
 from eyrie_api.errors import NotFound, Unauthorized
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.live_pages import LivePages, PageKey, Rendered
-from eyrie_api.http.routes.attention import NEWEST_JOBS, attention_now
+from eyrie_api.http.routes.alerts import NEWEST_JOBS, alerts_now
 from eyrie_api.http.routes.endpoints import list_figures, recorded_prompts
 from eyrie_api.http.routes.outcomes import times_left
+from eyrie_api.planning.sweep import axes_words
 from eyrie_api.quantities import duration, size
-from eyrie_api.v1alpha1.access import Action
-from eyrie_api.v1alpha1.comparison import CompareRequest
-from eyrie_api.v1alpha1.endpoints import History
-from eyrie_api.v1alpha1.status import Problem
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -104,7 +104,7 @@ def home_values(control: Control, before: str | None) -> dict[str, Any]:
     return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
             "before": before_time, "live": home_address("/console/live", before),
             "older": None if listed.next_cursor is None else home_address("/", listed.next_cursor),
-            "attention": attention_now(control, newest.items, endpoints, traffic).items,
+            "attention": alerts_now(control, newest.items, endpoints, traffic).items,
             "left": times_left(control, listed.items), "now": datetime.now(UTC)}
 
 

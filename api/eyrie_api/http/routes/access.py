@@ -6,11 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path, Query, Response
 
 from eyrie_api.clock import utc_now
-from eyrie_api.database.audit import MAX_PAGE
-from eyrie_api.database.projects import KeyRequest
-from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.http.control import Here
-from eyrie_api.v1alpha1.access import (
+from eyrie_api.contract.access import (
     ApiKey,
     ApiKeyList,
     AuditPage,
@@ -31,7 +27,11 @@ from eyrie_api.v1alpha1.access import (
     WebhookList,
     WhoAmI,
 )
-from eyrie_api.v1alpha1.model import Name
+from eyrie_api.contract.model import Name
+from eyrie_api.database.audit import MAX_PAGE
+from eyrie_api.database.projects import KeyRequest
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.http.control import Here
 
 router = APIRouter(tags=["access"])
 webhooks_router = APIRouter(tags=["webhooks"])

@@ -11,6 +11,12 @@ from anyio import to_thread
 from fastapi import APIRouter, Body, Query, Response
 from starlette.responses import StreamingResponse
 
+from eyrie_api.contract.comparison import CompareRequest, RecordedPrompts
+from eyrie_api.contract.endpoints import History, HistoryKind, TrafficList
+from eyrie_api.contract.figures import Figure, FigureList
+from eyrie_api.contract.model import Name
+from eyrie_api.contract.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoint_history import MAX_PAGE
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
@@ -18,12 +24,6 @@ from eyrie_api.errors import Conflict
 from eyrie_api.figures import endpoint_figures
 from eyrie_api.http.compared_answers import ServedEndpoint, compare, live_revision, read_recording
 from eyrie_api.http.control import Control, Here
-from eyrie_api.v1alpha1.comparison import CompareRequest, RecordedPrompts
-from eyrie_api.v1alpha1.endpoints import History, HistoryKind, TrafficList
-from eyrie_api.v1alpha1.figures import Figure, FigureList
-from eyrie_api.v1alpha1.model import Name
-from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 
 router = APIRouter(tags=["endpoints"])
 ENDPOINTS = "/v1alpha1/endpoints"

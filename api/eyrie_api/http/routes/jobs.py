@@ -9,18 +9,18 @@ from pydantic import JsonValue
 from starlette.responses import JSONResponse
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.plan import Plan, PlannedStages
+from eyrie_api.contract.resources import WaitingList
+from eyrie_api.contract.status import Job, JobList, Phase
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.http.control import Here
-from eyrie_api.submission import preflight
-from eyrie_api.submission.facts import with_absolute_paths
-from eyrie_api.v1alpha1.job import JobSpec
-from eyrie_api.v1alpha1.plan import Plan, PlannedStages
-from eyrie_api.v1alpha1.resources import WaitingList
-from eyrie_api.v1alpha1.status import Job, JobList, Phase
+from eyrie_api.planning import preflight
+from eyrie_api.planning.facts import with_absolute_paths
 
 router = APIRouter(tags=["jobs"])
 JOBS, WAITING = "/v1alpha1/jobs", "/v1alpha1/waiting"

@@ -14,11 +14,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
 from eyrie_api.artifacts import code_version
+from eyrie_api.contract.status import Version
+from eyrie_api.contract.storage import StoragePage
 from eyrie_api.errors import Transient
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.job_storage import MAX_PAGE
-from eyrie_api.v1alpha1.status import Version
-from eyrie_api.v1alpha1.storage import StoragePage
 
 router = APIRouter(tags=["operations"])
 PHASES = ("Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled")

@@ -16,6 +16,12 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.clock import utc_now
+from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.figures import Figure, FigureList, FigureSummary
+from eyrie_api.contract.model import Name
+from eyrie_api.contract.plan import PlannedAndActual, TimeLeft
+from eyrie_api.contract.stages import FileEntry, StageName
+from eyrie_api.contract.status import Job, JobReport, Leaderboard, StageFile, StageFileList
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.job_report import planned_and_actual, report_of, time_left
 from eyrie_api.decisions.leaderboard import Selection
@@ -23,12 +29,6 @@ from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.routes.jobs import JOBS, get_plan
-from eyrie_api.v1alpha1.engine import EngineKind
-from eyrie_api.v1alpha1.figures import Figure, FigureList, FigureSummary
-from eyrie_api.v1alpha1.model import Name
-from eyrie_api.v1alpha1.plan import PlannedAndActual, TimeLeft
-from eyrie_api.v1alpha1.stages import FileEntry, StageName
-from eyrie_api.v1alpha1.status import Job, JobReport, Leaderboard, StageFile, StageFileList
 
 router = APIRouter(tags=["outcomes"])
 

@@ -14,16 +14,16 @@ from anyio import sleep, to_thread
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
+from eyrie_api.contract.figures import TrainingCurves
+from eyrie_api.contract.model import Name
+from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.status import Event, EventList, Job, MetricList
 from eyrie_api.database.rendering import is_over
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.figures.training_curves import curves_of
 from eyrie_api.http.control import Control, Here
 from eyrie_api.http.event_fanout import EventFanout, message_of
 from eyrie_api.http.routes.jobs import JOBS
-from eyrie_api.v1alpha1.figures import TrainingCurves
-from eyrie_api.v1alpha1.model import Name
-from eyrie_api.v1alpha1.stages import StageName
-from eyrie_api.v1alpha1.status import Event, EventList, Job, MetricList
 
 router = APIRouter(tags=["progress"])
 _CHUNK = 1 << 16

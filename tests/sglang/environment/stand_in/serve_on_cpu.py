@@ -26,7 +26,7 @@ torch.cuda.synchronize = lambda device=None: None  # a torch without CUDA raises
 def main() -> None:
     """Serve until SIGTERM, with the flags of SGLang's own launcher; with `--guarded` before them by our launcher."""
     if sys.argv[1:2] == ["--guarded"]:
-        from eyrie_workers.engines.sglang.plugin import guarded
+        from eyrie_workers.sglang.plugin import guarded
 
         del sys.argv[1]
         return guarded.main()

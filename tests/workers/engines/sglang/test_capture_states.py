@@ -1,6 +1,6 @@
 """Capture through SGLang, as far as it needs no server."""
 
-from eyrie_workers.engines.sglang.capture_states import texts_that_fit
+from eyrie_workers.sglang.capture_states import texts_that_fit
 
 
 def test_a_pass_is_split_where_its_states_do_not_fit_the_memory_together() -> None:

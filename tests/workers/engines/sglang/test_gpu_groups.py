@@ -3,7 +3,7 @@
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.engines.sglang.local_hardware import gpu_groups
+from eyrie_workers.sglang.local_hardware import gpu_groups
 
 
 def test_gpus_are_divided_into_groups_of_one_server() -> None:

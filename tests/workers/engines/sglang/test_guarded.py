@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_workers.engines.sglang.plugin.guarded import MAX_CHECKED_BYTES, CheckedValues, InferenceOnly
+from eyrie_workers.sglang.plugin.guarded import MAX_CHECKED_BYTES, CheckedValues, InferenceOnly
 
 
 def asked(kind: str, path: str) -> list[dict[str, Any]]:

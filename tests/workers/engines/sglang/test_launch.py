@@ -6,25 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.errors import UnsupportedTarget
-from eyrie_api.v1alpha1.engine import DraftTreeShape
-from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
-from eyrie_workers.engines.sglang.checkpoints import (
+from eyrie_workers.sglang.checkpoints import (
     DrafterCheckpoint,
     TargetCheckpoint,
     checkpoint_algorithm,
     read_drafter,
     read_target,
 )
-from eyrie_workers.engines.sglang.launch import (
+from eyrie_workers.sglang.launch import (
     LaunchPlan,
     adaptive_config,
     launch_arguments,
     launch_environment,
     shared_args,
 )
-from eyrie_workers.engines.sglang.profiles import (
+from eyrie_workers.sglang.profiles import (
     PROFILES,
     AttentionNeeds,
     HardwareProfile,
@@ -217,7 +217,7 @@ def test_olmo_is_served_through_our_model_package_in_both_variants() -> None:
     named = plan(target=OLMO, plugin_root="/opt/eyrie")
     for variant in (named, without_speculation(named)):
         assert launch_environment(variant) == {
-            "SGLANG_EXTERNAL_MODEL_PACKAGE": "eyrie_workers.engines.sglang.plugin", "PYTHONPATH": "/opt/eyrie"}
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "eyrie_workers.sglang.plugin", "PYTHONPATH": "/opt/eyrie"}
     assert launch_environment(plan()) == {}
     assert "SGLANG_USE_CPU_ENGINE" in launch_environment(plan("cpu"))
     assert "SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION" in launch_environment(plan("mi300x"))

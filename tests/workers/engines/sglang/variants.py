@@ -1,10 +1,10 @@
-"""Command lines of the variants of one comparison, as `engines.sglang.servers` renders them one by one."""
+"""Command lines of the variants of one comparison, as `sglang.servers` renders them one by one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.engines.sglang.launch import LaunchPlan, adaptive_slots, launch_arguments, shared_args
+from eyrie_api.contract.tuning import OFF, Setting
+from eyrie_workers.sglang.launch import LaunchPlan, adaptive_slots, launch_arguments, shared_args
 
 
 def without_speculation(plan: LaunchPlan) -> LaunchPlan:

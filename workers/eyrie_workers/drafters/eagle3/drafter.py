@@ -48,7 +48,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from eyrie_api.decisions.training_cost import (
+from eyrie_api.contract.families import DecoderSizes, DrafterSizes
+from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.training_cost import (
     ACTIVATION_SHARE,
     StepSetting,
     StepWork,
@@ -57,11 +59,9 @@ from eyrie_api.decisions.training_cost import (
     mean_root_bytes,
     roots_per_part,
 )
-from eyrie_api.v1alpha1.families import DecoderSizes, DrafterSizes
-from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.decoder import AttentionProjections, GatedMlp, Norm
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.operators import Rotary
@@ -505,7 +505,7 @@ def gpu_budget(free_bytes: int, total_bytes: int) -> int:
 
 
 def trained_drafter(config: Eagle3Config) -> TrainedDrafter:
-    """Sizes of a drafter, as `decisions.training_cost` takes them."""
+    """Sizes of a drafter, as `planning.training_cost` takes them."""
     layer = DecoderSizes(
         hidden_size=config.hidden_size, num_layers=1, intermediate_size=config.intermediate_size,
         num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)

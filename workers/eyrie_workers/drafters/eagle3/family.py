@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyrie_api.decisions.sglang_support import captured_inputs, sglang_layer_ids
+from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.planning.sglang_support import captured_inputs, sglang_layer_ids
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,

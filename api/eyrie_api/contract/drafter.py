@@ -1,0 +1,90 @@
+"""The architecture of one drafter: its family and its sizes."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from eyrie_api.contract.families import Family
+from eyrie_api.contract.model import Frozen
+
+
+class PublishedDrafter(Frozen):
+    """A drafter from elsewhere."""
+
+    path: str
+    """Directory or Hub id."""
+
+    revision: str | None = None
+    """Of a Hub id."""
+
+
+class DrafterSpec(Frozen):
+    """The shape of the drafter."""
+
+    family: Family = "eagle3"
+    """What kind of drafter; `sweep.families` trains several."""
+
+    init_from: str | None = Field(None, min_length=1, max_length=4096)
+    """Directory or Hub id of a drafter of this family whose weights training continues from, or `job:ID` for the best
+    checkpoint of a job of the same project, stored as that checkpoint's directory. The drafter's sizes, layers and
+    draft vocabulary are kept; fields of this section that are set must agree with it."""
+
+    init_revision: str | None = Field(None, min_length=1, max_length=256)
+    """Revision of `init_from`, where that is a Hub id."""
+
+    intermediate_size: int | None = Field(None, ge=8, le=1_048_576)
+    """MLP width; default: the target's; for `standalone`, in proportion to its width."""
+
+    hidden_size: int | None = Field(None, ge=8, le=65_536)
+    """Width of a `standalone` drafter; default: the family's choice. The others have their target's."""
+
+    num_layers: int | None = Field(None, ge=1, le=64)
+    """Decoder layers of `standalone` and `dflash`; default: the family's choice. eagle3 and eagle1 have one."""
+
+    max_draft_tokens: int | None = Field(None, ge=1, le=16)
+    """How far `medusa`, `hydra` and `dflash` can look ahead: their heads, or their block less its first token. Default:
+    train.ttt_length. The other families go as deep as they are asked."""
+
+    num_attention_heads: int | None = Field(None, ge=1, le=1024)
+    """Default: the target's."""
+
+    aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=2, max_length=16)
+    """`hidden_states` indices that eagle3 and dflash fuse, ascending. As an axis of a sweep it compares choices of
+    layers: the store then holds those of all candidates. Default: capture.aux_layers."""
+
+    draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
+    """Reduced output vocabulary, built from the data; default: the whole vocabulary up to 32768."""
+
+    max_position_embeddings: int | None = Field(None, ge=16)
+    """Default: the target's. Engines refuse a drafter with less context than they serve."""
+
+    fc_norm: bool = False
+    """EAGLE-3.1: normalise each aux state before they are fused."""
+
+    norm_before_fc: bool = False
+    """Normalise the concatenated aux states before they are fused (one norm over all of them)."""
+
+    norm_output: bool = False
+    """EAGLE-3.1: feed back the state after the final norm instead of before it."""
+
+    sliding_window: int | None = Field(None, ge=8, le=1_048_576)
+    """The drafter attends to this many latest positions; trained and served alike. Default: all."""
+
+    @property
+    def head(self) -> PublishedDrafter | None:
+        """The drafter that training continues from."""
+        return None if self.init_from is None else PublishedDrafter(path=self.init_from, revision=self.init_revision)
+
+    @model_validator(mode="after")
+    def _revision_of_a_drafter(self) -> "DrafterSpec":
+        if self.init_revision is not None and self.init_from is None:
+            raise ValueError(f"drafter.init_revision is {self.init_revision!r} without a drafter: set "
+                             "drafter.init_from, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_norm_in_front(self) -> "DrafterSpec":
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("drafter.fc_norm and drafter.norm_before_fc are both true: no engine applies both; "
+                             "choose fc_norm (EAGLE-3.1) or norm_before_fc")
+        return self

@@ -1,0 +1,95 @@
+"""The engine that generates tokens: one choice of a job, which its stages and its endpoint use. How it samples, and the
+shape of draft trees."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from eyrie_api.contract.model import Frozen, depends
+
+SGLANG_PROGRAM = "EYRIE_SGLANG_PROGRAM"
+"""Variable with the command that starts SGLang, in shell syntax; default `python -m sglang.launch_server`."""
+
+EngineKind = Literal["embedded", "sglang"]
+
+
+class EngineSpec(Frozen):
+    """The engine in which a job regenerates, benchmarks, tunes, proves and serves.
+
+    Outside Kubernetes objects the kind alone may be written: `engine: sglang` is `engine: {kind: sglang}`.
+    """
+
+    kind: EngineKind = depends("embedded")
+    """`embedded`: Eyrie's reference engine. `sglang`: SGLang servers, which stages start and stop themselves. In a
+    job that omits it, `sglang` for a target of your own on GPUs: on a cluster, and on a machine that has SGLang."""
+
+    tp_size: int = Field(1, ge=1, le=64)
+    """GPUs that compute one server together (tensor parallelism). Only for SGLang."""
+
+    num_gpus: int | None = Field(None, ge=1, le=64)
+    """GPUs of all servers of a stage together, `num_gpus // tp_size` servers at a time; default: those that the stage
+    sees. Only for SGLang."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_alone(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _gpus_of_servers(self) -> "EngineSpec":
+        if self.kind == "embedded" and (self.tp_size > 1 or self.num_gpus is not None):
+            field, value = ("num_gpus", self.num_gpus) if self.tp_size == 1 else ("tp_size", self.tp_size)
+            raise ValueError(f"engine.{field} is {value} and engine.kind is 'embedded', which computes on one device: "
+                             "remove the field, or set engine.kind to 'sglang'")
+        if self.num_gpus is not None and self.num_gpus < self.tp_size:
+            raise ValueError(f"engine.num_gpus is {self.num_gpus}, fewer than the engine.tp_size {self.tp_size} of one "
+                             "server: raise num_gpus or lower tp_size")
+        return self
+
+
+class SamplingSpec(Frozen):
+    """How tokens are drawn."""
+
+    temperature: float = Field(1.0, ge=0.0, le=4.0)
+    """0 is greedy."""
+
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Only the most likely tokens that together reach this probability are drawn; 1 keeps all."""
+
+    top_k: int = Field(0, ge=0)
+    """0 keeps the whole vocabulary."""
+
+
+class DraftTreeShape(Frozen):
+    """The shape of the draft tree of one round. top_k 1 is a chain, whose num_draft_tokens is num_steps + 1."""
+
+    num_steps: int = Field(5, ge=1, le=16)
+    """Drafter passes per round (depth)."""
+
+    top_k: int = Field(1, ge=1, le=64)
+    """Children kept per node."""
+
+    num_draft_tokens: int = Field(6, ge=2, le=512)
+    """Nodes sent to verification, root included."""
+
+    static: bool = False
+    """Use the same branching in every round, independent of the drafter's confidence (EAGLE-1); embedded engine
+    only."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "DraftTreeShape":
+        if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
+            raise ValueError(f"num_draft_tokens {self.num_draft_tokens} does not fit a chain of num_steps "
+                             f"{self.num_steps}: with top_k 1 it must be num_steps + 1 = {self.num_steps + 1}")
+        most = 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
+        if self.num_draft_tokens > most:
+            raise ValueError(f"num_draft_tokens {self.num_draft_tokens} is more than a tree of num_steps "
+                             f"{self.num_steps} and top_k {self.top_k} can have: at most {most}")
+        if self.num_draft_tokens < self.num_steps + 1:
+            raise ValueError(f"num_draft_tokens {self.num_draft_tokens} cannot hold one path of num_steps "
+                             f"{self.num_steps}: give at least {self.num_steps + 1} or lower num_steps")
+        return self
+
+    def label(self) -> str:
+        """`num_steps/top_k/num_draft_tokens`, as usual in the literature."""
+        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}" + ("/static" if self.static else "")

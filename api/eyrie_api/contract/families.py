@@ -1,0 +1,231 @@
+"""The table of drafter families: one row holds all that is known of a family without loading torch.
+
+To add a family, write its module (`eyrie_workers.drafters.family` describes what it must define) and add a row to
+`FAMILIES`. The contract (`Family`), `eyrie plan`, `eyrie compare`, the launch line of SGLang and the registry of the
+workers all read this table; none of them names a family. Tests add a family with `monkeypatch.setitem(FAMILIES, ..)`.
+
+The size functions count trainable weights without norms and biases; tests compare them with the drafters' modules. The
+texts are printed by `eyrie plan`. They state what follows from the architecture; the speed-ups are those of the
+committed comparison on the shipped target (docs/results/comparison.md). Which family is fastest for another target is
+what its leaderboard measures.
+
+    H hidden, D draft vocabulary, V vocabulary, A aux layers, S tokens looked ahead
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, WithJsonSchema
+
+from eyrie_api.contract.training import TrainSpec
+
+TargetStates = Literal["fused", "final", "none"]
+"""Hidden states of the target that a family reads: several layers fused; the one after the final norm; none."""
+
+SGLangAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
+"""`--speculative-algorithm` of drafters with weights."""
+
+TreeKind = Literal["chain", "static tree", "tree"]
+
+VARIANT_FIELDS = ("fc_norm", "norm_before_fc", "norm_output", "sliding_window")
+"""Fields of `DrafterSpec` that select a variant of a family (`DrafterFamily.variant_fields`)."""
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """Sizes of a dense decoder with gated MLPs."""
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def attention_parameters(self, input_size: int) -> int:
+        """Weights of q, k, v and the output projection, for inputs of `input_size`."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return input_size * (queries + 2 * keys) + queries * self.hidden_size
+
+    def mlp_parameters(self, intermediate_size: int) -> int:
+        """Weights of gate, up and down projection."""
+        return 3 * self.hidden_size * intermediate_size
+
+
+@dataclass(frozen=True)
+class DrafterSizes:
+    """What the number of a drafter's weights depends on. None: the spec leaves the value to the family."""
+
+    target: DecoderSizes
+    output_vocab_size: int
+    """V for families that predict over the whole vocabulary, else D."""
+
+    num_aux_layers: int
+    max_draft_tokens: int
+    hidden_size: int | None
+    intermediate_size: int | None
+    num_layers: int | None
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of one MLP at the target's width."""
+        return self.target.mlp_parameters(self.intermediate_size or self.target.intermediate_size)
+
+
+@dataclass(frozen=True)
+class DrafterFamily:
+    """One row: a family of drafters."""
+
+    name: str
+    """`DrafterSpec.family`."""
+
+    title: str
+    """Name in text."""
+
+    module: str
+    """Import path of the implementation; its `FAMILY` is an `eyrie_workers.drafters.family.FamilyImplementation`."""
+
+    architecture: str
+    """`architectures[0]` in the config.json of its checkpoints; identifies the family of a directory."""
+
+    target_states: TargetStates
+    whole_vocabulary: bool
+    """It predicts over the target's whole vocabulary, whatever `draft_vocab_size` is."""
+
+    parameters: Callable[[DrafterSizes], int]
+    """Trainable weights; norms and biases are left out."""
+
+    best_for: str
+    drafting_cost: str
+    quickstart_speedup: float
+    """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training."""
+
+    sglang_algorithm: SGLangAlgorithm | None = None
+    """None: SGLang 0.5.23 cannot serve it."""
+
+    variant_fields: tuple[str, ...] = ()
+    """Fields of `DrafterSpec` that select a variant of this family; other families refuse them."""
+
+    step_cost_known: bool = False
+    """Whether `planning.training_cost` describes its training step."""
+
+    continues: bool = False
+    """Whether training can continue from a drafter of it (`drafter.init_from`)."""
+
+    training_passes: Callable[[TrainSpec, int], float] = lambda _train, _max_draft_tokens: 1.0
+    """Passes of one token of the data through the weights per optimiser step, from the spec and S."""
+
+
+def _eagle3_parameters(sizes: DrafterSizes) -> int:
+    # Fusion, one layer with doubled input, a reduced output matrix.
+    hidden, target = sizes.target.hidden_size, sizes.target
+    return (sizes.num_aux_layers * hidden**2 + target.attention_parameters(2 * hidden) + sizes.mlp_parameters
+            + sizes.output_vocab_size * hidden)
+
+
+def _eagle3_training_passes(train: TrainSpec, _max_draft_tokens: int) -> float:
+    # Step 0 at all positions; the later steps at a fraction of them, after the single-step phase.
+    return 1.0 + (1.0 - train.single_step_ratio) * train.unrolled_fraction * (train.ttt_length - 1)
+
+
+def _eagle1_parameters(sizes: DrafterSizes) -> int:
+    # Embedding and output matrix are the target's.
+    hidden, target = sizes.target.hidden_size, sizes.target
+    return 2 * hidden**2 + target.attention_parameters(hidden) + sizes.mlp_parameters
+
+
+def _medusa_parameters(sizes: DrafterSizes) -> int:
+    # A square matrix and an output matrix for each head.
+    hidden = sizes.target.hidden_size
+    return sizes.max_draft_tokens * (hidden**2 + sizes.output_vocab_size * hidden)
+
+
+def _hydra_parameters(sizes: DrafterSizes) -> int:
+    # Two matrices from (2 + s) H for head s, one output matrix for all heads.
+    hidden = sizes.target.hidden_size
+    return 2 * hidden**2 * sum(range(2, 2 + sizes.max_draft_tokens)) + sizes.output_vocab_size * hidden
+
+
+def _standalone_parameters(sizes: DrafterSizes) -> int:
+    # A decoder of its own width with embedding and output matrix; by default half the target's width, two layers.
+    target, hidden = sizes.target, sizes.target.hidden_size
+    width = sizes.hidden_size or max(1, round(hidden / 2 / target.head_dim)) * target.head_dim
+    inner = sizes.intermediate_size or target.intermediate_size * width // hidden
+    layer = target.attention_parameters(width) * width // hidden + 3 * width * inner
+    return (sizes.num_layers or 2) * layer + 2 * sizes.output_vocab_size * width
+
+
+def _dflash_parameters(sizes: DrafterSizes) -> int:
+    # Fusion, and a few layers at the target's width.
+    target, hidden = sizes.target, sizes.target.hidden_size
+    layers = sizes.num_layers or max(1, min(5, target.num_layers // 6))
+    return sizes.num_aux_layers * hidden**2 + layers * (target.attention_parameters(hidden) + sizes.mlp_parameters)
+
+
+def _dflash_training_passes(train: TrainSpec, max_draft_tokens: int) -> float:
+    return train.unrolled_fraction * (1 + max_draft_tokens)  # one block at a fraction of the positions
+
+
+_ROWS = (
+    DrafterFamily(
+        name="eagle3", title="EAGLE-3", module="eyrie_workers.drafters.eagle3.family", continues=True,
+        architecture="LlamaForCausalLMEagle3", target_states="fused", whole_vocabulary=False,
+        parameters=_eagle3_parameters, training_passes=_eagle3_training_passes, step_cost_known=True,
+        sglang_algorithm="EAGLE3",
+        variant_fields=VARIANT_FIELDS,
+        best_for="large targets and much data: it reads three layers of the target and is trained on its own errors, "
+                 "so each second of training covers fewer tokens",
+        drafting_cost="one small layer per token", quickstart_speedup=1.98),
+    DrafterFamily(
+        name="eagle1", title="EAGLE-1/2", module="eyrie_workers.drafters.eagle1", continues=True,
+        architecture="LlamaForCausalLMEagle", target_states="final", whole_vocabulary=True,
+        parameters=_eagle1_parameters, sglang_algorithm="EAGLE",
+        best_for="little data or short training, and engines without EAGLE-3; with a dynamic tree it is EAGLE-2",
+        drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41),
+    DrafterFamily(
+        name="medusa", title="Medusa", module="eyrie_workers.drafters.medusa",
+        architecture="MedusaModel", target_states="final", whole_vocabulary=False,
+        parameters=_medusa_parameters,
+        best_for="shallow drafts at the lowest drafting cost: nothing is computed between two depths",
+        drafting_cost="one pass for all depths", quickstart_speedup=2.33),
+    DrafterFamily(
+        name="hydra", title="Hydra", module="eyrie_workers.drafters.hydra",
+        architecture="EyrieHydra", target_states="final", whole_vocabulary=False,
+        parameters=_hydra_parameters,
+        best_for="targets on which Medusa's heads contradict one another: each head reads the tokens before its own",
+        drafting_cost="one perceptron per token", quickstart_speedup=2.43),
+    DrafterFamily(
+        name="standalone", title="Standalone", module="eyrie_workers.drafters.standalone", continues=True,
+        architecture="LlamaForCausalLM", target_states="none", whole_vocabulary=True,
+        parameters=_standalone_parameters, sglang_algorithm="STANDALONE",
+        best_for="targets of which only the text is available; it stores least, and has its own embedding and output "
+                 "matrix",
+        drafting_cost="a small language model per token", quickstart_speedup=1.80),
+    DrafterFamily(
+        name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash", continues=True,
+        architecture="DFlashDraftModel", target_states="fused", whole_vocabulary=True,
+        parameters=_dflash_parameters, training_passes=_dflash_training_passes, sglang_algorithm="DFLASH",
+        best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",
+        drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61),
+)
+
+FAMILIES: dict[str, DrafterFamily] = {row.name: row for row in _ROWS}
+"""The families that are trained, by name. EAGLE-2 is eagle1's checkpoint in a dynamic tree; DDTree dflash's in a
+tree."""
+
+
+def known_family(name: str) -> str:
+    """The name itself. Raises ValueError, which pydantic reports with the field, for one that is not in the table."""
+    if name not in FAMILIES:
+        raise ValueError(f"{name!r} is not a drafter family: use one of {', '.join(FAMILIES)}")
+    return name
+
+
+Family = Annotated[str, AfterValidator(known_family), WithJsonSchema({"type": "string", "enum": [*FAMILIES]})]
+"""Name of a row of `FAMILIES`."""
+
+
+def sglang_families() -> tuple[str, ...]:
+    """The families that SGLang 0.5.23 can serve."""
+    return tuple(name for name, row in FAMILIES.items() if row.sglang_algorithm is not None)

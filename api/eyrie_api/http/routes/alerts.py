@@ -1,0 +1,35 @@
+"""The route of what needs a person, from the newest jobs, all endpoints, quotas, waiting objects and the disk."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+
+from eyrie_api.contract.alerts import AlertList
+from eyrie_api.contract.endpoints import EndpointTraffic
+from eyrie_api.contract.status import Endpoint, Job
+from eyrie_api.decisions.alerts import attention
+from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
+from eyrie_api.full_disk import disk_full, is_short
+from eyrie_api.http.control import Control, Here
+
+router = APIRouter(tags=["alerts"])
+NEWEST_JOBS = 50
+_WAITING = 20
+
+
+@router.get("/v1alpha1/alerts")
+def read_alerts(control: Here) -> AlertList:
+    """What needs a person, each with what was seen and what to do: failed jobs and stages without a node, decisions,
+    endpoints, drift, quotas, DrafterJobs that wait, a full disk. Of jobs the newest 50 are looked at."""
+    endpoints = control.endpoints.list().items
+    traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
+    return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, traffic)
+
+
+def alerts_now(control: Control, newest: Sequence[Job], endpoints: Sequence[Endpoint],
+                  traffic: Sequence[EndpointTraffic]) -> AlertList:
+    """The same, of what the caller has read already. The disk is looked at now: on a full one neither an event nor a
+    condition could be stored."""
+    home = control.settings.home
+    return attention(newest, endpoints, traffic, control.projects.used_up(), control.waiting.list(limit=_WAITING),
+                     disk_full(home) if is_short(home) else None)

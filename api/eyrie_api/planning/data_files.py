@@ -1,0 +1,181 @@
+"""The first rows of a data file: whether the regenerate stage would find conversations in it.
+
+The stage quarantines single rows that it cannot use, with the reason; a file is refused here when it is of a kind that
+the stage does not read, or when none of its first rows is a conversation with a user turn and, for `data.answered`, an
+answer. Parquet is checked by its first and last
+bytes and zstd by its first, since their rows need a library that the control plane does not load.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from eyrie_api.contract.data import DataSource
+from eyrie_api.data_files import (
+    BYTE_ORDER_MARK,
+    CALL_TURNS,
+    GZIP,
+    MAX_ROW_BYTES,
+    PARQUET,
+    ROLES,
+    SUFFIXES,
+    ZSTD,
+    array_rows,
+    begins_array,
+    data_files,
+    is_pattern,
+)
+from eyrie_api.errors import NoUsableData
+from eyrie_api.planning.target_files import GIT_LFS, LFS_HINT
+
+_PARQUET = b"PAR1"
+_SAMPLE_ROWS = 64
+_SAMPLE_BYTES = 1 << 18
+_CHECKED_FILES = 100
+
+_KEYS = {"messages": ("messages",), "sharegpt": ("conversations", "conversation"), "alpaca": ("instruction",)}
+_KINDS = {PARQUET: (_PARQUET, "parquet"), GZIP: (b"\x1f\x8b", "gzip"), ZSTD: (b"\x28\xb5\x2f\xfd", "zstd")}
+_FOREIGN = (
+    (b"BZh", "compressed with bzip2", "bunzip2 it"),
+    (b"PK\x03\x04", "a zip archive", "unzip it"),
+    (b"ARROW1", "an Arrow file", "write it as parquet"),
+    (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+)
+_ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` "
+                 "(Alpaca)")
+_NO_USER = "it has no user turn"
+_NO_ANSWER = "its last turn is not an answer, and data.answered is true"
+_HINTS = {_NO_USER: "give conversations with the user's turns, which the target answers",
+          _NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
+
+
+def check_data_source(source: DataSource, answered: bool = False) -> None:
+    """Raises NoUsableData, naming the file and its first row's fault.
+
+    answered   as `data.answered`: each row has to end with an answer
+    """
+    files = data_files(source.path)
+    if not files and _is_directory(source.path):
+        raise NoUsableData(f"data source {source.path!r} is a directory without data files",
+                           f"put files there whose names end in {', '.join(SUFFIXES)}")
+    if not files and is_pattern(source.path):
+        raise NoUsableData(f"data source {source.path!r} matches no file on the server", "correct the pattern")
+    if not files:
+        raise NoUsableData(f"data file {source.path!r}: no such file on the server",
+                           "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
+    for file in files[:_CHECKED_FILES]:
+        _check_file(source.path if len(files) == 1 else str(file), file, source.format, answered)
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_dir()
+    except (OSError, RuntimeError):
+        return False
+
+
+def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(GIT_LFS))
+            size = file.seek(0, 2)
+            file.seek(max(0, size - len(_PARQUET)))
+            end = file.read()
+        _check_kind(name, path.suffix, size, start, end)
+        if path.suffix not in (PARQUET, ZSTD):
+            _check_rows(name, layout, _first_rows(path), answered)
+    except OSError as error:
+        raise NoUsableData(f"data file {name!r} cannot be read: {error.strerror or error}",
+                           "make it readable for the server, or write it again") from None
+    except (EOFError, ValueError, zlib.error) as error:
+        raise NoUsableData(f"data file {name!r}: {error}", "write it again") from None
+
+
+def _first_rows(path: Path) -> list[bytes]:
+    """Rows of the file's beginning, at most `_SAMPLE_ROWS`: lines that are not blank, or an array's elements.
+
+    Raises OSError, EOFError and ValueError for what cannot be unpacked or is no array.
+    """
+    with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
+        start = file.read(_SAMPLE_BYTES)
+        file.seek(0)
+        if begins_array(start):
+            return [json.dumps(row).encode() for row in islice(array_rows(file), _SAMPLE_ROWS)]
+        rows: list[bytes] = []
+        while len(rows) < _SAMPLE_ROWS and file.tell() < _SAMPLE_BYTES and (line := file.readline(MAX_ROW_BYTES + 1)):
+            if line.strip():
+                rows.append(line)
+        return rows
+
+
+def _check_kind(name: str, suffix: str, size: int, start: bytes, end: bytes) -> None:
+    if size == 0:
+        raise NoUsableData(f"data file {name!r} is empty", "give a file with one conversation per line")
+    if start == GIT_LFS:
+        raise NoUsableData(f"data file {name!r} is a git-LFS pointer, not the file itself", LFS_HINT)
+    for ending, (magic, kind) in _KINDS.items():
+        if suffix == ending and not start.startswith(magic):
+            raise NoUsableData(f"data file {name!r} is no {kind} file, as its name says",
+                               "write it again, or name it .jsonl if it is JSON lines")
+        if suffix != ending and start.startswith(magic):
+            raise NoUsableData(f"data file {name!r} is a {kind} file of another name", f"rename it to end in {ending}")
+    if suffix == PARQUET and (end != _PARQUET or size < 12):
+        raise NoUsableData(f"data file {name!r} does not end as a parquet file does: it is truncated",
+                           "copy or write it again")
+    for magic, kind, hint in _FOREIGN:
+        if start.startswith(magic):
+            raise NoUsableData(f"data file {name!r} is {kind}, which is not read", hint)
+
+
+def _check_rows(name: str, layout: str, rows: list[bytes], answered: bool) -> None:
+    """Refuse a file none of whose sampled rows can be used, with the fault of the first."""
+    if not rows:
+        raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
+    faults = [_fault(row, layout, answered) for row in rows]
+    if None in faults:
+        return
+    raise NoUsableData(f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {faults[0]}",
+                       _HINTS.get(faults[0] or "", _ONE_PER_LINE))
+
+
+def _fault(line: bytes, layout: str, answered: bool) -> str | None:
+    """Why a line is no conversation, or has no answer where one is needed, as far as its outer structure shows."""
+    if len(line) > MAX_ROW_BYTES:
+        return f"longer than {MAX_ROW_BYTES >> 20} MiB"
+    try:
+        row: Any = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(row, Mapping):
+        return f"a JSON {type(row).__name__}, not an object"
+    keys = [key for name in ([layout] if layout in _KEYS else _KEYS) for key in _KEYS[name]]
+    held = next((row[key] for key in keys if key in row), None)
+    if held is None:
+        fields = ", ".join(sorted(map(str, row))[:6]) or "no fields"
+        return f"no {' or '.join(f'`{key}`' for key in keys)} in the row, which has {fields}"
+    if isinstance(held, str) and "instruction" in row:
+        if not held.strip():
+            return "the instruction is empty"
+        return _NO_ANSWER if answered and not row.get("output") else None
+    if not isinstance(held, list) or not held:
+        return "the conversation is empty or not a list"
+    turns = [turn if isinstance(turn, Mapping) else {} for turn in held]
+    if not any(_role(turn) == "user" for turn in turns):
+        return _NO_USER
+    return _NO_ANSWER if answered and not (_role(turns[-1]) == "assistant" and _says_something(turns[-1])) else None
+
+
+def _role(turn: Mapping[str, Any]) -> str | None:
+    name = str(turn.get("role", turn.get("from")))
+    return "assistant" if name in CALL_TURNS else ROLES.get(name)
+
+
+def _says_something(turn: Mapping[str, Any]) -> bool:
+    return any(turn.get(key) for key in ("content", "value", "tool_calls", "function_call", "function_calls"))

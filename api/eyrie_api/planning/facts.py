@@ -1,0 +1,341 @@
+"""What the resolution of a job depends on besides its document: machine or cluster, and the files of target and data.
+
+`read_facts` reads all of it once, before `resolve`, which is pure. Of a target `config.json` is read, of data the size
+of the files and the first rows; nothing here loads a model or a tokenizer. A Hub id is looked up in the local Hub cache
+only: the control plane contacts no model hub. GPUs are found without torch, by device files, environment variables and
+the driver; GPUs of AMD, and GPUs under WSL, have one device file for all, which gives no number.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from eyrie_api.contract.cluster import ClusterProfile
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.engine import SGLANG_PROGRAM
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.placement import StageKey
+from eyrie_api.contract.resolved import PlacedGpus
+from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTarget, is_hub_id, trained_here
+from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
+from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget
+from eyrie_api.planning.data_files import check_data_source
+from eyrie_api.planning.hardware import memory_of
+from eyrie_api.planning.placement import read_profile
+from eyrie_api.planning.plan_work import DataFacts, Experts, TargetFacts
+from eyrie_api.planning.target_config import has_tied_embeddings, language_model
+from eyrie_api.planning.target_files import read_object
+from eyrie_api.settings import Settings
+
+DEVICES = Path("/dev")
+WITHOUT_A_NUMBER = ("kfd", "dxg")
+"""Device files of AMD GPUs, and of the GPUs of a Windows host."""
+
+Device = Literal["cpu", "gpu"]
+"""What an engine computes on."""
+
+DATA_SUFFIXES = (*SUFFIXES, ".csv", ".txt")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SAMPLE_BYTES = 1 << 18
+# Bytes of JSON per token, keys and quotes included, for English chats. A low value, so that plans overestimate tokens.
+_BYTES_PER_TOKEN = 4.0
+QUICKSTART_ROWS = 8192
+"""Conversations that ship with the quickstart target (`data.jsonl.gz`)."""
+
+# Means over 300 conversations of the quickstart corpus under its own 2048-token vocabulary, template included.
+_QUICKSTART_PROMPT_TOKENS, _QUICKSTART_ANSWER_TOKENS = 97.0, 54.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Read once per submission. The default is a machine without GPUs that knows nothing of target and data."""
+
+    profile: ClusterProfile | None = None
+    """None: jobs run on this machine."""
+
+    local_device: Device = "cpu"
+    has_sglang: bool = False
+    target: Path | None = None
+    """Directory of the target on this machine; None: a Hub id that is not in the cache."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its `config.json`; empty where it is not here."""
+
+    data: DataFacts = field(default_factory=DataFacts)
+
+    @cached_property
+    def sizes(self) -> TargetFacts | None:
+        """Of the target; None where it is not here. Raises UnsupportedTarget."""
+        return None if self.target is None else target_facts(self.target)
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """Of the checkpoint's weights; None where it is not known."""
+        return stored_dtype(self.config)
+
+    def engine_device(self, gpus: Mapping[StageKey, PlacedGpus], serving: PlacedGpus) -> Device:
+        """The device of a job's engine, given the GPUs of its stages and its endpoint."""
+        if self.profile is None:
+            return self.local_device
+        return "gpu" if gpus["prove"].num_gpus or serving.num_gpus else "cpu"
+
+    def computes_on_gpus(self, gpus: Mapping[StageKey, PlacedGpus], serving: PlacedGpus) -> bool:
+        """Whether a job's target is on GPUs in any stage; `target.dtype: auto` depends on it."""
+        if any(placed.num_gpus for placed in (*gpus.values(), serving)):
+            return True
+        return self.engine_device(gpus, serving) == "gpu" and os.environ.get("EYRIE_DEVICE") != "cpu"
+
+
+def read_facts(spec: JobSpec, settings: Settings) -> Facts:
+    """Read target and data of a job, whose sources are checked first: reading may wait where a file is none. Raises
+    InvalidInput or NoUsableData for a source, TargetNotFound and UnsupportedTarget."""
+    profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
+    for number, source in enumerate(spec.data.sources):
+        try:
+            _check_source(source, spec.data.answered, profile is not None)
+        except InvalidInput as error:
+            raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
+    directory = target_dir(spec.target)
+    return Facts(profile, local_device(), has_sglang(settings), directory,
+                 {} if directory is None else read_config(directory), data_facts(spec.data))
+
+
+def _check_source(source: DataSource, answered: bool, elsewhere: bool) -> None:
+    """`elsewhere`: stages run in pods, which may have files that this server has not."""
+    if source.path == QUICKSTART or is_remote(source.path) or (elsewhere and is_missing(source.path)):
+        return
+    if local_path(source.path) is not None:
+        check_data_source(source, answered)
+    elif not is_hub_id(source.path):
+        raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
+                           "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
+                           "'quickstart'")
+
+
+def is_missing(path: str) -> bool:
+    """Whether it is an absolute path of which nothing is on this machine."""
+    return path.startswith("/") and not data_files(path) and not exists(path)
+
+
+# This machine.
+
+
+def has_sglang(settings: Settings) -> bool:
+    """Whether stages find an SGLang: on a cluster the administrator gives it to those with GPUs; here it is named by a
+    variable, or installed."""
+    return (settings.cluster_profile is not None or bool(os.environ.get(SGLANG_PROGRAM))
+            or importlib.util.find_spec("sglang") is not None)
+
+
+def local_device(devices: Path = DEVICES) -> Device:
+    """Whether this process may use a GPU: an NVIDIA device that CUDA_VISIBLE_DEVICES does not hide, or an AMD one."""
+    nvidia = any(devices.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    amd = (devices / "kfd").exists() and os.environ.get("HIP_VISIBLE_DEVICES") not in ("", "-1")
+    return "gpu" if nvidia or amd else "cpu"
+
+
+def gpus_of(environment: Mapping[str, str], devices: Path = DEVICES) -> tuple[str, ...]:
+    """Ids of this machine's NVIDIA GPUs for CUDA_VISIBLE_DEVICES, without loading torch; none with EYRIE_DEVICE=cpu."""
+    if environment.get("EYRIE_DEVICE") == "cpu":
+        return ()
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return tuple(part for part in given.split(",") if part not in ("", "-1"))
+    return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
+
+
+def gpu_memory_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | None:
+    """The most memory of a GPU of this machine by the names that NVIDIA's driver gives them; None where that of any is
+    not known, or this machine uses none."""
+    if not gpus_of(os.environ):
+        return None
+    names = [line.removeprefix("Model:").strip() for file in driver.glob("*/information")
+             for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("Model:")]
+    sizes = [memory_of(name) for name in names]
+    known = [size for size in sizes if size is not None]
+    return max(known) if known and len(known) == len(sizes) else None
+
+
+# Paths, target and data.
+
+
+def exists(path: str) -> bool:
+    """Whether the path exists on this machine; False for an invalid path."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def local_path(path: str) -> Path | None:
+    """The absolute path, if the text is one: it exists, or has the form of a path. None for a Hub id or a URL."""
+    if "\0" in path or is_remote(path):
+        return None
+    written_as_path = (path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
+                       or is_pattern(path))
+    if not (written_as_path or exists(path)):
+        return None
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:  # expanduser of an unknown user: ~nobody
+        return Path(path)
+
+
+def with_absolute_paths(spec: JobSpec) -> JobSpec:
+    """The job with this server's absolute paths: stage programs run elsewhere."""
+    # A relative path and its absolute one may end in different names: those that the mixes use are kept.
+    named = spec.data.mix is not None or spec.sweep.varies_mix
+    sources = tuple(source.model_copy(update={"path": _absolute(source.path)} | ({"name": name} if named else {}))
+                    for source, name in zip(spec.data.sources, spec.data.source_names, strict=True))
+    benchmark = spec.benchmark
+    if "suites" in benchmark.model_fields_set:  # else still open: `resolve` chooses suites for the data
+        benchmark = benchmark.model_copy(update={"suites": tuple(
+            suite.model_copy(update={"path": _absolute(suite.path)}) for suite in benchmark.suites)})
+    rivals = tuple(rival if rival.path is None else rival.model_copy(update={"path": _absolute(rival.path)})
+                   for rival in spec.rivals)
+    head = spec.drafter.init_from
+    axes = tuple(axis.model_copy(update={"values": tuple(
+        _absolute(value) if isinstance(value, str) else value for value in axis.values)})
+        if axis.field == "drafter.init_from" else axis for axis in spec.sweep.axes)
+    return spec.model_copy(update={
+        "target": spec.target.model_copy(update={"model": _absolute(spec.target.model)}),
+        "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals,
+        "drafter": spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)}),
+        "sweep": spec.sweep.model_copy(update={"axes": axes}), "benchmark": benchmark})
+
+
+def _absolute(path: str) -> str:
+    if path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:"):
+        return path
+    found = local_path(path)
+    return path if found is None else str(found)
+
+
+@cache
+def quickstart_dir() -> Path | None:
+    """The directory of the packaged target, found without importing the workers; None where they are not installed."""
+    package = importlib.util.find_spec("eyrie_workers")
+    if package is None or not package.submodule_search_locations:
+        return None
+    path = Path(package.submodule_search_locations[0]) / "quickstart" / "target"
+    return path if (path / "config.json").is_file() else None
+
+
+def target_dir(target: JobTarget) -> Path | None:
+    """The target's directory on this machine, or None when it is a Hub id that is not in the cache.
+
+    Raises TargetNotFound when the model is neither a directory here nor a Hub id, or its revision cannot be one.
+    """
+    if target.model == QUICKSTART:
+        return quickstart_dir()
+    if target.model in TRAINED_HERE:
+        made = trained_here(target.model)
+        if not (made / "config.json").is_file():
+            raise TargetNotFound(f"target.model {target.model!r} is not in {made}",
+                                 f"run `{TRAINED_HERE[target.model]}`")
+        return made
+    path = local_path(target.model)
+    if path is not None:
+        if not path.is_dir():
+            raise TargetNotFound(f"target.model {target.model!r}: no such directory on the server",
+                                 "give a Hugging Face directory with config.json, a Hub id org/name, or 'quickstart'")
+        return path
+    if not is_hub_id(target.model):
+        raise TargetNotFound(f"target.model {target.model!r} is neither a directory here nor a Hub id",
+                             "give a Hugging Face directory, a Hub id org/name, or 'quickstart'")
+    return _cached(target)
+
+
+def _cached(target: JobTarget) -> Path | None:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / ("models--" + target.model.replace("/", "--"))
+    revision = target.revision or "main"
+    if "\0" in revision:
+        raise TargetNotFound(f"target.revision {revision!r} is no branch, tag or commit", "name one, or leave it out")
+    if ".." in revision:
+        return None
+    with contextlib.suppress(OSError):  # not a branch or tag in the cache: taken as a commit
+        revision = (cache / "refs" / revision).read_text().strip()
+    path = cache / "snapshots" / revision
+    return path if (path / "config.json").is_file() else None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a target. Raises TargetNotFound or UnsupportedTarget."""
+    path = directory / "config.json"
+    if not path.is_file():  # opening a FIFO waits for its other end
+        raise TargetNotFound(f"target.model {str(directory)!r} has no readable config.json",
+                             "give a Hugging Face model directory (config.json, weights, tokenizer)")
+    return read_object(path)
+
+
+def target_facts(directory: Path) -> TargetFacts:
+    """The sizes in a target's config. Raises UnsupportedTarget naming the one that is missing or invalid."""
+    config = language_model(read_config(directory))
+
+    def figure(name: str, default: int | None = None) -> int:
+        value = config.get(name, default)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UnsupportedTarget(f"{directory / 'config.json'}: {name} is {value!r}, not a positive integer",
+                                    "give a decoder-only text model's config")
+        return value
+
+    heads, hidden = figure("num_attention_heads"), figure("hidden_size")
+    experts = next((name for name in _EXPERTS if config.get(name)), None)
+    return TargetFacts(
+        experts=None if experts is None else Experts(
+            number=figure(experts), active=figure("num_experts_per_tok", 1), intermediate_size=figure(
+                "moe_intermediate_size", figure("intermediate_size", 4 * hidden))),
+        hidden_size=hidden, num_layers=figure("num_hidden_layers"), vocab_size=figure("vocab_size"),
+        intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
+        num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),
+        tie_word_embeddings=has_tied_embeddings(config), source="the target's config.json",
+        dtype=stored_dtype(config))
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """Dtype of the checkpoint's weights, as its config names it; None where it does not."""
+    named = config.get("dtype") or config.get("torch_dtype")
+    return named if isinstance(named, str) else None
+
+
+def data_facts(data: DataSpec) -> DataFacts:
+    """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled."""
+    samples = [_sample(source) for source in data.sources]
+    if any(sample.prompt_tokens is None for sample in samples):
+        return DataFacts()
+    total = sum(sample.rows or 0 for sample in samples)
+    if not total:
+        return DataFacts()
+    prompt = sum((sample.prompt_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total
+    answers = [sample.answer_tokens for sample in samples]
+    known = all(one is not None for one in answers)
+    answer = sum((sample.answer_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total if known else None
+    return DataFacts(rows=total, prompt_tokens=prompt, answer_tokens=answer,
+                     source=", ".join(dict.fromkeys(sample.source for sample in samples)),
+                     source_rows=dict(zip(data.source_names, (sample.rows or 0 for sample in samples), strict=True)))
+
+
+def _sample(source: DataSource) -> DataFacts:
+    if source.path == QUICKSTART:
+        return DataFacts(min(source.max_rows or QUICKSTART_ROWS, QUICKSTART_ROWS), _QUICKSTART_PROMPT_TOKENS,
+                         _QUICKSTART_ANSWER_TOKENS, "the quickstart corpus")
+    files = data_files(source.path) if local_path(source.path) is not None else []
+    if not files or any(file.suffix != ".jsonl" for file in files):
+        return DataFacts()
+    size = sum(file.stat().st_size for file in files)
+    with files[0].open("rb") as file:
+        data = file.read(_SAMPLE_BYTES)
+    lines = [line for line in data.splitlines() if line.strip()]
+    if not lines:
+        return DataFacts()
+    mean = len(data) / len(lines)
+    rows = max(1, round(size / mean))
+    return DataFacts(min(rows, source.max_rows or rows), mean / _BYTES_PER_TOKEN, None,
+                     f"the first {len(lines)} rows, at {_BYTES_PER_TOKEN:g} bytes a token")

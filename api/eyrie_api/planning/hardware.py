@@ -1,0 +1,239 @@
+"""Types of GPU: how fast a target computes on them, for plans, and which of a job's cannot hold its target. Pure.
+
+**Rates** are published peaks and the share of them that is reached.
+
+    prefill, capture    compute-bound: the share of peak bfloat16 FLOP/s times the peak
+    training            the same with a share of its own
+    decode              memory-bound: a step of b requests reads every weight once and yields b tokens,
+                        2 b bandwidth / bytes per weight FLOP/s, until that reaches the rate of prefill
+
+Shares are ranges, and so are the hours of a plan. Two are measured by others: SpecForge's documentation reports 27,000
+captured tokens/s of an 8B target on an H200, 44 % of its peak, and 43.5 % for its trainer. A step of Eyrie's trainer
+reached 40 % on an H200 and 37 % on an H100 (docs/results/gpu.md); plans expect less, since it leaves out reading,
+evaluation and saving.
+The others are assumptions. Reading the KV cache is not counted: long answers in large batches take
+longer than this says, by up to two times.
+
+**Memory.** The weights alone must not exceed all memory of the GPUs of one server. What may fit is not refused:
+memory is at most what the label names (a GPU of "80GB" has a little less than 80 GiB), no KV cache and no workspace is
+counted, and weights are what is served (`planning.target_files.served_bytes`). GPUs and weights of an unknown size
+are not judged here: the stage that loads the target reports those.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from eyrie_api.contract.placement import StageKey
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.errors import GpuTooSmall
+from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.training_defaults import named_gb
+from eyrie_api.quantities import size
+
+Speed = Literal["low", "expected", "high"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Effective throughput of a machine in GFLOP/s, by kind of work."""
+
+    prefill: float = 90.0
+    decode: float = 22.0
+    """Many requests in a batch."""
+
+    single: float = 1.5
+    """One request at a time: memory-bound on the weights."""
+
+    train: float = 80.0
+    source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
+    store_bytes_per_s: float | None = None
+    """To and from where hidden states are stored; None: not limiting."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures of one type."""
+
+    name: str
+    labels: tuple[str, ...]
+    """Parts of its node label (`nvidia.com/gpu.product`), in upper case; the first type with a matching one is it."""
+
+    tflops: float
+    """Peak dense bfloat16 TFLOP/s with tensor cores."""
+
+    gb_per_s: float
+    """Memory bandwidth."""
+
+
+# From the data sheet of each line; where it gives figures with sparsity, half of them.
+GPUS = (
+    # "NVIDIA Blackwell Architecture Technical Brief", HGX B200 (those of a GB200 are higher)
+    Gpu("B200", ("B200", "GB200"), 2250.0, 8000.0),
+    # "NVIDIA H200 Tensor Core GPU", H200 SXM
+    Gpu("H200", ("H200",), 989.0, 4800.0),
+    # "NVIDIA H100 Tensor Core GPU", H100 PCIe
+    Gpu("H100 PCIe", ("H100-PCIE",), 756.0, 2000.0),
+    # The same, H100 SXM
+    Gpu("H100", ("H100",), 989.0, 3350.0),
+    # "NVIDIA A100 Tensor Core GPU", A100 80GB SXM
+    Gpu("A100 80 GB", ("A100-SXM4-80GB", "A100-80GB", "A100-SXM-80GB", "A100 80GB"), 312.0, 2039.0),
+    # The same, A100 40GB
+    Gpu("A100", ("A100",), 312.0, 1555.0),
+    # "NVIDIA L40S"
+    Gpu("L40S", ("L40S",), 362.0, 864.0),
+    # "NVIDIA L4 Tensor Core GPU"
+    Gpu("L4", ("L4",), 121.0, 300.0),
+    # "NVIDIA A10 Tensor Core GPU"
+    Gpu("A10", ("A10",), 125.0, 600.0),
+)
+ASSUMED = next(gpu for gpu in GPUS if gpu.name == "H100")
+"""Where a job names no type that is known here."""
+
+_PREFILL = {"low": 0.25, "expected": 0.40, "high": 0.50}
+_TRAINING = {"low": 0.20, "expected": 0.35, "high": 0.45}
+_BANDWIDTH = {"low": 0.45, "expected": 0.60, "high": 0.75}
+_BATCH = {"low": 32, "expected": 64, "high": 128}
+"""Requests that memory holds at once, beyond what the job asks for."""
+
+_STORE_BYTES_PER_S = {"low": 3e8, "expected": 1e9, "high": 3e9}
+"""A pod's transfer to an object store or a shared file system."""
+
+_PROGRAM_S = {"low": 40.0, "expected": 20.0, "high": 10.0}
+"""Until a program computes on a GPU, without loading weights: imports, CUDA, kernels. Assumed."""
+
+_SERVER_S = {"low": 120.0, "expected": 60.0, "high": 30.0}
+"""The same of a server of SGLang, which plans its memory and records CUDA graphs. Assumed."""
+
+_LOADED_BYTES_PER_S = {"low": 0.5e9, "expected": 2e9, "high": 5e9}
+"""Weights into a GPU's memory, from a network's disk to the page cache. Assumed."""
+
+
+def start_seconds(speed: Speed, *, is_server: bool, weight_bytes: int) -> float:
+    """Until a program, or a server of SGLang, that loads so many weights computes on a GPU."""
+    return (_SERVER_S if is_server else _PROGRAM_S)[speed] + weight_bytes / _LOADED_BYTES_PER_S[speed]
+
+
+def known_gpu(label: str | None) -> Gpu | None:
+    """The type that a node label names; None for none, and for one that is not listed here."""
+    text = re.sub(r"[ _]", "-", (label or "").upper())
+    return next((gpu for gpu in GPUS if any(re.search(rf"(^|-){re.escape(part.replace(' ', '-'))}(-|$)", text)
+                                            for part in gpu.labels)), None)
+
+
+def gpu_rates(gpu: Gpu, speed: Speed, *, num_gpus: int, tp_size: int, batch: int, weight_bytes: int,
+              active_share: float) -> Rates:
+    """Rates of a stage.
+
+    num_gpus      of all its servers or processes together
+    tp_size       of one server: one request at a time uses so many
+    batch         requests at once that the job asks for, over all servers
+    weight_bytes  of one weight
+    active_share  of a mixture's weights, those that compute one token; a batch reads all of them
+    """
+    peak = gpu.tflops * 1e3 * 2 / weight_bytes  # float32 computes at half of bfloat16 at best
+    prefill = peak * _PREFILL[speed]
+    reads = 2 * gpu.gb_per_s * _BANDWIDTH[speed] / weight_bytes
+    in_flight = min(max(1.0, batch / num_gpus), _BATCH[speed])
+    decode = min(prefill, max(reads, reads * in_flight * active_share))
+    return Rates(
+        prefill=prefill * num_gpus, decode=decode * num_gpus, single=reads * tp_size,
+        train=peak * _TRAINING[speed] * num_gpus, store_bytes_per_s=_STORE_BYTES_PER_S[speed],
+        source=f"{num_gpus} x {gpu.name}: {gpu.tflops:g} TFLOP/s in bfloat16 and {gpu.gb_per_s:g} GB/s (data sheet), "
+               f"of which {_PREFILL['low']:.0%}-{_PREFILL['high']:.0%}, in training {_TRAINING['low']:.0%}-"
+               f"{_TRAINING['high']:.0%}, and {_BANDWIDTH['low']:.0%}-{_BANDWIDTH['high']:.0%} are reached")
+
+
+# Memory.
+
+_GIB = 2**30
+_LARGEST_GB = {"B200": 192, "L40S": 48, "L4": 24, "A10": 24}
+"""Of types whose labels name no size, the largest that is sold. An A100 has 40 or 80 GB: not known."""
+
+_ENGINES: tuple[StageKey, ...] = ("benchmark", "tune", "prove")
+
+
+class _Holder(NamedTuple):
+    """What loads the target onto GPUs."""
+
+    why: str
+    """The field with its value that decides on the number of GPUs, and in words what that means."""
+
+    num_gpus: int
+    """Of one server, or process."""
+
+    gpu_type: str | None
+    is_server: bool
+    """Whether more GPUs could share the weights by `engine.tp_size`."""
+
+
+def memory_of(gpu_type: str | None) -> int | None:
+    """The most memory that a GPU of this label has, in bytes; None where that is not known."""
+    named, known = named_gb(gpu_type), known_gpu(gpu_type)
+    largest = named or (None if known is None else _LARGEST_GB.get(known.name))
+    return None if largest is None else largest * _GIB
+
+
+def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, serves: bool,
+                   memory: Callable[[str | None], int | None] = memory_of) -> list[GpuTooSmall]:
+    """One error for each kind of GPUs that cannot hold the weights, naming the stages.
+
+    weights   bytes of the target as it is served
+    serves    whether an endpoint loads it, on the GPUs of `serve.placement`
+    memory    bytes of a GPU by its label; a job may name none
+    """
+    found: dict[_Holder, list[str]] = {}
+    for place, holder in _holders(job, serves):
+        device = memory(holder.gpu_type)
+        if device is not None and weights > holder.num_gpus * device:
+            found.setdefault(holder, []).append(place)
+    return [_error(holder, places, facts, weights, memory(holder.gpu_type) or 0) for holder, places in found.items()]
+
+
+def fitting_sizes(facts: TargetFacts) -> list[int]:
+    """Numbers of GPUs that divide the target's heads."""
+    return [size for size in range(1, min(facts.num_heads, 64) + 1)
+            if facts.num_heads % size == 0 and (facts.num_kv_heads % size == 0 or size % facts.num_kv_heads == 0)]
+
+
+def _error(holder: _Holder, places: list[str], facts: TargetFacts, weights: int, device: int) -> GpuTooSmall:
+    gpus = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}"
+    has = "has" if holder.num_gpus == 1 else "have"
+    larger = f"name a type of GPU with more than {size(weights / holder.num_gpus)}"
+    enough = next((number for number in fitting_sizes(facts) if number * device >= weights), None)
+    if enough is None:
+        hint = f"{larger}, or a smaller or quantised target"
+    elif holder.is_server:
+        hint = f"set engine.tp_size to {enough} or more, with as many GPUs there, or {larger}"
+    else:
+        hint = f"set engine to {{kind: sglang, tp_size: {enough}}}, with as many GPUs there, or {larger}"
+    return GpuTooSmall(f"{holder.why}: the target's weights are {size(weights)}, and {gpus} {has} "
+                       f"{size(holder.num_gpus * device)} (for {', '.join(places)})", hint)
+
+
+def _holders(job: ResolvedJob, serves: bool) -> Iterator[tuple[str, _Holder]]:
+    spec, engine = job.spec, job.spec.engine
+    server = (engine.tp_size, f"engine.tp_size is {engine.tp_size}", True)
+    alone = (1, "engine.kind is 'embedded', which computes on one device", False)
+    used = server if engine.kind == "sglang" else alone
+    stages = dict.fromkeys(_ENGINES, used)
+    if not spec.data.answered and spec.regenerate.engine in (None, "embedded"):
+        stages["regenerate"] = used if spec.regenerate.engine is None else (
+            1, "regenerate.engine is 'embedded', which computes on one device", False)
+    if spec.capture.mode == "stream":
+        stages["train"] = (1, "capture.mode is 'stream', for which each GPU of training computes the target", False)
+    elif spec.capture.source in ("reference", "transformers"):
+        stages["capture"] = (
+            1, f"capture.source is '{spec.capture.source}', which computes on one device", False)
+    else:
+        stages["capture"] = used  # a target larger than one GPU is captured by servers of SGLang
+    for stage, (num_gpus, why, is_server) in stages.items():
+        if job.gpus[stage].num_gpus != 0:
+            yield stage, _Holder(why, num_gpus, job.gpus[stage].gpu_type, is_server)
+    placed = job.serving_gpus
+    if serves and placed.num_gpus != 0 and spec.promotion.mode != "never":
+        num_gpus, why, is_server = used
+        if is_server and (placed.num_gpus or 0) > num_gpus:
+            num_gpus, why = placed.num_gpus or 0, f"serve.placement.num_gpus is {placed.num_gpus}"
+        yield "serve", _Holder(why, num_gpus, placed.gpu_type, is_server)

@@ -1,0 +1,381 @@
+"""Estimates the tokens, bytes on disk and hours of a job before it runs. Pure; every assumption is listed in the plan.
+
+    plan_work      sizes of target and data; rows, tokens and bytes of the job
+    plan_stages    each stage at given rates, and its use of an object store
+
+The rates are those of the GPUs that the job requests (`planning.hardware`), with a range; without GPUs they are
+settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from eyrie_api.contract.capture import ID_AND_MASK_BYTES
+from eyrie_api.contract.data import FEW_ROWS
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.placement import StageKey
+from eyrie_api.contract.plan import Assumption, Plan, Present, StagePlan
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.targets import ELEMENT_BYTES
+from eyrie_api.planning.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu, start_seconds
+from eyrie_api.planning.plan_stages import (
+    ObjectStore,
+    hours_of,
+    month_cost,
+    plan_benchmark,
+    plan_capture,
+    plan_prove,
+    plan_regenerate,
+    plan_train,
+    plan_tune,
+    starts,
+    store_transfers,
+    with_store_use,
+)
+from eyrie_api.planning.plan_work import (
+    ASSUMED_GPU_BYTES,
+    DataFacts,
+    PlannedWork,
+    TargetFacts,
+    training_gpus,
+    training_on_gpus,
+)
+from eyrie_api.planning.training_cost import usable_bytes
+from eyrie_api.planning.training_defaults import GPU_TOKENS, gpu_bytes
+from eyrie_api.quantities import size
+
+STAGES: tuple[StageKey, ...] = get_args(StageKey)
+_LITTLE_OF_THE_UNION = 0.5
+"""Share of the captured rows below which a draw for `data.mix` is warned of."""
+
+
+def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | None, *,
+              data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
+              gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None) -> Plan:
+    """The cost of a job with all its candidates for a target, stage by stage.
+
+    free_bytes        free space where the job would write, None when unknown
+    rates             of this machine, if they were set; by default those of the GPUs that the job requests, or measured
+                      ones of a CPU
+    on_gpus           whether the job computes on GPUs although it requests none: those of its machine
+    gpu_hour_prices   by node label of the type
+    store             where the job's stages exchange files; None: on this machine, or on a volume
+    """
+    work = PlannedWork(job, target_facts, data_facts or DataFacts())
+    counts: dict[str, int] = {stage: _stage_gpus(job, stage, on_gpus) for stage in STAGES}
+    used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected") for stage in STAGES}
+    stages = _stages(work, used, counts, "expected")
+    if rates is None and any(counts.values()):
+        slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in STAGES}, counts,
+                              speed) for speed in ("low", "high"))
+        stages = tuple(_on_gpus(work, one, counts[one.stage], gpu_hour_prices or {}, (least.hours, most.hours))
+                       if counts[one.stage] else one.model_copy(update={"bound_by": ""})
+                       for one, least, most in zip(stages, fast, slow, strict=True))
+    else:
+        stages = tuple(one.model_copy(update={"bound_by": ""}) for one in stages)
+    stages += _hardware(work, rates, counts["prove"])
+    if store is not None:
+        stages = with_store_use(stages, store_transfers(work, store), store)
+    uses = [stage.store for stage in stages if stage.store is not None]
+    ranges = [use.cost_range for use in uses if use.cost_range is not None]
+    total = sum(stage.bytes_on_disk for stage in stages)
+    warnings = list(_warnings(work))
+    if rates is None:
+        warnings += _unknown_gpus(job, counts)
+    fits = None if free_bytes is None else total <= free_bytes
+    if fits is False:
+        warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
+    if not work.within_budget:
+        fits = False
+    present = _present(work)
+    costs = [stage.cost for stage in stages if stage.num_gpus]
+    return Plan(
+        stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
+        total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
+        bottleneck=_bottleneck(stages), total_gpu_hours=sum(stage.gpu_hours for stage in stages),
+        total_cost=sum(cost for cost in costs if cost is not None) if costs and None not in costs else None,
+        total_store_cost=sum(use.cost or 0.0 for use in uses) if ranges else None,
+        total_store_cost_range=Interval(low=sum(one.low for one in ranges), high=sum(one.high for one in ranges))
+        if ranges else None, store_month_cost=None if store is None else month_cost(total, store),
+        assumptions=(*_assumptions(work, used, counts), *_store_assumptions(store)),
+        warnings=tuple(warnings), present=present,
+        notes=(*((present.words,) if present else ()), *map(_description, job.families),
+               *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
+                 for rival in job.rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
+
+
+def _description(family: str) -> str:
+    row = FAMILIES[family]
+    engine = (f"SGLang serves it as {row.sglang_algorithm}" if row.sglang_algorithm
+              else "served by the embedded engine alone")
+    return (f"{family}: for {row.best_for}; drafting takes {row.drafting_cost}; {row.quickstart_speedup:.2f}x on the "
+            f"quickstart target, trained for 100 s; {engine}")
+
+
+def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, int],
+            speed: Speed) -> tuple[StagePlan, ...]:
+    """At these rates, with the starts of those that compute on GPUs."""
+    plans = {"regenerate": plan_regenerate, "capture": plan_capture, "train": plan_train, "benchmark": plan_benchmark,
+             "tune": plan_tune, "prove": plan_prove}
+    started, stages = _starts(work, counts), []
+    for stage in STAGES:
+        plan = plans[stage](work, rates[stage])
+        start_s = started.get(stage, 0) * _start_s(work, stage, speed)
+        stages.append(plan.model_copy(update={"hours": plan.hours + start_s / 3600}))
+    return tuple(stages)
+
+
+def _starts(work: PlannedWork, counts: Mapping[str, int]) -> dict[StageKey, int]:
+    """Of the stages that compute on GPUs."""
+    servers = max(1, counts["benchmark"] // work.spec.engine.tp_size)
+    return {stage: number for stage, number in starts(work, servers).items()
+            if number and counts[stage]}
+
+
+def _start_s(work: PlannedWork, stage: StageKey, speed: Speed) -> float:
+    is_server = work.spec.engine.kind == "sglang" and stage not in ("capture", "train")
+    return start_seconds(speed, is_server=is_server, weight_bytes=work.weight_bytes)
+
+
+def _stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
+    """GPUs that a stage computes on together; 0: CPUs. On one machine an engine's GPUs are those of every stage."""
+    placed = job.gpus[stage].num_gpus
+    if placed is None:
+        return job.spec.engine.num_gpus or int(on_gpus)
+    return training_gpus(job) if stage == "train" else placed
+
+
+def _rates_of(work: PlannedWork, stage: StageKey, num_gpus: int, speed: Speed) -> Rates:
+    if not num_gpus:
+        return Rates()
+    spec = work.spec
+    # Checkpoints and data are divided over all GPUs; settings and loads are measured with one server at a time.
+    together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else spec.engine.tp_size
+    loads = {"regenerate": spec.regenerate.concurrency, "benchmark": max(spec.benchmark.concurrencies, default=1),
+             "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.concurrencies, default=1)}
+    return _gpu_rates(work, work.job.gpus[stage].gpu_type, speed, together,
+                      together if stage == "benchmark" else spec.engine.tp_size, int(loads.get(stage, 1)))
+
+
+def _gpu_rates(work: PlannedWork, label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int) -> Rates:
+    return gpu_rates(
+        known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch,
+        weight_bytes=ELEMENT_BYTES[work.job.target.dtype],
+        active_share=work.target.active_parameters / work.target.parameters)
+
+
+def _on_gpus(work: PlannedWork, plan: StagePlan, num_gpus: int, prices: Mapping[str, float],
+             hours_range: tuple[float, float]) -> StagePlan:
+    label = work.job.gpus[plan.stage].gpu_type  # type: ignore[index]
+    price = prices.get(label or "")
+    return plan.model_copy(update={
+        "num_gpus": num_gpus, "gpu_type": (known_gpu(label) or ASSUMED).name,
+        "hours_range": Interval(low=hours_range[0], high=hours_range[1]),
+        "cost": None if price is None else plan.hours * num_gpus * price})
+
+
+def _hardware(work: PlannedWork, rates: Rates | None, default_gpus: int) -> tuple[StagePlan, ...]:
+    """Each profile of `prove.hardware`: its server without a drafter before and after the one with it, at every load.
+
+    rates          of this machine, if they were set
+    default_gpus   of a profile that names no number
+    """
+    prove, hardware = work.spec.prove, work.spec.prove.hardware
+    if hardware is None:
+        return ()
+    loads = hardware.concurrencies or prove.concurrencies
+    # At least two requests per user in each of two blocks.
+    alone = 3 * prove.max_new_tokens * sum(max(prove.requests, 4 * load) for load in loads if load <= 1)
+    together = 3 * prove.max_new_tokens * sum(max(prove.requests, 4 * load) for load in loads if load > 1)
+
+    def hours(rates: Rates, start_s: float = 0.0) -> float:
+        return (2 * start_s / 3600 + hours_of(alone * work.flops_per_token, rates.single)
+                + hours_of(together * work.flops_per_token, rates.decode))
+
+    found = []
+    for one in hardware.profiles:
+        num_gpus = default_gpus if one.placement.num_gpus is None else one.placement.num_gpus
+        label = one.placement.gpu_type or work.job.gpus["prove"].gpu_type
+        plan = StagePlan(stage="hardware", key=one.name, tokens=alone + together, bytes_on_disk=0,
+                         hours=hours(rates or Rates()))
+        if rates is None and num_gpus:
+            low, middle, high = (hours(_gpu_rates(work, label, speed, num_gpus, num_gpus, max(loads)),
+                                       _start_s(work, "prove", speed)) for speed in ("high", "expected", "low"))
+            plan = plan.model_copy(update={
+                "hours": middle, "hours_range": Interval(low=low, high=high), "num_gpus": num_gpus,
+                "gpu_type": (known_gpu(label) or ASSUMED).name, "cost": middle * one.price_per_hour,
+                "bound_by": "memory bandwidth"})
+        found.append(plan)
+    return tuple(found)
+
+
+def _present(work: PlannedWork) -> Present | None:
+    if not work.present:
+        return None
+    data, states = work.data, round(work.store_bytes * work.states_share)
+    words = f"{work.present:,} of {work.rows:,} answers are present, in job {data.present_in}"
+    if states:
+        where = "" if data.states_in == data.present_in else f", in job {data.states_in}"
+        words += f", and {size(states)} of {size(work.store_bytes)} of their hidden states{where}"
+    return Present(
+        answers=work.present, all_answers=work.rows, answers_in=data.present_in, state_bytes=states,
+        all_state_bytes=0 if work.streamed else work.store_bytes, states_in=data.states_in if states else "",
+        words=f"{words}: they are not made again, unless the data or the target has changed (reuse: never makes all)")
+
+
+def _bottleneck(stages: Sequence[StagePlan]) -> str:
+    total, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
+    if not total:
+        return ""
+    limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
+    return f"{slowest.stage} takes {slowest.hours / total:.0%} of the time{limited}"
+
+
+def _unknown_gpus(job: ResolvedJob, counts: Mapping[str, int]) -> list[str]:
+    labels = {job.gpus[stage].gpu_type for stage in STAGES if counts[stage]}
+    unknown = sorted(label or "none" for label in labels if known_gpu(label) is None)
+    if not unknown:
+        return []
+    return [f"hours are those of an {ASSUMED.name}: the job's type of GPU ({', '.join(unknown)}) has no figures here; "
+            "name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS"]
+
+
+def _warnings(work: PlannedWork) -> tuple[str, ...]:
+    found, job = [], work.job
+    if work.data.prompt_tokens is None:
+        found.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
+    capture = work.spec.capture
+    if not work.within_budget:
+        found.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
+                     f"{work.supervised} answer need more")
+    elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
+        found.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
+                     f"capture.max_bytes {capture.max_bytes}")
+    if work.prompt + work.answer > work.spec.capture.max_length:
+        found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
+                     f"{work.spec.capture.max_length}")
+    stored, asked = work.target.dtype, job.target.dtype
+    if work.num_gpus and asked == "float32" and stored in ("bfloat16", "float16"):
+        found.append(f"target.dtype is float32 and the checkpoint stores {stored}, which takes half of the "
+                     f"memory: set target.dtype {stored}")
+    unknown = sorted(family for family in job.families if not FAMILIES[family].step_cost_known)
+    if work.num_gpus and unknown:
+        found.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a GPU "
+                     "run out of it, lower train.max_tokens_per_gpu")
+    smallest = min(map(work.step_tokens, job.candidates))
+    if work.trained < 10 * smallest:
+        found.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+    if work.rows < FEW_ROWS:
+        found.append(f"at most {work.rows} conversations are left to train on, fewer than {FEW_ROWS}: expect a weak "
+                     "drafter, and figures that vary by chance; give more in data.sources, or raise "
+                     "data.max_conversations")
+    rows, candidate, name = work.scarcest
+    if candidate and rows < _LITTLE_OF_THE_UNION * work.rows:
+        found.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes all "
+                     f"of source {name}; give it a larger weight in data.sources, or a smaller share in the mixes")
+    return tuple(found)
+
+
+def _why_stored(work: PlannedWork) -> str:
+    if work.streamed:
+        return "capture.codec; in memory alone, capture.mode: stream"
+    return "capture.codec" if work.spec.capture.max_bytes is None else "capture.max_bytes"
+
+
+def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
+    target, data, job = work.target, work.data, work.job
+
+    def say(name: str, value: float, unit: str, source: str) -> Assumption:
+        return Assumption(name=name, value=float(value), unit=unit, source=source)
+
+    return (
+        say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
+        say("prompt length", work.prompt, "tokens", data.source),
+        say("answer length", work.answer, "tokens",
+            data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
+        say("hidden size", target.hidden_size, "values", target.source),
+        say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
+        say("target weights", *_in_unit(work.weight_bytes),
+            f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
+        say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
+            f"estimated for candidate {job.candidates[0].name}"),
+        say("states of every token", work.num_aux, "layers",
+            f"what {', '.join(job.families)} read"
+            + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
+        say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
+            f"{work.stored.name}: {_why_stored(work)}"),
+        say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
+        say("candidates", len(job.candidates), "drafters", "sweep"),
+        *_training_memory(work),
+        *_rates_named(used, counts),
+        *_starts_named(_starts(work, counts), work),
+    )
+
+
+def _starts_named(started: Mapping[StageKey, int], work: PlannedWork) -> tuple[Assumption, ...]:
+    """Seconds of a start on GPUs, by the stage with the most, and how often there is one."""
+    if not started:
+        return ()
+    most = max(started, key=lambda stage: started[stage])
+    fast, middle, slow = (round(_start_s(work, most, speed)) for speed in ("high", "expected", "low"))
+    often = ", ".join(f"{stage} {number}" for stage, number in started.items())
+    return (Assumption(name="start with the target's weights", value=float(middle), unit="s",
+                       source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
+
+
+def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
+    """Tokens of a step, and on GPUs the memory that the candidate with the highest need takes of each."""
+    candidates = work.job.candidates
+    trainings = [found for candidate in candidates if (found := training_on_gpus(work, candidate)) is not None]
+    given = candidates[0].train.max_tokens_per_batch is not None
+    tokens = Assumption(
+        name="tokens per training step", value=float(work.step_tokens(candidates[0])), unit="tokens",
+        source="train.max_tokens_per_batch" if given else f"default for {work.num_gpus} GPUs (0: on CPUs)")
+    if not trainings:
+        return (tokens,)
+    device = gpu_bytes(work.job.gpus["train"].gpu_type)
+    assumed = "" if device else "; for a GPU of 80 GB: placement names none"
+    highest = max(trainings, key=lambda one: one.need(device or ASSUMED_GPU_BYTES).total)
+    need = highest.need(device or ASSUMED_GPU_BYTES)
+    largest = f"{need.largest} {need.components[need.largest] / 1e9:.1f} GB"
+    fits = need.total <= usable_bytes(device or ASSUMED_GPU_BYTES)
+    at_a_time = "train.max_tokens_per_gpu" if any(one.train.max_tokens_per_gpu for one in candidates) else (
+        f"{'the largest that fits, of' if fits else 'not fitting, like all of'} {GPU_TOKENS}, its half, its quarter, "
+        f"...{assumed}")
+    return (tokens, Assumption(
+        name="training tokens at a time on each GPU", value=float(highest.tokens), unit="tokens", source=at_a_time,
+    ), Assumption(
+        name="training memory of each GPU", value=round(need.total / 1e9, 1), unit="GB",
+        source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
+
+
+def _in_unit(num_bytes: float) -> tuple[float, str]:
+    """Bytes as value and unit: MB below a tenth of a GB, so that a small model is not 0."""
+    return (round(num_bytes / 1e9, 2), "GB") if num_bytes >= 1e8 else (round(num_bytes / 1e6, 2), "MB")
+
+
+def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
+    """The rates that hours rest on, each of the stage where it matters."""
+    named = (("prefill rate", "capture", used["capture"].prefill),
+             ("decode rate, many requests", "regenerate", used["regenerate"].decode),
+             ("decode rate, one request", "prove", used["prove"].single),
+             ("training rate", "train", used["train"].train))
+    found = [Assumption(name=name, value=round(value, 1), unit="GFLOP/s", source=used[stage].source)
+             for name, stage, value in named]
+    store = used["capture"].store_bytes_per_s
+    if counts["capture"] and store is not None:
+        found.append(Assumption(name="transfer of states", value=store / 1e9, unit="GB/s",
+                                source="an assumption (0.3 to 3): a pod and an object store or shared file system"))
+    return tuple(found)
+
+
+def _store_assumptions(store: ObjectStore | None) -> tuple[Assumption, ...]:
+    if store is None or store.prices is None:
+        return ()
+    prices = store.prices
+    return tuple(Assumption(name=f"{prices.name}: {name}", value=value, unit=unit, source=prices.source)
+                 for name, value, unit in (
+        ("storage", round(prices.storage, 3), "per TB (10^12 bytes) and month"),
+        ("writing requests", prices.put, "per million"), ("reading requests", prices.get, "per million"),
+        ("traffic", prices.traffic, "per TB read; 0 within the provider's region")))

@@ -1,0 +1,290 @@
+"""Tokens, bytes and hours of each stage, at given rates, and what it costs in the object store of a cluster. Pure.
+
+Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training those of
+`planning.training_cost` where it describes the family's step, else 6 per drafter parameter and pass of a token through
+the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. Hours are of stages, and of a
+stage's parts, one after the other. On GPUs each start of a program or server with the target (`starts`) is added by
+`planning.plan`; on CPUs it is not counted, and is most of a job of minutes.
+
+The use of an object store is objects, requests, bytes read, and the time that bytes stay. Counted is what grows with
+the job: answers, hidden states and exported drafters, in parts as the store transfers them. Not counted are single
+small files, and the uploads of unfinished work, which depend on how often a pod is killed. States stay from capture to
+the end of the job, and after it until `eyrie storage --clean` removes them: a plan says what each month costs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from eyrie_api.artifacts.store_prices import StorePrices
+from eyrie_api.contract.capture import ID_AND_MASK_BYTES
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Interval
+from eyrie_api.contract.placement import StageKey
+from eyrie_api.contract.plan import StagePlan, StoreUse
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.tuning import TuneSpec
+from eyrie_api.planning.hardware import Rates
+from eyrie_api.planning.plan_work import PlannedWork, share_of_steps, shared_tokens, tokens_seen, training_flops
+from eyrie_api.planning.sweep import may_train_together
+
+_HOURS_PER_MONTH = 730.0
+_SMALL_FILES = 4
+"""Manifest, log, events and spec of a stage."""
+
+ROW_JSON_BYTES_PER_TOKEN = 6
+"""Token ids as decimal text with a comma."""
+
+_SECONDS_PER_HOUR = 3600.0
+
+
+def hours_of(flops: float, gflops: float) -> float:
+    """Of so many operations at a rate in 10^9 operations per second."""
+    return flops / (gflops * 1e9) / _SECONDS_PER_HOUR
+
+
+def _store_hours(num_bytes: float, rates: Rates) -> float:
+    """To move so many bytes of states."""
+    return 0.0 if rates.store_bytes_per_s is None else num_bytes / rates.store_bytes_per_s / _SECONDS_PER_HOUR
+
+
+def starts(work: PlannedWork, servers: int) -> dict[StageKey, int]:
+    """How often the target is loaded in each stage, one after the other, where `servers` of it run side by side in the
+    benchmark. In SGLang settings of a drafter are arguments of a server, so each is a start."""
+    spec = work.spec
+    if spec.engine.kind != "sglang":
+        benchmark = tune = prove = 1
+    else:
+        benchmark = math.ceil(_checkpoints(work.job) / servers) + 1
+        tune = _variants(spec.tune) * (1 + work.job.rivals_to_tune)
+        prove = 2 + work.job.rivals_to_tune
+    is_answered = spec.data.answered or work.present >= work.rows
+    return {"regenerate": 0 if is_answered else 1, "capture": 0 if work.streamed else 1, "train": int(work.streamed),
+            "benchmark": benchmark, "tune": tune, "prove": prove}
+
+
+def plan_regenerate(work: PlannedWork, rates: Rates) -> StagePlan:
+    """Prompts are read and answers generated, without those that an earlier job has."""
+    prompts, answers = round(work.rows * work.prompt), round(work.rows * work.answer)
+    tokens = prompts + answers
+    if work.spec.data.answered:
+        return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=0.0)
+    hours = (hours_of(prompts * work.flops_per_token, rates.prefill)
+             + hours_of(answers * work.flops_per_token, rates.decode))
+    return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN,
+                     hours=hours * (1.0 - work.present / max(1, work.rows)),
+                     bound_by="memory bandwidth" if rates.decode < rates.prefill else "compute")
+
+
+def plan_capture(work: PlannedWork, rates: Rates) -> StagePlan:
+    """A pass of the target over all rows; what is streamed is computed in training."""
+    if work.streamed:  # only ids and masks are written; the target's forward passes run, and count, in training
+        return StagePlan(stage="capture", tokens=work.captured,
+                         bytes_on_disk=work.captured * ID_AND_MASK_BYTES, hours=0.0)
+    computing = hours_of(work.captured * work.flops_per_token, rates.prefill) * (1.0 - work.states_share)
+    storing = _store_hours(work.store_bytes * (1.0 + work.states_share), rates)  # what is copied is read first
+    return StagePlan(stage="capture", tokens=work.captured, bytes_on_disk=work.store_bytes,
+                     hours=max(computing, storing), bound_by="compute" if computing >= storing else "storage")
+
+
+def plan_train(work: PlannedWork, rates: Rates) -> StagePlan:
+    """All candidates, with the states that they read or that the target computes for them."""
+    tokens = num_bytes = 0
+    hours, share = 0.0, share_of_steps(work)
+    for candidate in work.job.candidates:
+        seen = tokens_seen(work, candidate)
+        tokens += round(seen * share)
+        hours += hours_of(training_flops(work, candidate, round(seen * share)), rates.train)
+        # Exported checkpoints, and one resumable state: weights and two moments.
+        num_bytes += work.drafter(candidate).parameters * 4 * (candidate.train.num_checkpoints + 3)
+    reading = 0.0
+    if work.streamed:
+        hours += hours_of(shared_tokens(work) * work.flops_per_token, rates.prefill)
+    else:
+        shared = shared_tokens(work) * (work.state_bytes + ID_AND_MASK_BYTES)
+        reading = _store_hours(shared, rates)
+    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=num_bytes, hours=max(hours, reading),
+                     bound_by="compute" if hours >= reading else "storage")
+
+
+def plan_benchmark(work: PlannedWork, rates: Rates) -> StagePlan:
+    """Every checkpoint and rival, each with its baseline."""
+    checkpoints = _checkpoints(work.job)
+    alone = checkpoints * _suite_tokens(work.spec)
+    together = checkpoints * _concurrent_tokens(work.spec)
+    return StagePlan(stage="benchmark", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
+                     hours=hours_of(alone * work.flops_per_token, rates.single)
+                     + hours_of(together * work.flops_per_token, rates.decode))
+
+
+def _checkpoints(job: ResolvedJob) -> int:
+    """Rivals are benchmarked like checkpoints; no drafter is the baseline of each."""
+    return sum(candidate.train.num_checkpoints for candidate in job.candidates) + len(job.rivals)
+
+
+def _suite_tokens(spec: JobSpec) -> int:
+    """Tokens generated by one drafter and by the baseline without a drafter, over all suites, one request at a time."""
+    benchmark = spec.benchmark
+    prompts = sum(suite.max_prompts for suite in benchmark.suites)
+    return 2 * prompts * len(benchmark.temperatures) * benchmark.repeats * benchmark.max_new_tokens
+
+
+def _concurrent_tokens(spec: JobSpec) -> int:
+    """The same at the higher `benchmark.concurrencies`: each asks every prompt once per repeat, in at least two blocks
+    of two requests per slot."""
+    benchmark = spec.benchmark
+    prompts = sum(suite.max_prompts for suite in benchmark.suites) * benchmark.repeats
+    requests = sum(2 * one * max(2, math.ceil(prompts / (2 * one))) for one in benchmark.concurrencies if one > 1)
+    return 2 * requests * len(benchmark.temperatures) * benchmark.max_new_tokens
+
+
+def plan_tune(work: PlannedWork, rates: Rates) -> StagePlan:
+    """Trials of the settings at every concurrency, then a benchmark of the chosen setting; again for a rival that the
+    winner has to beat."""
+    tune, benchmark = work.spec.tune, work.spec.benchmark
+    variants = _variants(tune) * len(set(tune.concurrencies))
+    raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
+    confirmed = _suite_tokens(work.spec)
+    hours = min(hours_of(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
+    tuned = 1 + work.job.rivals_to_tune
+    return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0, bound_by="memory bandwidth",
+                     hours=tuned * (hours + hours_of(confirmed * work.flops_per_token, rates.single)))
+
+
+def _variants(tune: TuneSpec) -> int:
+    """Settings that are measured at one concurrency, off among them."""
+    return tune.trials(len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1)
+
+
+def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
+    """The valid shapes of the grid: one chain per depth, and the trees whose depth and width allow that many nodes."""
+    shapes: list[DraftTreeShape] = []
+    for depth in tune.num_steps:
+        for width in tune.top_k:
+            for nodes in (depth + 1,) if width == 1 else tune.num_draft_tokens:
+                try:
+                    shapes.append(DraftTreeShape(num_steps=depth, top_k=width, num_draft_tokens=nodes))
+                except ValidationError:
+                    continue  # invalid shapes of the grid are skipped
+    return tuple(dict.fromkeys(shapes))
+
+
+def plan_prove(work: PlannedWork, rates: Rates) -> StagePlan:
+    """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
+    and without the drafter, and with a rival that the winner has to beat."""
+    prove = work.spec.prove
+    each = (2 + work.job.rivals_to_tune) * prove.requests * prove.max_new_tokens
+    together = each * sum(load > 1 for load in prove.concurrencies)
+    alone = (each * (sum(load <= 1 for load in prove.concurrencies) + bool(prove.system_prompt))
+             + 3 * prove.parity_prompts * prove.max_new_tokens)
+    return StagePlan(stage="prove", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
+                     hours=hours_of(alone * work.flops_per_token, rates.single)
+                     + hours_of(together * work.flops_per_token, rates.decode))
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """Where the jobs of a cluster exchange files."""
+
+    prices: StorePrices | None
+    """None: nothing is known of them."""
+
+    ranged: bool
+    """Hidden states stay there and are read by ranges (`placement.work.states`)."""
+
+    part_bytes: int
+    """Of one request."""
+
+    def parts(self, size_bytes: float) -> int:
+        """Requests that read so many bytes."""
+        return math.ceil(size_bytes / self.part_bytes)
+
+    def put_requests(self, size_bytes: float) -> int:
+        """Requests that write one object: one, or its parts with their beginning and their end."""
+        parts = self.parts(size_bytes)
+        return parts + 2 if parts > 1 else 1
+
+
+@dataclass(frozen=True)
+class StageTransfer:
+    """What one stage writes and reads."""
+
+    objects: int = 0
+    put_requests: int = 0
+    get_requests: int = 0
+    read_bytes: int = 0
+
+
+def with_store_use(stages: tuple[StagePlan, ...], transfers: Mapping[str, StageTransfer],
+                   store: ObjectStore) -> tuple[StagePlan, ...]:
+    """The stages with their use of the store. What a stage wrote stays until the last one; while it is being written,
+    half of it on average is there."""
+    found, before = [], 0
+    for one in stages:
+        moved = transfers.get(one.stage, StageTransfer())
+        objects = moved.objects + _SMALL_FILES
+        puts, gets = moved.put_requests + _SMALL_FILES, moved.get_requests + _SMALL_FILES
+        held = before + one.bytes_on_disk / 2
+
+        def money(hours: float, held: float = held, puts: int = puts, gets: int = gets,
+                  read: int = moved.read_bytes) -> float | None:
+            prices = store.prices
+            return None if prices is None else (
+                held / 1e12 * hours / _HOURS_PER_MONTH * prices.storage + puts / 1e6 * prices.put
+                + gets / 1e6 * prices.get + read / 1e12 * prices.traffic)
+
+        low, high = ((one.hours_range.low, one.hours_range.high) if one.hours_range is not None
+                     else (one.hours, one.hours))
+        least, most = money(low), money(high)
+        found.append(one.model_copy(update={"store": StoreUse(
+            objects=objects, put_requests=puts, get_requests=gets, read_bytes=moved.read_bytes, cost=money(one.hours),
+            cost_range=None if least is None or most is None else Interval(low=least, high=most))}))
+        before += one.bytes_on_disk
+    return tuple(found)
+
+
+def month_cost(stored_bytes: int, store: ObjectStore) -> float | None:
+    """Of what a job leaves in the store, for a month."""
+    return None if store.prices is None else stored_bytes / 1e12 * store.prices.storage
+
+
+def store_transfers(work: PlannedWork, store: ObjectStore) -> dict[str, StageTransfer]:
+    """What each stage writes to the object store and reads of it."""
+    spec, rows_bytes = work.spec, (round(work.rows * (work.prompt + work.answer)) * ROW_JSON_BYTES_PER_TOKEN)
+    per_token = work.state_bytes + ID_AND_MASK_BYTES
+    states = work.captured * ID_AND_MASK_BYTES if work.streamed else work.store_bytes
+    shards = max(1, math.ceil(states / spec.capture.shard_size_bytes))
+    per_row = store.parts(work.row_tokens * per_token)
+    candidates = work.job.candidates
+    drafters = [work.drafter(candidate).parameters * 4 for candidate in candidates]
+    together = may_train_together(spec.sweep)
+    if store.ranged and not work.streamed:
+        read = round(shared_tokens(work) * per_token)
+        gets = round(shared_tokens(work) / max(1.0, work.row_tokens)) * per_row + shards
+    else:
+        read = states * (1 if together else len(candidates))
+        gets = store.parts(read)
+    exported = [(size, candidate.train.num_checkpoints) for candidate, size in zip(candidates, drafters, strict=True)]
+    one_drafter = StageTransfer(get_requests=store.parts(max(drafters)), read_bytes=max(drafters))
+    copied = round(states * work.states_share)
+    # Answers that stay in the store: parts are read for the digest of the ordered rows and to write these; capture
+    # reads the rows to plan its shards and to compute them. As files they are downloaded once.
+    ordering, passes = (2, 2) if store.ranged else (0, 1)
+    return {
+        "regenerate": StageTransfer(
+            2, store.put_requests(rows_bytes), ordering * store.parts(rows_bytes), ordering * rows_bytes),
+        "capture": StageTransfer(
+            shards, shards * store.put_requests(states / shards),
+            # Of each uploaded shard size and end are read back.
+            passes * store.parts(rows_bytes) + 2 * shards + round(work.rows * work.states_share) * per_row,
+            passes * rows_bytes + copied),
+        "train": StageTransfer(
+            sum(number for _, number in exported), sum(store.put_requests(size) * number for size, number in exported),
+            gets, read),
+        "benchmark": StageTransfer(
+            0, 0, sum(store.parts(size) * number for size, number in exported),
+            sum(size * number for size, number in exported)),
+        "tune": one_drafter, "prove": one_drafter, "hardware": one_drafter}

@@ -1,0 +1,294 @@
+"""Rows, tokens and bytes of a job, and what training takes of a GPU, as its plan estimates them. Pure: sizes of target
+and data come from `planning.facts`, which reads them from files.
+
+A captured token stores `A` aux hidden states, an answer token also the final one, in a codec (`contract.capture`):
+
+    bytes = tokens * (A * state + 5) + answer tokens * final state,     state ~ H * bytes per value
+
+The size depends on the target through the hidden size only, not through its number of layers or parameters. The example
+of the blog post "Making an EAGLE fly", which stores the final state of every token in two bytes per value, recomputed:
+H = 5120, bfloat16, A = 3, 2048 tokens per sample: 4 * 5120 * 2 * 2048 = 83 886 080 bytes, exactly 80 MiB. 500 000
+samples are 40 000 000 MiB = 38.147 TiB (41.943 TB), and with the post's 5 % for serialization 40.054 TiB. The post says
+"~42 TiB": it divides 40 000 000 MiB by 1 000 000 instead of 1 048 576, which gives "40 TiB", and adding 5 % gives
+42.000. The "40 TiB" of its last section is correct. (Ids and masks, which the post omits, add 4.8 GiB. Eyrie's shards
+have an overhead of about 100 bytes per row instead of 5 %. In the default codec, with half of the tokens answers, the
+same job stores 16.7 TiB.)
+
+Legend: A aux layers, H hidden.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from eyrie_api.contract.capture import ID_AND_MASK_BYTES, StoredAs, choose
+from eyrie_api.contract.families import FAMILIES, DecoderSizes, DrafterSizes
+from eyrie_api.contract.resolved import Candidate, ResolvedJob
+from eyrie_api.contract.targets import ELEMENT_BYTES
+from eyrie_api.planning.row_draw import expected_union, quotas, shares
+from eyrie_api.planning.sweep import may_train_together
+from eyrie_api.planning.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
+from eyrie_api.planning.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
+
+ASSUMED_GPU_BYTES = 80 * 10**9
+"""Where the job names no type of GPU."""
+DEFAULT_AUX_LAYERS = 3
+DEFAULT_DRAFT_VOCABULARY = 32_768
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The MLPs of a mixture of experts."""
+
+    number: int
+    """Per layer."""
+
+    active: int
+    """Of them, computed for a token."""
+
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
+class TargetFacts(DecoderSizes):
+    """The values of a target's `config.json` that a plan depends on."""
+
+    vocab_size: int
+    tie_word_embeddings: bool
+    source: str
+    """Where the values come from; quoted in the assumptions."""
+
+    dtype: str | None = None
+    """Of the stored weights; None: the config does not say."""
+
+    experts: Experts | None = None
+    """None: dense."""
+
+    @property
+    def parameters(self) -> int:
+        """Weights of a pre-norm decoder: embeddings, attention, gated MLPs, norms. Shared experts, dense layers of a
+        mixture, and routers are left out."""
+        return self._parameters(self.experts.number if self.experts else 1)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of them, those that compute one token."""
+        return self._parameters(self.experts.active if self.experts else 1)
+
+    def _parameters(self, num_mlps: int) -> int:
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        width = self.experts.intermediate_size if self.experts else self.intermediate_size
+        layer = (self.attention_parameters(self.hidden_size) + num_mlps * self.mlp_parameters(width)
+                 + 2 * self.hidden_size)
+        return embeddings + self.num_layers * layer + self.hidden_size
+
+    def trained_drafter(self, candidate: Candidate, aux_layers: Sequence[int] = ()) -> TrainedDrafter:
+        """A candidate's drafter, and what its training reads of this target; `aux_layers` are the job's, for a
+        candidate that names none. Norms and biases are left out."""
+        drafter, row = candidate.drafter, FAMILIES[candidate.drafter.family]
+        draft_vocabulary = drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        return TrainedDrafter(drafter.family, DrafterSizes(
+            target=self, output_vocab_size=self.vocab_size if row.whole_vocabulary else draft_vocabulary,
+            num_aux_layers=len(drafter.aux_layers or aux_layers) or DEFAULT_AUX_LAYERS,
+            max_draft_tokens=drafter.max_draft_tokens or candidate.train.ttt_length, hidden_size=drafter.hidden_size,
+            intermediate_size=drafter.intermediate_size, num_layers=drafter.num_layers),
+            self.vocab_size, self.tie_word_embeddings)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Number and lengths of the conversations, estimated without reading them all."""
+
+    rows: int | None = None
+    """Available, or None when unknown."""
+
+    prompt_tokens: float | None = None
+    """Mean per row. None when unknown: the spec's limit is used then, an upper bound."""
+
+    answer_tokens: float | None = None
+    source: str = "limits of the spec (an upper bound)"
+    source_rows: Mapping[str, int] | None = None
+    """Available in each source by name, where all are known."""
+
+    present: int = 0
+    """Answers that the earlier job `present_in` has generated for the same data, and that this one takes over."""
+
+    present_in: str = ""
+    states_present: int = 0
+    """Rows whose hidden states the earlier job `states_in` has captured in the format `states_as`, as far as the
+    documents of both jobs say."""
+
+    states_in: str = ""
+    states_as: tuple[str, str] | None = None
+    """Codec, and what is stored of the final state."""
+
+
+class PlannedWork:
+    """Numbers of rows, tokens and bytes that several stages use, computed once."""
+
+    def __init__(self, job: ResolvedJob, target: TargetFacts, data: DataFacts) -> None:
+        self.job, self.spec, self.target, self.data = job, job.spec, target, data
+        spec = job.spec
+        self.num_gpus = training_gpus(job)
+        available = spec.data.max_conversations if data.rows is None else min(data.rows, spec.data.max_conversations)
+        self.rows = available - int(available * spec.data.held_out_fraction)
+        self.present = min(data.present, self.rows)
+        limit, most = spec.data.max_prompt_tokens, spec.regenerate.max_new_tokens
+        self.prompt = float(limit) if data.prompt_tokens is None else min(data.prompt_tokens, float(limit))
+        self.answer = float(most) if data.answer_tokens is None else min(data.answer_tokens, float(most))
+        union = expected_union(self.rows, dict(zip(
+            spec.data.source_names, (source.weight for source in spec.data.sources), strict=True)), data.source_rows)
+        mixes = {candidate.name: candidate.mix for candidate in job.candidates if candidate.mix is not None}
+        self.scarcest = min(((int(union[name] / share), candidate, name) for candidate, mix in mixes.items()
+                             for name, share in shares(mix).items()), default=(self.rows, "", ""))
+        """Rows that every candidate trains on, and the candidate and source that allow no more."""
+
+        self.candidate_rows = {name: quotas(mix, self.scarcest[0]) for name, mix in mixes.items()}
+        self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
+        self.captured = round(self.rows * self.row_tokens)
+        self.num_aux = _num_stored(job)
+        self.supervised = round(self.rows * max(0.0, self.row_tokens - self.prompt))
+        capture = spec.capture
+        vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        wanted = StoredAs(capture.codec, capture.final_state, capture.final_top_k, vocabulary)
+        sizes = (self.captured, self.supervised, self.num_aux, target.hidden_size)
+        self.streamed = capture.mode == "stream"
+        chosen = choose(wanted, None if self.streamed else capture.max_bytes, *sizes)
+        self.within_budget = chosen is not None
+        self.stored = chosen or wanted
+        self.store_bytes = self.stored.bytes_of(*sizes)
+        in_format = not self.streamed and data.states_as == (self.stored.codec, self.stored.final_state)
+        rows = min(data.states_present, self.rows) if in_format else 0
+        self.states_share = rows / max(1, self.rows)
+        """Of the states, those that an earlier job has."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of stored states per captured token, without ids and masks."""
+        return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
+
+    def step_tokens(self, candidate: Candidate) -> int:
+        """Packed tokens of a candidate's training step."""
+        return tokens_per_step(candidate.train, self.num_gpus)
+
+    @property
+    def trained(self) -> int:
+        """Captured tokens that a candidate reads in an epoch: all, or those of its rows. Sources are taken to have rows
+        of equal length."""
+        return round(self.captured * self.scarcest[0] / max(1, self.rows))
+
+    @property
+    def supervised_share(self) -> float:
+        """Of the captured tokens."""
+        return self.supervised / max(1, self.captured)
+
+    @property
+    def flops_per_token(self) -> float:
+        return 2.0 * self.target.active_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the target, in the job's dtype."""
+        return self.target.parameters * ELEMENT_BYTES[self.job.target.dtype]
+
+    def drafter(self, candidate: Candidate) -> TrainedDrafter:
+        """A candidate's drafter, and what its training reads of the target."""
+        return self.target.trained_drafter(candidate, self.spec.capture.aux_layers or ())
+
+
+def _num_stored(job: ResolvedJob) -> int:
+    """Number of states stored for every token: the layers that families fuse by default, the layers that candidates
+    name, and the state after the final norm if a family reads it. An upper bound: named layers may be among the default
+    ones, which are not known here."""
+    reads = {FAMILIES[family].target_states for family in job.families}
+    default = (any(candidate.fuses and candidate.drafter.aux_layers is None for candidate in job.candidates)
+               or reads == {"none"})
+    chosen = job.spec.capture.aux_layers or ()
+    named = set(job.captured.aux_layers) - set(chosen if default else ())
+    return (len(chosen) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
+
+
+def training_gpus(job: ResolvedJob) -> int:
+    """GPUs that compute one candidate's steps; 0: CPUs do. One program that trains all candidates gives each one GPU;
+    where `sweep.shared_passes` leaves open whether there is such a program, all GPUs are assumed for each."""
+    num_gpus = job.gpus["train"].num_gpus or 0
+    if len(job.candidates) > 1 and job.spec.sweep.shared_passes == "always":
+        return min(1, num_gpus)
+    return num_gpus * job.spec.placement.train_nodes
+
+
+def tokens_seen(work: PlannedWork, candidate: Candidate) -> int:
+    """Tokens of the data that a candidate is trained on in all epochs, if no rung stops it."""
+    train, seen = candidate.train, round(work.trained * candidate.train.epochs)
+    return seen if train.max_steps is None else min(seen, train.max_steps * work.step_tokens(candidate))
+
+
+def shared_tokens(work: PlannedWork) -> int:
+    """Tokens whose states are read for all candidates, or computed by the target where none are stored. Candidates with
+    the same seed and batch size see the same documents at the same steps and share one pass; every epoch needs them
+    again."""
+    if not may_train_together(work.spec.sweep):
+        return sum(tokens_seen(work, candidate) for candidate in work.job.candidates)
+    longest: dict[tuple[int, int], int] = {}
+    for candidate in work.job.candidates:
+        key = (candidate.train.seed, work.step_tokens(candidate))
+        longest[key] = max(longest.get(key, 0), tokens_seen(work, candidate))
+    return sum(longest.values())
+
+
+def share_of_steps(work: PlannedWork) -> float:
+    """The share of all candidates' steps that is executed: at each rung half of every group stops, rounded down.
+
+    A group is the candidates of one family with the same seed and batch size, which see the same documents at the same
+    steps.
+    """
+    sweep, candidates, steps = work.spec.sweep, work.job.candidates, 0.0
+    if not may_train_together(sweep):
+        return 1.0
+    for left in Counter((candidate.drafter.family, candidate.train.seed, work.step_tokens(candidate))
+                        for candidate in candidates).values():
+        before = 0.0
+        for rung in (*sweep.rungs, 1.0):
+            steps, before, left = steps + left * (rung - before), rung, left - left // 2
+    return steps / len(candidates)
+
+
+def training_flops(work: PlannedWork, candidate: Candidate, tokens: int) -> float:
+    """Operations of training on so many tokens."""
+    train, drafter, row = candidate.train, work.drafter(candidate), FAMILIES[candidate.drafter.family]
+    if not row.step_cost_known:
+        passes = row.training_passes(train, candidate.drafter.max_draft_tokens or train.ttt_length)
+        return 6.0 * drafter.parameters * passes * tokens
+    single = round(tokens * train.single_step_ratio)
+    return sum(eagle3_flops(drafter, expected_work(
+        part, supervised_share=work.supervised_share, ttt_length=steps, unrolled_fraction=train.unrolled_fraction,
+        row_tokens=work.row_tokens)) for part, steps in ((single, 1), (tokens - single, train.ttt_length)))
+
+
+def training_on_gpus(work: PlannedWork, candidate: Candidate) -> TrainingOnGpus | None:
+    """A candidate's training where it requests GPUs and its family's step is described; else None. Tokens at a time
+    that the job leaves open fit the type of GPU that it requests."""
+    spec, num_gpus = work.spec, work.num_gpus
+    if not num_gpus or not FAMILIES[candidate.drafter.family].step_cost_known:
+        return None
+    training = TrainingOnGpus(
+        work.drafter(candidate), with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
+        work.row_tokens, compute_bytes=4 if candidate.train.dtype == "float32" else 2,
+        top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None)
+    if candidate.train.max_tokens_per_gpu is not None:
+        return training
+    device = gpu_bytes(work.job.gpus["train"].gpu_type) or ASSUMED_GPU_BYTES
+    longest = min(spec.capture.max_length, spec.data.max_prompt_tokens + spec.regenerate.max_new_tokens)
+    return training.fitted(device, usable_bytes(device), longest)
+
+
+def require_gpu_memory(job: ResolvedJob, target: TargetFacts, data: DataFacts) -> None:
+    """Raises GpuTooSmall for a training step that does not fit the requested type of GPU, if its label names a size."""
+    label, work = job.gpus["train"].gpu_type, PlannedWork(job, target, data)
+    device = gpu_bytes(label)
+    if label is None or device is None:
+        return
+    for candidate in job.candidates:
+        training = training_on_gpus(work, candidate)
+        if training is not None:
+            training.require(device, label, usable_bytes(device))

@@ -1,0 +1,131 @@
+"""Restrictions on the files, URLs and environment variables that a job may name.
+
+Stages read the paths, request the URLs and send the API key that a job names with the rights of Eyrie itself. Where
+projects share an installation, a caller without a role in all projects must not reach through a job what no route
+returns: another project's files under EYRIE_HOME, directories of the system, secrets of Eyrie or of a cloud. The check
+does not apply to callers with a role in all projects (`Control.check_spec_policy`).
+
+Only the names are checked, at submission. Host names in URLs are not resolved: to restrict the network of stages, use a
+Kubernetes NetworkPolicy.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.data_files import S3, is_remote
+from eyrie_api.errors import InvalidInput
+from eyrie_api.settings import Settings
+from eyrie_api.ssrf_safe_http import is_allowed
+
+_SYSTEM = tuple(Path(path) for path in ("/proc", "/sys", "/dev", "/etc", "/run", "/var/run", "/root"))
+_METADATA = ("metadata.google.internal", "metadata")
+_NOT_FOR_JOBS = ("EYRIE_", "AWS_")
+
+IsMine = Callable[[str, str], bool]
+"""(`jobs` or `endpoints`, id or name) -> whether that directory under EYRIE_HOME is in a project of the caller."""
+
+
+def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
+    """Raises InvalidInput naming the field with a path, variable or URL that is not allowed."""
+    home = settings.home.resolve()
+    for field, text in _paths(spec):
+        if is_remote(text):
+            _check_url(field, text, settings)
+            continue
+        path = Path(text).expanduser()
+        if path.is_absolute() or path.exists():
+            _check_path(field, path.resolve(), home, is_mine)
+    variable = spec.regenerate.api_key_env
+    if variable is not None and (variable.startswith(_NOT_FOR_JOBS) or not variable.endswith("_API_KEY")):
+        raise InvalidInput(f"regenerate.api_key_env {variable} is not for jobs to send",
+                           "keys for endpoints are in variables that end with _API_KEY")
+    for field, url in _urls(spec):
+        host = _host(url)
+        if host in _METADATA or not _may_be_asked(host):
+            raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give the endpoint's address")
+        if variable is not None and (variable, host) not in credential_hosts(settings):
+            raise InvalidInput(f"{field} names {host}, and {variable} may not be sent there",
+                               f"ask an administrator to add {variable}={host} to EYRIE_CREDENTIAL_HOSTS")
+
+
+def _check_url(field: str, url: str, settings: Settings) -> None:
+    if not url.startswith(S3):
+        host = _host(url)
+        if host in _METADATA or not _may_be_asked(host):
+            raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give a public address of the data")
+        return
+    # By parts: team-a/x is below team-a, and team-abc is not.
+    wanted = url.removeprefix(S3).split("/")
+    allowed = [one.strip().strip("/").split("/") for one in (settings.data_buckets or "").split(",") if one.strip()]
+    if ".." in wanted or not any(wanted[:len(one)] == one for one in allowed):
+        raise InvalidInput(f"{field} {url} is not of a bucket that jobs of projects may read",
+                           "ask an administrator to add its bucket/prefix to EYRIE_DATA_BUCKETS")
+
+
+def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:
+    """The pairs of EYRIE_CREDENTIAL_HOSTS: (variable, host)."""
+    pairs = (one.partition("=") for one in (settings.credential_hosts or "").split(","))
+    return frozenset((variable.strip(), host.strip().lower()) for variable, _, host in pairs)
+
+
+def _host(url: str) -> str:
+    """The host of a URL, in lower case; empty when it cannot be read."""
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:  # an unclosed bracket
+        return ""
+
+
+def _urls(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if spec.regenerate.base_url is not None:
+        yield "regenerate.base_url", spec.regenerate.base_url
+    for number, url in enumerate(spec.regenerate.endpoints):
+        yield f"regenerate.endpoints[{number}]", url
+
+
+def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    yield "target.model", spec.target.model
+    for number, source in enumerate(spec.data.sources):
+        yield f"data.sources[{number}].path", source.path
+    for number, suite in enumerate(spec.benchmark.suites):
+        yield f"benchmark.suites[{number}].path", suite.path
+    for number, rival in enumerate(spec.rivals):
+        if rival.path is not None:
+            yield f"rivals[{number}].path", rival.path
+    if spec.drafter.init_from is not None:
+        yield "drafter.init_from", spec.drafter.init_from
+    for axis in spec.sweep.axes:
+        if axis.field == "drafter.init_from":
+            yield from (("sweep.axes: drafter.init_from", str(value)) for value in axis.values)
+    if spec.promotion.drift.traffic_file is not None:
+        yield "promotion.drift.traffic_file", str(spec.promotion.drift.traffic_file)
+
+
+def _check_path(field: str, path: Path, home: Path, is_mine: IsMine) -> None:
+    if any(path.is_relative_to(one) for one in _SYSTEM if not home.is_relative_to(one)):
+        raise InvalidInput(f"{field} {path} is a file of the system", "give a model or data meant for jobs")
+    if home.is_relative_to(path):
+        raise InvalidInput(f"{field} {path} holds Eyrie's own directory", "name the file or directory that is meant")
+    if path.is_relative_to(home):
+        kind, name = (*path.relative_to(home).parts[:2], "", "")[:2]
+        if kind not in ("jobs", "endpoints") or not is_mine(kind, name):
+            raise InvalidInput(f"{field} {path} is not there, or not of your project", "list the jobs you may read")
+
+
+def _may_be_asked(host: str) -> bool:
+    """An address in any form that the resolver takes (`2852039166`, `0xa9fea9fe`, `0251.0376.169.254`) is checked as
+    the address that it stands for; other scripts' digits are refused, since clients normalise them."""
+    if not host or not host.isascii():
+        return False
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(host))
+        except OSError:
+            return True  # a host name, not an IP address
+    return is_allowed(str(address), allow_private=True)

@@ -1,0 +1,374 @@
+"""The files of a target, as far as they can be checked without loading a model: weights, tokenizer and chat template.
+
+Weights are checked by their headers: which tensors there are, of which shape and type. A safetensors file begins with
+its header's length (8 bytes, little-endian) and the header, a JSON object of tensors with `dtype`, `shape` and
+`data_offsets`; no weight is read. The names and shapes are those that the reference forward pass reads
+(`eyrie_workers.targets.model`). A tensor that it would not read is refused as well: the answers would be those of
+another model.
+
+`tokenizer.json` is read as JSON: its ids against the model's vocabulary, and the special tokens that other files name
+against its tokens. Templates are parsed, not rendered: a template may refuse a conversation for good reasons.
+"""
+
+# H hidden, V vocabulary, I intermediate, Q and G query and key-value heads, E head dimension
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+
+from eyrie_api.contract.targets import ELEMENT_BYTES
+from eyrie_api.errors import NoChatTemplate, UnsupportedTarget
+from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.target_config import biases, computed_by_reference
+
+GIT_LFS = b"version https://git-lfs"
+LFS_HINT = "run `git lfs pull` where it was cloned, or download it with `hf download`"
+_MAX_JSON_BYTES = 1 << 28
+"""The largest tokenizers are 40 MB."""
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
+"""Tensors that old checkpoints store and a forward pass computes."""
+
+_SAVE = "save the model again with save_pretrained, or download it again"
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UnsupportedTarget for a file that is not one or cannot be read."""
+    if path.exists() and not path.is_file():  # opening a FIFO waits for its other end, a device may never end
+        raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
+                                "make it readable for the server") from None
+    if data.startswith(GIT_LFS):
+        raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+    if len(data) > _MAX_JSON_BYTES:
+        raise UnsupportedTarget(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB", "save the model again")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedTarget(f"{path} is not JSON: {error}", "download the model again") from None
+    if not isinstance(value, dict):
+        raise UnsupportedTarget(f"{path} is not a JSON object", "download the model again")
+    return value
+
+
+# Weights.
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """An entry of a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts, *, known: bool) -> None:
+    """Check that the directory holds the weights of `config`. Raises UnsupportedTarget, naming file or tensor.
+
+    known   whether the tensors of this architecture are known here; of the others, dtypes alone are checked, and none
+            where the config says that they are quantised
+    """
+    if (directory / "adapter_config.json").is_file():
+        raise UnsupportedTarget(
+            f"target directory {directory} holds an adapter (adapter_config.json), which is not applied: drafters "
+            "would be trained for the model without it",
+            "merge it into the weights (peft: merge_and_unload, then save_pretrained) and give the merged model")
+    stored = _stored_tensors(directory)
+    wanted = expected_tensors(config, facts) if known else {}
+    if not known and config.get("quantization_config") is not None:
+        return
+    for name, tensor in stored.items():
+        if tensor.dtype not in _FLOATS and (name in wanted or (not known and name.endswith(".weight"))):
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}: quantised weights "
+                                    "cannot be read here", "give the unquantised model")
+    if not known:
+        return
+    for name, shape in wanted.items():
+        found = stored.get(name)
+        if found is None:
+            raise UnsupportedTarget(f"the weights in {directory} have no tensor {name!r}, which config.json implies",
+                                    _SAVE)
+        if found.shape != shape:
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(found.shape)}, config.json "
+                                    f"implies {list(shape)}", "give the config.json that was saved with these weights")
+    others = [name for name in stored if name not in wanted and not _NOT_WEIGHTS.search(name)
+              and not (facts.tie_word_embeddings and name == "lm_head.weight")]
+    if others:
+        raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "
+                                f"describes, the first is {min(others)!r}: they would be ignored",
+                                "correct config.json, or merge and save the model with save_pretrained")
+
+
+def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a supported model."""
+    family, (attention_bias, output_bias, mlp_bias) = config.get("model_type"), biases(config)
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    post_norm = family in ("olmo2", "olmo3")
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.qkv_proj.weight": (queries + 2 * keys, hidden), "mlp.gate_up_proj.weight": (2 * inner, hidden),
+    } if family == "phi3" else {
+        "self_attn.q_proj.weight": (queries, hidden), "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden), "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden)}
+    layer |= {
+        "self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, inner),
+        "post_attention_layernorm.weight": (hidden,),
+        "post_feedforward_layernorm.weight" if post_norm else "input_layernorm.weight": (hidden,)}
+    if post_norm:
+        layer |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
+    elif family == "qwen3":
+        layer |= {f"self_attn.{name}_norm.weight": (facts.head_dim,) for name in "qk"}
+    if attention_bias:
+        layer |= {"self_attn.q_proj.bias": (queries,), "self_attn.k_proj.bias": (keys,),
+                  "self_attn.v_proj.bias": (keys,)}
+    if output_bias:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if mlp_bias:
+        layer |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
+    whole: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (facts.vocab_size, hidden),
+                                         "model.norm.weight": (hidden,)}
+    if not facts.tie_word_embeddings:
+        whole["lm_head.weight"] = (facts.vocab_size, hidden)
+    return whole | {f"model.layers.{index}.{name}": shape for index in range(facts.num_layers)
+                    for name, shape in layer.items()}
+
+
+def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    index = directory / INDEX
+    if not index.exists():
+        if not (directory / SINGLE).exists():
+            raise _without_safetensors(directory)
+        return read_header(directory / SINGLE)
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise UnsupportedTarget(f"{index} has no weight_map of tensor names to files", _SAVE)
+    files = sorted(set(listed.values()))
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing:
+        raise UnsupportedTarget(f"{len(missing)} of {len(files)} weight files that {index} lists are missing, the "
+                                f"first is {missing[0]}", "finish the download (`hf download` resumes it)")
+    held = {name: read_header(directory / name) for name in files}
+    lost = [name for name, file in listed.items() if name not in held[file]]
+    if lost:
+        raise UnsupportedTarget(f"{index} lists tensor {lost[0]!r} in {listed[lost[0]]}, which does not hold it", _SAVE)
+    return {name: tensor for file in files for name, tensor in held[file].items()}
+
+
+def weights_are_here(directory: Path) -> bool:
+    """Whether the directory holds all weight files that it lists."""
+    index = directory / INDEX
+    if not index.is_file():
+        return (directory / SINGLE).is_file()
+    listed = read_object(index).get("weight_map")
+    return isinstance(listed, dict) and all((directory / str(name)).is_file() for name in listed.values())
+
+
+def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts, dtype: str) -> int | None:
+    """Bytes of the target's weights in the dtype of the job; quantised ones as they are stored. None where neither the
+    files nor config.json say: an estimate for an unknown architecture may be too high."""
+    if computed_by_reference(config):
+        return sum(prod(shape) for shape in expected_tensors(config, facts).values()) * ELEMENT_BYTES[dtype]
+    stored = _stored_bytes(directory)
+    if stored is None or config.get("quantization_config") is not None:
+        return stored
+    element = ELEMENT_BYTES.get(facts.dtype or "")
+    return None if element is None else stored * ELEMENT_BYTES[dtype] // element
+
+
+def _stored_bytes(directory: Path) -> int | None:
+    """Of all weight files: their own sizes, or what the index says of files that are not here."""
+    index = directory / INDEX
+    listed = read_object(index) if index.is_file() else {}
+    if weights_are_here(directory):
+        names = set(listed.get("weight_map", {}).values()) or {SINGLE}
+        return sum((directory / str(name)).stat().st_size for name in names)
+    described = listed.get("metadata")
+    total = described.get("total_size") if isinstance(described, dict) else None
+    return int(total) if isinstance(total, int | float) and total > 0 else None
+
+
+def _without_safetensors(directory: Path) -> UnsupportedTarget:
+    others = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf", "*.safetensors", "*.h5")
+                    for file in directory.glob(pattern))
+    if others:
+        return UnsupportedTarget(
+            f"target directory {directory} has neither {SINGLE} nor its index, only {', '.join(others[:3])}",
+            "save the model with save_pretrained(..., safe_serialization=True)")
+    return UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
+                             "copy the weight files next to its config.json")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file. Raises UnsupportedTarget for a truncated or another file."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(8)
+            if GIT_LFS.startswith(first) and first:
+                raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+            length = int.from_bytes(first, "little")
+            if len(first) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+                raise UnsupportedTarget(f"{path} is truncated or not a safetensors file", "download it again")
+            header = json.loads(file.read(length))
+        tensors = {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
+                   if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"),
+                  default=0)
+    except OSError as error:
+        raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
+                                "make it readable for the server") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise UnsupportedTarget(f"{path} has no safetensors header", "download it again") from None
+    if size != 8 + length + end:
+        raise UnsupportedTarget(f"{path} has {size} bytes, its header says {8 + length + end}: the file is truncated",
+                                "download it again")
+    return tensors
+
+
+# Tokenizer and chat template.
+
+
+def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+    """Raises NoChatTemplate or UnsupportedTarget, naming the file and the value."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise NoChatTemplate(f"target directory {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)})",
+                             "copy the model's tokenizer files next to its config.json")
+    file = directory / "tokenizer_config.json"
+    settings = read_object(file) if file.is_file() else {}
+    _check_templates(directory, settings)
+    generation = directory / "generation_config.json"
+    ends = _end_ids(read_object(generation) if generation.is_file() else {}) + _end_ids(config)
+    beyond = [token for token in ends if not 0 <= token < vocab_size]
+    if beyond:
+        raise UnsupportedTarget(f"target directory {directory}: eos_token_id {beyond[0]} is not in the model's "
+                                f"vocabulary of {vocab_size}", "correct config.json and generation_config.json")
+    fast = directory / "tokenizer.json"
+    tokens = _token_ids(fast) if fast.is_file() else None
+    if tokens is None:  # sentencepiece and the like, which the stage reads with transformers
+        if settings.get("auto_map"):
+            raise UnsupportedTarget(f"{file} names Python code (auto_map) and there is no tokenizer.json: code of a "
+                                    "model is not executed", "save the tokenizer as tokenizer.json (use_fast=True)")
+        return
+    largest = max(tokens.values(), default=-1)
+    if largest >= vocab_size:
+        token = next(token for token, number in tokens.items() if number == largest)
+        raise UnsupportedTarget(f"{fast} has token {token!r} with id {largest}, and the model's vocabulary has "
+                                f"{vocab_size} entries",
+                                "resize the model's embeddings (resize_token_embeddings), or remove the added tokens")
+    named = _named_tokens(directory, settings)
+    unknown = sorted(kind for kind, token in named.items() if token not in tokens)
+    if unknown:
+        raise UnsupportedTarget(f"target directory {directory}: {unknown[0]} {named[unknown[0]]!r} is not a token of "
+                                "tokenizer.json", "save the tokenizer again, or correct tokenizer_config.json")
+    if not ends and "eos_token" not in named:
+        raise UnsupportedTarget(f"target directory {directory} names no end-of-sequence token, so no answer would end",
+                                "set eos_token_id in generation_config.json to the token that ends an answer")
+
+
+def _token_ids(path: Path) -> dict[str, int]:
+    """Ids of the tokens, the added ones included."""
+    document = read_object(path)
+    model = document.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        tokens = {str(token): number for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram: pairs of token and score, in order
+        tokens = {str(entry[0]): number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+    else:
+        raise UnsupportedTarget(f"{path} has no vocabulary (model.vocab)", "save the tokenizer again")
+    try:
+        return tokens | {str(token["content"]): int(token["id"]) for token in document.get("added_tokens") or []}
+    except (TypeError, KeyError, ValueError):
+        raise UnsupportedTarget(f"{path}: added_tokens is not a list of tokens with content and id",
+                                "save the tokenizer again") from None
+
+
+def _end_ids(config: Mapping[str, Any]) -> list[int]:
+    value = config.get("eos_token_id")
+    return [token for token in (value if isinstance(value, list) else [value])
+            if isinstance(token, int) and not isinstance(token, bool)]
+
+
+def _named_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that prompts and answers depend on. Padding and the like never reach the model."""
+    file = directory / "special_tokens_map.json"
+    found: dict[str, str] = {}
+    for source in (read_object(file) if file.is_file() else {}, settings):
+        for kind in ("bos_token", "eos_token"):
+            value = source.get(kind)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[kind] = value
+    return found
+
+
+def _check_templates(directory: Path, settings: Mapping[str, Any]) -> None:
+    sources = _templates(directory, settings)
+    if not sources:
+        raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
+                             "use the chat model rather than the base model, or add chat_template.jinja")
+    environment = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    for where, source in sources.items():
+        if not source.strip():
+            raise NoChatTemplate(f"the chat template in {where} is empty", "restore the model's own template")
+        try:
+            environment.parse(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise NoChatTemplate(f"the chat template in {where} is not valid Jinja (line {error.lineno}): "
+                                 f"{error.message}", "correct the template") from None
+
+
+def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The text of each template, by the file that holds it."""
+    settings_file, legacy = directory / "tokenizer_config.json", directory / "chat_template.json"
+    found: dict[str, str] = {}
+    declared = [(settings_file, settings.get("chat_template"))]
+    if legacy.is_file():
+        declared.append((legacy, read_object(legacy).get("chat_template")))
+    for file, value in declared:
+        if isinstance(value, list):
+            named = [entry.get("template") if isinstance(entry, dict) else None for entry in value]
+            found |= {f"{file} (entry {index})": str(text) for index, text in enumerate(named) if text is not None}
+        elif value is not None:
+            found[str(file)] = str(value)
+    files = [directory / "chat_template.jinja", *sorted(directory.glob("additional_chat_templates/*.jinja"))]
+    for file in files:
+        if file.is_file():
+            try:
+                found[str(file)] = file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise NoChatTemplate(f"{file} cannot be read: {error}", "correct the template") from None
+    return found
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, which marks assistant text in templates of transformers."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))

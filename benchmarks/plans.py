@@ -1,0 +1,146 @@
+"""Writes docs/results/plans.md: what `eyrie plan` says of two jobs whose targets are too large for this machine.
+
+    python -m benchmarks.plans
+
+The sizes of the targets are those of their published config.json, so that nothing is downloaded; lengths of the data
+are given. A test compares the page with what the code says.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.artifacts.store_prices import STORES
+from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.plan import Plan
+from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.plan_stages import ObjectStore
+from eyrie_api.planning.plan_work import DataFacts, TargetFacts
+from eyrie_api.planning.resolve import derive
+from eyrie_api.quantities import size
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/results/plans.md"
+PRICES = {"NVIDIA-H200": 4.0, "NVIDIA-H100-80GB-HBM3": 2.5}
+"""Round numbers in dollars, to show the column; not an offer of anyone."""
+
+LLAMA_8B = TargetFacts(hidden_size=4096, num_layers=32, vocab_size=128_256, intermediate_size=14_336, num_heads=32,
+                       num_kv_heads=8, head_dim=128, tie_word_embeddings=False, source="config.json", dtype="bfloat16")
+OLMO_32B = replace(LLAMA_8B, hidden_size=5120, num_layers=64, vocab_size=100_278, intermediate_size=27_648,
+                   num_heads=40)
+
+
+@dataclass(frozen=True)
+class Job:
+    """An example, and what a server with its target and data would know of them."""
+
+    title: str
+    example: str
+    target: TargetFacts
+    data: DataFacts
+    gpu_type: str | None = None
+    """Where the example leaves it to its one machine."""
+
+    store: ObjectStore | None = None
+    """Where its stages exchange files; None: on its one machine."""
+
+    def plan(self) -> Plan:
+        """Its plan."""
+        document = yaml.safe_load((ROOT / "docs/examples" / self.example).read_text())
+        document["target"]["dtype"] = "bfloat16"
+        if self.gpu_type is not None:
+            document["placement"] = {"every": {"num_gpus": 1, "gpu_type": self.gpu_type}}
+        spec = JobSpec.model_validate(document)
+        return make_plan(derive(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES,
+                         store=self.store)
+
+
+JOBS = (
+    Job("An 8B target on one H100", "one_gpu.yaml", LLAMA_8B,
+        DataFacts(20_000, 250.0, 500.0, "means assumed for this page"), "NVIDIA-H100-80GB-HBM3"),
+    Job("Olmo-3.1-32B-Think on eight H200", "olmo-3.1-32b.yaml", OLMO_32B,
+        DataFacts(500_000, 1024.0, 1024.0, "2048 tokens a conversation, as in the post"),
+        store=ObjectStore(STORES["aws-s3"], ranged=True, part_bytes=StoreOptions().part_size_bytes)),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = ["# Plans of two jobs\n",
+             "Computed by `python -m benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
+             "of them ([hardware.py](../../api/eyrie_api/planning/hardware.py)); nothing here was measured. Of these\n"
+             "GPUs Eyrie has run on one H200 and one H100, without SGLang: [on a GPU](gpu.md) has its figures. "
+             "A test keeps the\n"
+             "page current. Hours are expected ones with their range, stages one after the other, with the starts of\n"
+             "servers (assumed: 30 to 120 s and the weights at 0.5 to 5 GB/s); reading the KV cache is not\n"
+             "counted, which makes decoding of long answers look faster than it is, by up to two times;\n"
+             "prices of GPUs are round numbers to show the column. Money of the object store is\n"
+             "that of the list prices of S3 in us-east-1\n"
+             "([store_prices.py](../../api/eyrie_api/artifacts/store_prices.py)),\n"
+             "with states read by ranges: requests, and storage while the job runs.\n"]
+    for job in JOBS:
+        plan = job.plan()
+        parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(plan)]
+        if job.store is not None:
+            parts.append(_final_states(job, plan))
+    return "\n".join(parts)
+
+
+def _final_states(job: Job, plan: Plan) -> str:
+    """What storing the final state of answer tokens alone saves, by the numbers of the plan."""
+    rows, prompt, answer = (int(one or 0) for one in (job.data.rows, job.data.prompt_tokens, job.data.answer_tokens))
+    everywhere = 4 * 2 * job.target.hidden_size * (prompt + answer)
+    [capture] = [one for one in plan.stages if one.stage == "capture"]
+    tokens, total = prompt + answer, rows * everywhere
+    held_out = 1 - capture.tokens / (rows * tokens)
+    return (
+        f"**Why not 42 TiB.** Four bfloat16 states of {job.target.hidden_size} values on every token, three of them\n"
+        f"aux, are {everywhere / 2**20:g} MiB per sample of {tokens} tokens, and {total / 2**40:.1f} TiB "
+        f"({total / 1e12:.1f} TB) for {rows:,}\n"
+        "samples. The post's 42 \"TiB\" is that with 5 % for serialization, divided by 1000 in one place\n"
+        "([plan_work.py](../../api/eyrie_api/planning/plan_work.py) has the arithmetic).\n"
+        f"Eyrie stores {size(capture.bytes_on_disk)}: the final state is the target of the training's loss,\n"
+        f"which answer tokens alone have, and {answer / tokens:.0%} of these tokens are answers:\n"
+        f"{plan.bytes_per_token:,} bytes per token in place of {everywhere // tokens:,}. Of the samples {held_out:.0%} "
+        "are held out\nand not captured.\n")
+
+
+def _table(plan: Plan) -> str:
+    rows = ["| stage | tokens | disk | hours | range | GPUs | GPU hours | cost | bound by |",
+            "|---|---|---|---|---|---|---|---|---|"]
+    stored = ["", "| object store | objects | writes | reads | bytes read | cost | range |",
+              "|---|---|---|---|---|---|---|"]
+    for one in plan.stages:
+        seen = one.hours_range
+        hours_range = "-" if seen is None else f"{seen.low:.2f} to {seen.high:.2f}"
+        rows.append(f"| {one.stage} | {one.tokens / 1e6:,.1f} M | {size(one.bytes_on_disk)} | {one.hours:.2f} | "
+                    f"{hours_range} | {one.num_gpus} {one.gpu_type} | {one.gpu_hours:,.1f} | "
+                    f"{'-' if one.cost is None else format(one.cost, ',.0f')} | {one.bound_by} |")
+        if (use := one.store) is not None and use.cost is not None and use.cost_range is not None:
+            stored.append(f"| {one.stage} | {use.objects:,} | {use.put_requests:,} | {use.get_requests:,} | "
+                          f"{size(use.read_bytes)} | {use.cost:,.2f} | {use.cost_range.low:,.2f} to "
+                          f"{use.cost_range.high:,.2f} |")
+    cost = "-" if plan.total_cost is None else f"{plan.total_cost:,.0f}"
+    rows.append(f"| total | {plan.total_tokens / 1e6:,.1f} M | {size(plan.total_bytes_on_disk)} | "
+                f"{plan.total_hours:.2f} | | | {plan.total_gpu_hours:,.1f} | {cost} | |")
+    if plan.total_store_cost is not None and plan.total_store_cost_range is not None:
+        whole = plan.total_store_cost_range
+        rows += [*stored, f"| total | | | | | {plan.total_store_cost:,.2f} | {whole.low:,.2f} to {whole.high:,.2f} |",
+                 "", f"After the job its files cost {plan.store_month_cost:,.0f} a month until `eyrie storage --clean` "
+                 "removes the states."]
+    words = [f"\n{plan.bottleneck}. {plan.bytes_per_token:,} bytes of states per token.\n"]
+    words += [f"- {warning}" for warning in plan.warnings]
+    return "\n".join(rows + words) + "\n"
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,0 @@
-"""Published claims, measured here: one module, command, plot and page per claim.
-
-`python -m tests.benchmarks.experiments.<name> [--short] --out DIR`; all of them: `python -m
-tests.benchmarks.experiments`.
-"""

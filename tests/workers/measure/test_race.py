@@ -1,0 +1,161 @@
+"""Admission, elimination and the winner of a race, on synthetic speeds with known noise."""
+
+import math
+import random
+
+import pytest
+
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.tuning import OFF, Setting, TuneSpec
+from eyrie_workers.measure.benchmark.blocks import turns
+from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.race import (
+    TIE,
+    Measured,
+    Race,
+    always_raced,
+    within_budget,
+)
+
+TEMPERATURES = (0.0, 1.0)
+
+
+def chain(steps: int, method: str = "drafter") -> Setting:
+    return Setting.model_validate({"method": method, "tree": DraftTreeShape(
+        num_steps=steps, top_k=1, num_draft_tokens=steps + 1)})
+
+
+def tree(steps: int) -> Setting:
+    return Setting(tree=DraftTreeShape(num_steps=steps, top_k=2, num_draft_tokens=10))
+
+
+def race_of(predicted: dict[Setting, float], most_trials: int = 99) -> Race:
+    return Race({s: Prediction(s, 1, 100 * speed, speed, 2.0) for s, speed in predicted.items()}, most_trials)
+
+
+def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: int = 8, seed: int = 0,
+        affordable: int = 99) -> int:
+    """Race on true speeds; returns the rungs it took."""
+    chance = random.Random(seed)
+    for rung in range(rungs):
+        race.admit(affordable)
+        for temperature in TEMPERATURES:
+            hard = chance.gauss(0, 0.3)  # shared by all variants: prompts differ in length and ease
+            for setting in list(race.active):
+                seconds = math.exp(hard + chance.gauss(0, noise)) / true[setting]
+                race.record(setting, (temperature, rung), Measured(100, seconds))
+        race.drop()
+        if race.decided:
+            return rung + 1
+    return rungs
+
+
+def test_off_and_possible_winners_are_admitted_dissimilar_shapes_first() -> None:
+    predicted = {OFF: 1.0, chain(1): 1.5, chain(4): 1.96, chain(5): 2.0, chain(6): 1.95, chain(9): 1.9, tree(5): 1.94}
+    race = race_of(predicted)
+    assert race.admit(4) == [OFF, chain(5), tree(5), chain(9)]
+    assert set(race_of(predicted).admit(99)) == set(predicted) - {chain(1)}
+
+
+def test_required_settings_are_measured_even_if_they_cannot_win() -> None:
+    race = race_of({OFF: 1.0, chain(5): 0.4, chain(3, "ngram"): 1.5})
+    assert race.admit(3, [chain(5)]) == [OFF, chain(5), chain(3, "ngram")]
+
+
+def test_no_more_are_tried_than_trials_allow() -> None:
+    race = race_of({OFF: 1.0} | {chain(steps): 2.0 for steps in range(1, 15)}, most_trials=5)
+    run(race, dict.fromkeys(race.predictions, 1.0) | {chain(3): 1.01}, noise=0.02)
+    assert len(race.blocks) == 5
+
+
+def test_the_clearly_slower_drop_out_and_the_race_ends() -> None:
+    true = {OFF: 1.0, chain(3): 1.7, chain(5): 2.0, tree(5): 1.8}
+    race = race_of({OFF: 1.0, chain(3): 1.9, chain(5): 1.95, tree(5): 2.0})  # the prediction prefers the tree
+    rungs = run(race, true, noise=0.01)
+    assert rungs < 8
+    assert race.leader() == chain(5)
+    assert race.active == [OFF, chain(5)]
+    assert race.speedup(chain(5)) == pytest.approx(2.0, rel=0.03)
+    assert "of 5/1/6" in race.reasons[tree(5)]
+
+
+def test_equally_fast_settings_end_the_race() -> None:
+    race = race_of({OFF: 1.0, chain(5): 2.0, tree(5): 2.0})
+    assert run(race, {OFF: 1.0, chain(5): 2.0, tree(5): 2.0}, noise=0.002, rungs=50) < 20
+
+
+def test_off_wins_when_speculation_does_not_pay_or_pays_too_little_to_notice() -> None:
+    for speed in (0.8, 1.0 + TIE / 2):
+        race = race_of({OFF: 1.0, chain(3): speed})
+        run(race, {OFF: 1.0, chain(3): speed})
+        assert race.leader() == OFF
+
+
+def test_a_prediction_that_was_too_high_lets_the_next_ones_in() -> None:
+    predicted = {OFF: 1.0, chain(5): 2.0, chain(3, "ngram"): 1.5}
+    race = race_of(predicted)
+    assert race.admit(99) == [OFF, chain(5)]
+    assert run(race, {OFF: 1.0, chain(5): 1.2, chain(3, "ngram"): 1.5}, noise=0.01, rungs=10) <= 10
+    assert chain(3, "ngram") in race.blocks
+    assert race.leader() == chain(3, "ngram")
+
+
+def test_a_short_race_is_settled_by_prediction_and_a_long_one_by_measurement() -> None:
+    predicted = {OFF: 1.0, chain(5): 2.0, chain(2): 1.94}
+    true = {OFF: 1.0, chain(5): 1.94, chain(2): 2.0}
+    short, long = race_of(predicted), race_of(predicted)
+    run(short, true, rungs=1)
+    run(long, true, noise=0.004, rungs=12)
+    assert short.leader() == chain(5)
+    assert long.leader() == chain(2)
+
+
+def test_a_setting_that_changed_an_answer_does_not_win_over_a_lossless_one() -> None:
+    race = race_of({OFF: 1.0, chain(5): 2.0, tree(5): 1.9})
+    run(race, {OFF: 1.0, chain(5): 2.0, tree(5): 1.9}, rungs=1)
+    race.changed_output = {chain(5)}
+    assert race.leader() == tree(5)
+    assert race.best_drafted("drafter") == tree(5)
+
+
+def test_noise_of_a_tenth_leaves_the_choice_within_two_percent_of_the_best() -> None:
+    """With right predictions: what the race adds must not make it worse than they are."""
+    true = {OFF: 1.0} | {chain(steps): 2.0 - 0.04 * abs(steps - 5) for steps in range(1, 10)}
+    worst = 1.0
+    for seed in range(20):
+        race = race_of(true, most_trials=5)
+        run(race, true, noise=0.1, seed=seed)
+        worst = min(worst, true[race.leader()] / 2.0)
+    assert worst >= 0.98
+
+
+def test_trials_and_budget_leave_room_for_a_baseline_and_a_leader() -> None:
+    assert TuneSpec(trials_share=0.25).trials(48) == 12
+    assert TuneSpec(trials_share=0.25).trials(6) == 4
+    assert TuneSpec(trials_share=0.25).trials(2) == 2
+    assert within_budget([3.0, 1.0, 1.0, 1.0], 5.0) == 3
+    assert within_budget([30.0, 10.0, 1.0], 5.0) == 2
+
+
+def test_lookup_that_is_predicted_best_is_measured_however_small_the_budget() -> None:
+    race = race_of({OFF: 1.0, chain(3, "ngram"): 2.0, chain(5): 1.5, chain(4): 1.4})
+    required = always_raced([chain(3, "ngram"), chain(5), chain(4), OFF])
+    assert race.admit(1 + len(required), required) == [OFF, chain(3, "ngram"), chain(5)]
+    assert always_raced([OFF, chain(5), chain(3, "ngram")]) == [chain(5)]
+
+
+def test_a_setting_that_cannot_be_measured_is_not_admitted_again() -> None:
+    race = race_of({OFF: 1.0, chain(5): 2.0, chain(1): 1.95})
+    race.admit(2)
+    race.withdraw(chain(5), "could not start: out of memory")
+    assert race.admit(2, [chain(5)]) == [chain(1)]
+    assert race.reasons == {chain(5): "could not start: out of memory"}
+
+
+def test_settings_that_replace_each_other_answer_all_blocks_at_once_with_off_before_and_after_them() -> None:
+    blocks = [(0.0, rung) for rung in range(4)]
+    order = turns([OFF, chain(1), chain(5)], blocks, 0, all_ready=False)
+    assert [setting for setting, _ in order] == [OFF] * 2 + [chain(1)] * 4 + [chain(5)] * 4 + [OFF] * 2
+    assert sorted(block for setting, block in order if setting == OFF) == blocks
+    together = turns([OFF, chain(1)], blocks, 0, all_ready=True)
+    assert together[:4] == [(OFF, blocks[0]), (chain(1), blocks[0]), (chain(1), blocks[1]), (OFF, blocks[1])]

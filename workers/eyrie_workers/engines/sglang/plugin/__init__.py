@@ -1,6 +1,0 @@
-"""Model classes that SGLang loads from here: `SGLANG_EXTERNAL_MODEL_PACKAGE=eyrie_workers.engines.sglang.plugin`, and a
-launcher of SGLang (`guarded`).
-
-The only modules of Eyrie that import sglang. They import no other module of Eyrie, so a serving image needs only this
-package and its parent packages.
-"""

@@ -1,0 +1,230 @@
+"""The statistics of a load report, computed from request results. Pure.
+
+Throughput is all output tokens over the wall-clock time of the level's blocks; the speed of one user is the mean over
+requests of tokens over end-to-end time. Acceptance is summed over the histograms of the requests, so other requests to
+the server do not affect it.
+
+Uncertainty comes from the choice of prompts: prompts are resampled, all requests of a prompt in both variants together
+(`intervals`). Wall-clock time cannot be resampled by prompt, so the interval of a throughput ratio takes its width from
+the tokens and the response time of each prompt: in a closed loop of c users throughput is c * tokens / response time,
+except for the ramp-down. In an open loop arrivals determine the throughput until the server is saturated, and the
+width is then too large.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadSpec, Quantiles, ServiceLevel
+from eyrie_api.contract.model import Interval
+from eyrie_workers.measure.intervals import (
+    acceptance_length,
+    add_histograms,
+    conditional_acceptance,
+    interval_around,
+    standard_error,
+)
+from eyrie_workers.measure.load.client import RequestResult
+from eyrie_workers.measure.load.completion_stream import FloatArray
+from eyrie_workers.measure.load.schedule import Level
+
+PromptKey = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class LevelResults:
+    """The results of all blocks of one variant at one level."""
+
+    variant: str
+    level: Level
+    results: tuple[RequestResult, ...]
+    seconds: float
+    """Wall-clock time of the blocks, from the first request to the end of the last response."""
+
+    cpu_s: float
+    """CPU time of the load generator during the blocks."""
+
+    def __add__(self, more: "LevelResults") -> "LevelResults":
+        """With the results of more blocks of the same variant and level."""
+        return LevelResults(self.variant, self.level, self.results + more.results, self.seconds + more.seconds,
+                            self.cpu_s + more.cpu_s)
+
+
+def quantiles(values: FloatArray) -> Quantiles | None:
+    """Mean and quantiles; None without values."""
+    if len(values) == 0:
+        return None
+    p50, p90, p99 = (float(q) for q in np.quantile(values, (0.5, 0.9, 0.99)))
+    return Quantiles(mean=float(values.mean()), p50=p50, p90=p90, p99=p99)
+
+
+def meets_slo(result: RequestResult, slo: ServiceLevel) -> bool:
+    """Whether a request met every bound that is set. A failed request meets none."""
+    if result.failure is not None:
+        return False
+    mean_gap = float(result.gaps_s.mean()) if len(result.gaps_s) else 0.0
+    pairs = ((result.ttft_s, slo.ttft_s), (mean_gap, slo.inter_token_s), (result.end_to_end_s, slo.end_to_end_s))
+    return all(value is not None and value <= bound for value, bound in pairs if bound is not None)
+
+
+def uses_speculation(results: Iterable[RequestResult]) -> bool:
+    """Whether a variant drafts. An engine that does not may still report rounds, all without accepted tokens, and a
+    single response of an engine that drafts may have none accepted. So all responses are considered."""
+    return any(s.proposed or (s.histogram is not None and len(s.histogram) > 1) for s in results)
+
+
+def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
+    """Statistics of one variant at one level, of one category or all. `drafting`: whether the variant drafts."""
+    completed = [result for result in results if result.failure is None]
+    failed: dict[str, int] = {}
+    for result in results:
+        if result.failure is not None:
+            failed[result.failure] = failed.get(result.failure, 0) + 1
+    tokens = sum(result.tokens for result in completed)
+    rates, num_rated = _rates(completed)
+    histograms = [result.histogram for result in completed if result.histogram is not None] if drafting else []
+    histogram = add_histograms(histograms)
+    has_rounds = sum(histogram) > 0
+    return LoadCell(
+        requests=len(results), completed=len(completed), failed=dict(sorted(failed.items())), output_tokens=tokens,
+        seconds=seconds, tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+        tokens_per_s_per_user=rates / num_rated if num_rated else 0.0,
+        ttft_s=quantiles(np.array([result.ttft_s for result in completed if result.ttft_s is not None])),
+        inter_token_s=quantiles(np.concatenate([result.gaps_s for result in completed]) if completed else np.zeros(0)),
+        end_to_end_s=quantiles(np.array([result.end_to_end_s for result in completed])),
+        goodput_per_s=sum(meets_slo(result, spec.slo) for result in results) / seconds
+        if spec.slo is not None and seconds > 0 else None,
+        tau=acceptance_length(histogram) if has_rounds else None,
+        tau_interval=_tau_interval(completed, spec.seed) if has_rounds else None,
+        acceptance=conditional_acceptance(histogram), accepted_histogram=histogram)
+
+
+def level_report(level: LevelResults, spec: LoadSpec) -> LoadLevel:
+    """The report of one variant at one level, with its categories."""
+    categories = dict.fromkeys(result.category for result in level.results)
+    drafting = uses_speculation(level.results)
+    return LoadLevel(
+        variant=level.variant, mode=level.level.mode, level=level.level.value,
+        total=load_cell(level.results, level.seconds, spec, drafting=drafting),
+        by_category={
+            name: load_cell([r for r in level.results if r.category == name], level.seconds, spec, drafting=drafting)
+            for name in categories},
+        generator_cpu_share=level.cpu_s / level.seconds if level.seconds > 0 else None)
+
+
+def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) -> LoadComparison | None:
+    """A variant compared with the baseline at one level; None unless both completed a common prompt."""
+    pairs = _by_prompt(variant.results, baseline.results)
+    if not pairs:
+        return None
+    ours, theirs = level_report(variant, spec), level_report(baseline, spec)
+    throughput = ours.total.tokens_per_s / theirs.total.tokens_per_s if theirs.total.tokens_per_s else None
+    user = _ratio(ours.total, theirs.total)
+    if not throughput or not user:
+        return None
+    compared, identical = _identical(pairs.values())
+    by_category = {name: _ratio(ours.by_category[name], theirs.by_category[name])
+                   for name in ours.by_category.keys() & theirs.by_category.keys()}
+    return LoadComparison(
+        variant=variant.variant, baseline=baseline.variant, mode=variant.level.mode, level=variant.level.value,
+        throughput_ratio=throughput,
+        throughput_interval=_interval(throughput, pairs.values(), _tokens_and_seconds, spec.seed),
+        user_ratio=user, user_interval=_interval(user, pairs.values(), _rates, spec.seed),
+        ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
+        if ours.total.ttft_s is not None and theirs.total.ttft_s is not None and theirs.total.ttft_s.p99 > 0 else None,
+        by_category={name: by_category[name] for name in ours.by_category if by_category.get(name)},
+        compared=compared, identical=identical)
+
+
+def crossover(comparisons: Iterable[LoadComparison]) -> float | None:
+    """Closed loop: the concurrency at which the first variant's aggregate throughput falls below the baseline's.
+
+    Between two levels the ratio is interpolated linearly over the logarithm of the concurrency. The lowest level when
+    the throughput is lower already there, None when it is lower at no level.
+    """
+    closed = [c for c in comparisons if c.mode == "closed"]
+    points = sorted((c.level, c.throughput_ratio) for c in closed if c.variant == closed[0].variant)
+    for index, (level, ratio) in enumerate(points):
+        if ratio >= 1.0:
+            continue
+        if index == 0:
+            return level
+        before, above = points[index - 1]
+        share = (above - 1.0) / (above - ratio)
+        return math.exp(math.log(before) + share * (math.log(level) - math.log(before)))
+    return None
+
+
+def _ratio(ours: LoadCell, theirs: LoadCell) -> float | None:
+    if theirs.tokens_per_s_per_user == 0 or ours.tokens_per_s_per_user == 0:
+        return None
+    return ours.tokens_per_s_per_user / theirs.tokens_per_s_per_user
+
+
+Pair = tuple[list[RequestResult], list[RequestResult]]
+
+
+def _by_prompt(ours: Sequence[RequestResult], theirs: Sequence[RequestResult]) -> dict[PromptKey, Pair]:
+    """Results of both variants by prompt, without prompts that one variant never completed."""
+    pairs: dict[PromptKey, Pair] = {}
+    for side, results in enumerate((ours, theirs)):
+        for result in results:
+            if result.failure is None:
+                pairs.setdefault((result.category, result.prompt_id), ([], []))[side].append(result)
+    return {key: pair for key, pair in pairs.items() if pair[0] and pair[1]}
+
+
+def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
+    """Number of prompts that both completed, and of those with equal outputs in all repeats."""
+    compared = identical = 0
+    for ours, theirs in pairs:
+        compared += 1
+        # The seed depends on repeat and index, so only results of the same scheduled request can be equal.
+        by_request = {(result.repeat, result.index): result for result in theirs}
+        matching = [(result, by_request[key]) for result in ours
+                    if (key := (result.repeat, result.index)) in by_request]
+        # By token ids where both servers return them, otherwise by text.
+        identical += bool(matching) and all(
+            first.ids_digest == second.ids_digest if first.ids_digest is not None and second.ids_digest is not None
+            else first.digest == second.digest for first, second in matching)
+    return compared, identical
+
+
+def _tokens_and_seconds(results: Sequence[RequestResult]) -> tuple[float, float]:
+    """Tokens, and the time until they were complete."""
+    return float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)
+
+
+def _rates(results: Sequence[RequestResult]) -> tuple[float, float]:
+    """Sum of the requests' tokens per second, and the number of requests."""
+    rates = [result.tokens / result.end_to_end_s for result in results if result.end_to_end_s > 0]
+    return sum(rates), float(len(rates))
+
+
+def _interval(value: float, pairs: Iterable[Pair], summed: Callable[[Sequence[RequestResult]], tuple[float, float]],
+              seed: int) -> Interval:
+    """Interval of a ratio of quotients of sums. With a single prompt the interval is the point."""
+    fields = np.array([(*summed(ours), *summed(theirs)) for ours, theirs in pairs], dtype=np.float64)
+    fields = fields[(fields > 0).all(axis=1)]  # a prompt without tokens has no rate
+    if len(fields) < 2:
+        return Interval(low=value, high=value)
+    error = standard_error(fields, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed)
+    return interval_around(value, error, len(fields))
+
+
+def _tau_interval(completed: Sequence[RequestResult], seed: int) -> Interval:
+    """Interval of the acceptance length, by resampling prompts; at least 1."""
+    by_prompt: dict[PromptKey, list[tuple[int, ...]]] = {}
+    for result in completed:
+        if result.histogram is not None and sum(result.histogram) > 0:
+            by_prompt.setdefault((result.category, result.prompt_id), []).append(result.histogram)
+    summed = [add_histograms(histograms) for histograms in by_prompt.values()]
+    value = acceptance_length(add_histograms(summed))
+    if len(summed) < 2:
+        return Interval(low=value, high=value)
+    fields = np.array([(sum(k * n for k, n in enumerate(h)), sum(h)) for h in summed], dtype=np.float64)
+    error = standard_error(fields, lambda sums: 1.0 + sums[:, 0] / sums[:, 1], seed)
+    around = interval_around(value, error, len(summed))
+    return Interval(low=max(1.0, around.low), high=around.high)

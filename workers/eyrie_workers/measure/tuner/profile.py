@@ -1,0 +1,458 @@
+"""The tuning profile: step times and replays, measured once, from which all predictions are computed.
+
+`measure` answers the prompts at every concurrency in rounds of alternating shapes (`run_probe`), then drafts along the
+answers (`trace`) with every drafting method, at every width of the grid. `measure_from_outside` does it for an engine
+behind HTTP: costs come from anchor settings (`measure.tuner.anchors`), the answers from that engine, and the replay
+from the reference implementation. The profile is a value: predictions for any concurrency follow from it without
+further measurement, and an interrupted stage reads it from disk, so the race resumes from the same predictions.
+
+The probe. The engine answers prompts while the draft-tree shape changes from round to round: the shallowest and the
+deepest of each width, and no drafting. The text does not depend on the shape, so the answers are usable; neighbouring
+rounds run under nearly the same conditions on nearly the same text, so times differ by shape alone. Rounds with an
+empty slot are discarded. Each time is the median of its rounds, which is robust to single interruptions. Prompts are
+repeated from the first until every shape has enough rounds.
+
+The replay. Each answer is a row of the drafter. The target's states for all its positions come from one teacher-forced
+pass. Then all rows step through their answers together, one position at a time: propose the deepest tree of every
+width, locate the continuation in it, settle one pair. Batching the rows makes visiting every position cheaper than
+decoding, because the drafter's small matrices are read once for all rows. Independent of the drafter's family:
+everything goes through `speculation.protocol`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+import torch
+
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.tuning import OFF, DraftTime, Method, Setting, StepTime, TuneSpec
+from eyrie_api.errors import InvalidInput
+from eyrie_workers.data.suites import Prompt
+from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner
+from eyrie_workers.measure.tuner import anchors
+from eyrie_workers.measure.tuner.predict import (
+    ContinuationNodes,
+    Costs,
+    Prediction,
+    ReplayedRounds,
+    Trace,
+    locate,
+    merged,
+    predict,
+    replay,
+    undrafted,
+)
+from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.noise import NoiseTable, RowNoise
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
+from eyrie_workers.targets.device import device_scope
+from eyrie_workers.targets.model import TargetModel
+
+_MOST_REPEATS = 100  # of the prompts; beyond it the answers are too short to have timed rounds
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round with all slots taken."""
+
+    shape: DraftTreeShape | None
+    nodes: int  # verified per row, root included
+    draft_s: float
+    verify_s: float
+
+
+@dataclass
+class Probe:
+    """The timed rounds and the answers of one run."""
+
+    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # answers by request
+    rounds: list[Round] = field(default_factory=list)
+    prefill_s: list[float] = field(default_factory=list)  # prefill seconds of each request
+
+
+def shapes_to_time(shapes: Sequence[DraftTreeShape]) -> list[DraftTreeShape]:
+    """Of each width the shallowest shape with the fewest nodes, and the deepest with the most."""
+    chosen: dict[DraftTreeShape, None] = {}
+    for width in sorted({shape.top_k for shape in shapes}):
+        same = sorted((shape for shape in shapes if shape.top_k == width),
+                      key=lambda shape: (shape.num_steps, shape.num_draft_tokens))
+        for shape in (same[0], same[-1]):
+            chosen[shape] = None
+    return list(chosen)
+
+
+def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, shapes: Sequence[DraftTreeShape | None],
+              between: Callable[[], None], rounds: int) -> Probe:
+    """Answer all requests at this concurrency in alternating shapes. Leaves the engine idle."""
+    probe, rotation = Probe(), _ShapeRotation(dict.fromkeys(shapes, 0))
+    engine.set_tree_schedule(rotation, [shape for shape in shapes if shape is not None])
+    rows = min(concurrency, len(requests))
+    names = {request.id for request in requests}
+    repeat = 0
+    waiting = list(requests)
+    while True:
+        if not waiting and min(rotation.counts.values()) < rounds:
+            repeat += 1
+            if repeat > _MOST_REPEATS:
+                raise InvalidInput(f"answers are too short to time {rounds} rounds at concurrency {concurrency}",
+                                   "raise benchmark.max_new_tokens, or name suites with longer answers")
+            waiting = [replace(request, id=_repeat_id(request, repeat)) for request in requests]
+        while waiting and engine.num_running + engine.num_waiting < rows:
+            engine.submit(waiting.pop(0))
+        between()
+        before = replace(engine.stats)
+        steps = engine.step()
+        spent = engine.stats
+        for progress in steps:
+            if progress.generation is not None and progress.id in names:
+                probe.texts[progress.id] = tuple(progress.generation.token_ids)
+        admitted = sum(not progress.accepted for progress in steps)
+        # A step may prefill several requests: its prefill time is divided equally among them.
+        probe.prefill_s += [(spent.prefill_s - before.prefill_s) / admitted] * admitted if admitted else []
+        # A round counts only when every slot decoded in it: otherwise it ran at a lower concurrency.
+        if len(steps) - admitted == rows:
+            probe.rounds.append(Round(rotation.last, spent.nodes - before.nodes, spent.draft_s - before.draft_s,
+                                      spent.verify_s - before.verify_s))
+            rotation.counts[rotation.last] += 1
+        if len(probe.texts) == len(requests) and min(rotation.counts.values()) >= rounds:
+            break
+    for request in requests:
+        for number in range(repeat + 1):
+            engine.cancel(_repeat_id(request, number))
+    engine.tree = None
+    return probe
+
+
+def _repeat_id(request: Request, repeat: int) -> str:
+    return f"{request.id} (repeat {repeat})" if repeat else request.id
+
+
+@dataclass
+class _ShapeRotation:
+    """The shape of each round: the first of those with the fewest counted rounds."""
+
+    counts: dict[DraftTreeShape | None, int]
+    last: DraftTreeShape | None = None
+
+    def __call__(self, _num_rows: int) -> DraftTreeShape | None:
+        self.last = min(self.counts, key=lambda shape: self.counts[shape])
+        return self.last
+
+
+def step_times(probe: Probe, concurrency: int, temperature: float) -> list[StepTime]:
+    """The curve of target passes: one point per kind and number of nodes."""
+    grouped: dict[tuple[bool, int], list[float]] = {}
+    for timed in probe.rounds:
+        grouped.setdefault((timed.shape is not None and timed.shape.top_k > 1, timed.nodes), []).append(timed.verify_s)
+    return [StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, tree=tree,
+                     verify_s=median(times), rounds=len(times))
+            for (tree, nodes), times in sorted(grouped.items())]
+
+
+def draft_times(probe: Probe, method: Method, concurrency: int, temperature: float) -> list[DraftTime]:
+    """Drafting time by shape. Rounds without drafting are left out: in these the drafter only settles pairs."""
+    grouped: dict[DraftTreeShape, list[float]] = {}
+    for timed in probe.rounds:
+        if timed.shape is not None:
+            grouped.setdefault(timed.shape, []).append(timed.draft_s)
+    return [DraftTime(concurrency=concurrency, temperature=temperature, setting=Setting(method=method, tree=shape),
+                      draft_s=median(times), rounds=len(times)) for shape, times in grouped.items()]
+
+
+_MOST_NODES = 512  # of a DraftTreeShape
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """A prompt and its answer, to draft along."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+def whole_tree(num_steps: int, top_k: int) -> DraftTreeShape:
+    """The shape of every node that can be grown at this depth and width, up to the limit of a shape."""
+    grown = num_steps + 1 if top_k == 1 else 1 + top_k + (num_steps - 1) * top_k**2
+    return DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=min(grown, _MOST_NODES))
+
+
+def trace(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], num_steps: int, widths: Iterable[int],
+          between: Callable[[], None], rows_at_once: int = 16) -> dict[int, list[Trace]]:
+    """By width, the trace of every answer, in the order given. `between` is called at every position."""
+    shapes = [whole_tree(num_steps, width) for width in sorted(set(widths))]
+    by_width: dict[int, dict[int, Trace]] = {shape.top_k: {} for shape in shapes}
+    # One temperature per batch: greedy rows then draft without noise, as when decoding.
+    order = sorted(range(len(answers)), key=lambda i: (answers[i].temperature, -len(answers[i].token_ids)))
+    with device_scope(target.device):
+        for temperature in sorted({answer.temperature for answer in answers}):
+            same = [i for i in order if answers[i].temperature == temperature]
+            for start in range(0, len(same), rows_at_once):
+                batch = same[start:start + rows_at_once]
+                replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).run(between)
+                for shape, traces in zip(shapes, replayed, strict=True):
+                    by_width[shape.top_k] |= dict(zip(batch, traces, strict=True))
+    return {width: [traces[i] for i in range(len(answers))] for width, traces in by_width.items()}
+
+
+class _Batch:
+    """Some answers of one temperature, replayed together."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer],
+                 shapes: Sequence[DraftTreeShape]) -> None:
+        self.drafter, self.answers, self.shapes = drafter, answers, shapes
+        self.vocab_size = target.config.vocab_size
+        self.state: DrafterState = drafter.new_state(len(answers))
+        texts = [torch.tensor([*answer.prompt_ids, *answer.token_ids]) for answer in answers]
+        self.aux = [aux for aux, _ in target.hidden_states(texts, drafter.aux_layers)]
+        self.tables = [NoiseTable(answer.seed, self.vocab_size) for answer in answers]
+        for row, (answer, aux) in enumerate(zip(answers, self.aux, strict=True)):
+            drafter.admit(self.state, row, answer.prompt_ids)
+            drafter.extend(self.state, CommittedTokens(
+                [row], [0], [[*answer.prompt_ids[1:], answer.token_ids[0]]], aux[None, :len(answer.prompt_ids)]))
+
+    @torch.inference_mode()
+    def run(self, between: Callable[[], None]) -> list[list[Trace]]:
+        """Traces of every row, by shape."""
+        num_steps = self.shapes[0].num_steps
+        kept: list[list[list[ContinuationNodes]]] = [[[] for _ in self.answers] for _ in self.shapes]
+        longest = max(len(answer.token_ids) for answer in self.answers)
+        for position in range(longest - 1):
+            between()
+            rows = [row for row, answer in enumerate(self.answers) if position < len(answer.token_ids) - 1]
+            # [B, S]: the answers' next tokens, -1 beyond their end.
+            ahead = [self.answers[row].token_ids[position + 1:position + 1 + num_steps] for row in rows]
+            following = np.array([[*text, *[-1] * (num_steps - len(text))] for text in ahead], dtype=np.int64)
+            # 1. For each width: propose at this position, find the answer's next tokens in the tree.
+            for shape, of_rows in zip(self.shapes, kept, strict=True):
+                tree = self.drafter.propose(self.state, rows, shape, self._noise(rows, position))
+                located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
+                                 tree.scores.double().cpu().numpy(), following, num_steps)
+                for index, row in enumerate(rows):
+                    of_rows[row].append(ContinuationNodes(located.needed[index], located.filled[index]))
+            # 2. Commit the answer's own next token, whatever was proposed.
+            starts = [len(self.answers[row].prompt_ids) + position for row in rows]
+            tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
+            aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
+            self.drafter.extend(self.state, CommittedTokens(rows, starts, tokens, aux))
+        return [[Trace(len(answer.token_ids), ContinuationNodes(
+            np.array([nodes.needed for nodes in located], dtype=np.int64).reshape(-1, num_steps, num_steps),
+            np.array([nodes.filled for nodes in located], dtype=np.int64).reshape(-1, num_steps)))
+            for answer, located in zip(self.answers, of_rows, strict=True)] for of_rows in kept]
+
+    def _noise(self, rows: Sequence[int], position: int) -> RowNoise | None:
+        """The engine's noise for the token after `position` and those behind it."""
+        temperature = self.answers[0].temperature
+        if temperature == 0.0:
+            return None
+        ahead = [self.tables[row].at(len(self.answers[row].prompt_ids) + position + 1, self.shapes[0].num_steps + 1)
+                 for row in rows]
+        return RowNoise(torch.full((len(rows),), temperature, dtype=torch.float64), torch.stack(ahead))
+
+
+_FEW_PROMPTS = 4  # probed at low concurrency, where rounds are cheap but whole answers are not
+_ROUNDS = 10  # of each shape, at least; the time is their median
+_LOOKUP_ROUNDS = 5  # drafting without a model costs so little that its timing error is negligible
+
+
+class SettingReplay(Frozen):
+    """One setting's rounds for the probed answers of one temperature."""
+
+    setting: Setting
+    temperature: float
+    done: ReplayedRounds
+
+
+class TuningProfile(Frozen):
+    """Step times, draft times, prefill times and replays of one tuning."""
+
+    belongs_to: str
+    """Digest of the spec it was measured for."""
+
+    step_times: tuple[StepTime, ...]
+    draft_times: tuple[DraftTime, ...]
+    prefill_s: dict[str, float]
+    """Prefill seconds of one request, by method."""
+
+    replays: tuple[SettingReplay, ...]
+    num_resident: int | None = None
+    """`DecodingEngine.num_resident` when it was measured: a resumed race admits as many settings as before."""
+
+    seconds: float
+
+    def predictions(self, concurrency: int) -> dict[Setting, Prediction]:
+        done: dict[Setting, dict[float, ReplayedRounds]] = {}
+        for replayed in self.replays:
+            done.setdefault(replayed.setting, {})[replayed.temperature] = replayed.done
+        return predict(done, concurrency, Costs(self.step_times, self.draft_times, self.prefill_s), OFF)
+
+    @property
+    def tokens_per_answer(self) -> float:
+        plain = [replayed.done for replayed in self.replays if replayed.setting == OFF]
+        return sum(done.tokens for done in plain) / sum(done.requests for done in plain)
+
+
+Engines = Mapping[Method, Engine]  # the reference engine of each method
+
+
+def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
+            tune: TuneSpec, belongs_to: str, between: Callable[[], None]) -> TuningProfile:
+    """Measure and replay in the reference engine. `between` is called between rounds and may raise."""
+    began = time.monotonic()
+    profiler = _Profiler(runner, engines, settings, prompts, between)
+    for concurrency in sorted(set(tune.concurrencies)):
+        for temperature in tune.temperatures:
+            profiler.probe(concurrency, temperature)
+    return TuningProfile(
+        belongs_to=belongs_to, step_times=tuple(profiler.step_times), draft_times=tuple(profiler.draft_times),
+        prefill_s=profiler.prefill(), replays=tuple(profiler.replay(tune)), seconds=time.monotonic() - began)
+
+
+def measure_from_outside(
+        runner: BlockRunner, engines: Engines | None, settings: Sequence[Setting], anchored: Sequence[Setting],
+        prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str, between: Callable[[], None],
+        measure_block: Callable[[Setting, int, float, int], BlockRun]) -> TuningProfile:
+    """Measure in the session's engine, whose variants `anchored` are started, and replay in the reference engines.
+
+    engines         None: the target has no reference implementation, and acceptance comes from the anchors
+    measure_block   of a setting, concurrency, temperature and rung; the race's, so that it measures no block again
+    """
+    began = time.monotonic()
+    # A method of which no anchor could start has no costs: its settings are not predicted, hence not raced.
+    methods = {anchor.method for anchor in anchored}
+    settings = [setting for setting in settings if setting.method in methods]
+    profiler = _Profiler(runner, engines or {}, settings, prompts, between)
+    step_times: list[StepTime] = []
+    draft_times: list[DraftTime] = []
+    concurrencies = sorted(set(tune.concurrencies))
+    at_lowest: dict[float, dict[Setting, BlockRun]] = {}
+    prefill_s: dict[Setting, float] = {}
+    measured: dict[tuple[int, float], dict[Setting, BlockRun]] = {}
+    # One anchor after the other: where fewer servers fit than there are anchors, each is started once.
+    for setting in anchored:
+        runner.warm_up(setting, 1, tune.temperatures)
+        # Median seconds of the first token, one request at a time.
+        first_tokens = runner.session.bench.engine.generate(
+            setting.label(), profiler.prefill_requests()[:_FEW_PROMPTS], 1)
+        prefill_s[setting] = median(answer.ttft_s for answer in first_tokens.answers)
+        for concurrency in concurrencies:
+            if concurrency > 1:
+                runner.warm_up(setting, concurrency, tune.temperatures)
+            for temperature in tune.temperatures:
+                run = measure_block(setting, concurrency, temperature, 0)
+                measured.setdefault((concurrency, temperature), {})[setting] = run
+    for concurrency in concurrencies:
+        for temperature in tune.temperatures:
+            runs = measured[concurrency, temperature]
+            timed = {setting: anchors.round_seconds(run, prefill_s[setting]) for setting, run in runs.items()}
+            costs = anchors.fit(timed[OFF], [(setting, timed[setting]) for setting in anchored if setting != OFF])
+            rounds = min(sum(run.accepted_histogram) for run in runs.values())
+            if concurrency == concurrencies[0]:
+                at_lowest[temperature] = runs
+            step_times += anchors.step_times(costs, settings, concurrency, temperature, rounds)
+            draft_times += anchors.draft_times(costs, settings, concurrency, temperature, rounds)
+    if engines is None:
+        replays = []
+        for temperature, runs in at_lowest.items():
+            lengths = [len(tokens) for tokens in runs[OFF].answers.values() if tokens]
+            replays.append(SettingReplay(setting=OFF, temperature=temperature, done=undrafted(lengths)))
+            replays += [SettingReplay(setting=setting, temperature=temperature, done=anchors.replay_of_anchor(
+                setting, anchor, len(lengths), sum(lengths))) for setting in settings
+                if setting.tree is not None and (anchor := anchors.anchor_of(setting, runs)) is not None]
+    else:
+        for temperature in tune.temperatures:
+            profiler.answer_outside(concurrencies[-1], temperature)
+        # Its servers verify `num_draft_tokens` nodes in every round, filled or not.
+        replays = [replayed if replayed.setting.tree is None else replayed.model_copy(update={
+            "done": replayed.done.model_copy(update={
+                "passes": {replayed.setting.tree.num_draft_tokens: replayed.done.rounds}})})
+            for replayed in profiler.replay(tune)]
+    by_method: dict[str, list[float]] = {}
+    for setting, seconds in prefill_s.items():
+        by_method.setdefault(setting.method, []).append(seconds)
+    return TuningProfile(
+        belongs_to=belongs_to, step_times=tuple(step_times), draft_times=tuple(draft_times),
+        prefill_s={method: median(seconds) for method, seconds in by_method.items()}, replays=tuple(replays),
+        num_resident=runner.session.bench.engine.num_resident, seconds=time.monotonic() - began)
+
+
+class _Profiler:
+    """Collects the parts of a profile."""
+
+    def __init__(self, runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
+                 between: Callable[[], None]) -> None:
+        self.runner, self.engines = runner, engines
+        self.settings, self.prompts, self.between = settings, prompts, between
+        self.step_times: list[StepTime] = []
+        self.draft_times: list[DraftTime] = []
+        self.answers: dict[tuple[str, float], KnownAnswer] = {}
+        self._prefill_s: dict[str, list[float]] = {}
+        self._methods = {setting.method: None for setting in settings if setting.tree is not None}
+
+    def probe(self, concurrency: int, temperature: float) -> None:
+        num = max(concurrency, min(len(self.prompts), max(_FEW_PROMPTS, 2 * concurrency)))
+        requests = self.runner.some_requests(self.prompts, temperature, 0, num)
+        for method in self._methods:
+            trained = method == "drafter"
+            probed = requests if trained else [
+                replace(request, max_new_tokens=8 * _LOOKUP_ROUNDS) for request in requests[:concurrency]]
+            # Rounds without drafting run in the drafter's probe, so all points of the step-time curve are of one run.
+            shapes = [*([None] if trained else []), *shapes_to_time(self._shapes(method))]
+            probe = run_probe(self.engines[method], probed, concurrency, shapes, self.between,
+                              _ROUNDS if trained else _LOOKUP_ROUNDS)
+            self.draft_times += draft_times(probe, method, concurrency, temperature)
+            self._prefill_s.setdefault(method, []).extend(probe.prefill_s)
+            if trained:
+                self.step_times += step_times(probe, concurrency, temperature)
+                for request in requests:
+                    self.answers[request.id, temperature] = KnownAnswer(
+                        tuple(request.prompt_ids), probe.texts[request.id], temperature, request.seed)
+
+    def _shapes(self, method: Method) -> list[DraftTreeShape]:
+        return [setting.tree for setting in self.settings if setting.method == method and setting.tree is not None]
+
+    def prefill(self) -> dict[str, float]:
+        """Median prefill seconds by method; those without drafting are timed here."""
+        engine = self.engines["off"]
+        engine.tree = None
+        plain = []
+        for request in self.prefill_requests():
+            before = engine.stats.prefill_s
+            engine.generate([request])
+            plain.append(engine.stats.prefill_s - before)
+        return {"off": median(plain)} | {method: median(times) for method, times in self._prefill_s.items() if times}
+
+    def answer_outside(self, concurrency: int, temperature: float) -> None:
+        """Undrafted answers of the session's engine to all prompts, to replay along."""
+        self.between()
+        requests = self.runner.some_requests(self.prompts, temperature, 0, len(self.prompts))
+        run = self.runner.session.bench.engine.generate(OFF.label(), requests, concurrency)
+        for request, answer in zip(requests, run.answers, strict=True):
+            self.answers[request.id, temperature] = KnownAnswer(
+                tuple(request.prompt_ids), answer.token_ids, temperature, request.seed)
+
+    def prefill_requests(self) -> list[Request]:
+        """Requests whose answers end with their first token."""
+        requests = self.runner.some_requests(self.prompts, 0.0, 0, len(self.prompts))
+        return [replace(request, max_new_tokens=1) for request in requests]
+
+    def replay(self, tune: TuneSpec) -> list[SettingReplay]:
+        replays = []
+        for temperature in sorted(set(tune.temperatures)):
+            answers = [answer for (_, of), answer in self.answers.items() if of == temperature]
+            lengths = [len(answer.token_ids) for answer in answers]
+            replays.append(SettingReplay(setting=OFF, temperature=temperature, done=undrafted(lengths)))
+            for method in self._methods:
+                shapes, drafter = self._shapes(method), self.engines[method].drafter
+                assert drafter is not None
+                traces = trace(self.runner.session.target, drafter, answers, max(shape.num_steps for shape in shapes),
+                               {shape.top_k for shape in shapes}, self.between)
+                replays += [SettingReplay(setting=Setting(method=method, tree=shape), temperature=temperature,
+                                          done=merged([replay(answer, shape) for answer in traces[shape.top_k]]))
+                            for shape in shapes]
+        return replays
