@@ -93,8 +93,8 @@ class SweepSpec(Frozen):
     @model_validator(mode="after")
     def _possible(self) -> "SweepSpec":
         if self.varies_mix and self.shared_passes == "always":
-            raise ValueError("sweep.shared_passes is 'always' with an axis over data.mix, whose candidates read different "
-                             "rows: set sweep.shared_passes to 'auto', which trains each by itself")
+            raise ValueError("sweep.shared_passes is 'always' with an axis over data.mix, whose candidates read "
+                             "different rows: set sweep.shared_passes to 'auto', which trains each by itself")
         if list(self.rungs) != sorted(set(self.rungs)):
             raise ValueError(f"sweep.rungs {list(self.rungs)} must ascend: write {sorted(set(self.rungs))}")
         ranges = [axis.field for axis in self.axes if axis.is_range]

@@ -219,7 +219,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
                             warning=not judged.passed)
         proof.ledger.append(parity)
     # The load tests of single levels as one report of all levels.
-    parts = [check.load for load in spec.prove.concurrencies if (check := proof.result(_load_check(load))) and check.load]
+    checks = [proof.result(_load_check(load)) for load in spec.prove.concurrencies]
+    parts = [check.load for check in checks if check and check.load]
     comparisons = tuple(comparison for part in parts for comparison in part.comparisons)
     load = LoadReport(
         model=parts[-1].model, spec=_load_spec(spec, spec.prove.concurrencies, spec.prove.requests),
