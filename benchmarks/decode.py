@@ -26,7 +26,7 @@ from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
 
-_SUITES = Path(__file__).resolve().parents[2] / "workers" / "eyrie_workers" / "quickstart" / "suites"
+_SUITES = Path(__file__).resolve().parents[1] / "workers" / "eyrie_workers" / "quickstart" / "suites"
 _SHAPES = (DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6),
            DraftTreeShape(num_steps=7, top_k=1, num_draft_tokens=8),
            DraftTreeShape(num_steps=5, top_k=4, num_draft_tokens=16))

@@ -22,7 +22,7 @@ from eyrie_api.planning.plan_work import DataFacts, TargetFacts
 from eyrie_api.planning.resolve import derive
 from eyrie_api.quantities import size
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/results/plans.md"
 PRICES = {"NVIDIA-H200": 4.0, "NVIDIA-H100-80GB-HBM3": 2.5}
 """Round numbers in dollars, to show the column; not an offer of anyone."""

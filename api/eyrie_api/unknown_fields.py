@@ -1,4 +1,4 @@
-"""What to do about a field of a job that does not exist: the field whose name is close, or to remove it.
+"""What to do about a field of a job that does not exist: its new name, the field whose name is close, or to remove it.
 
 Pure; the server and the command line both answer with it.
 """
@@ -11,12 +11,20 @@ from pydantic import BaseModel
 
 from eyrie_api.contract.job import JobSpec
 
+RENAMED: dict[tuple[str, ...], str] = {
+    ("capture", "feed"): "mode", ("promotion", "beat"): "must_beat", ("prove", "loads"): "concurrencies",
+    ("sweep", "together"): "shared_passes", ("train", "normalisation"): "normalization"}
+"""Section and name of a field before 0.2: its name today."""
+
 
 def unknown_field_hint(path: Sequence[str | int]) -> str:
     """The hint about a field that a job does not have.
 
     path   of the field in the document, as pydantic's errors have it: places in lists are numbers
     """
+    renamed = RENAMED.get(tuple(map(str, path[-2:])))
+    if renamed:
+        return f"it is called {renamed!r} since 0.2"
     close = difflib.get_close_matches(str(path[-1]), _field_names(path[:-1]), n=1)
     return f"did you mean {close[0]!r}?" if close else "remove it"
 

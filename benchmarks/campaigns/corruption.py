@@ -117,7 +117,7 @@ class Programs:
         return process.exitcode
 
 
-class World:
+class StageOfAJob:
     """A finished job, and a copy to restore it from."""
 
     def __init__(self, path: Path) -> None:
@@ -224,7 +224,7 @@ def _judge_error(path: Path, directory: Path, code: int) -> Verdict:
     return "refused", {}
 
 
-def _judge_result(case: Case, data: bytes, world: World) -> Verdict:
+def _judge_result(case: Case, data: bytes, world: StageOfAJob) -> Verdict:
     stages, kept = world.job / "stages", world.kept / "stages"
     path, whole = stages / case.file, (kept / case.file).read_bytes()
     if case.use == "input":
@@ -265,7 +265,7 @@ def _parts(names: list[str], path: Path) -> dict[str, Part]:
     makers: dict[str, Callable[[], Part]] = {
         "home": lambda: home, "endpoint": lambda: EndpointRecords(path / "endpoint"),
         "store": lambda: StoreObjects(home), "cache": lambda: ModelCache(path / "cache"),
-        "stages": lambda: World(path)}
+        "stages": lambda: StageOfAJob(path)}
     if "store" in names:
         home.build()
     return {name: makers[name]() for name in PARTS if name in names}

@@ -11,7 +11,7 @@
     eyrie check-drafter    whether SGLang and vLLM can serve a drafter directory as it was trained
     eyrie publish          a job's drafter with card and results, into a directory or a repository of the Hub
     eyrie data push        data files of this machine into a bucket that jobs read
-    eyrie load             load tests of servers, compared
+    eyrie load-test        load tests of servers, compared
 
 The last one is a program of the workers and runs as a child process: this process never imports torch.
 
@@ -253,10 +253,21 @@ def demo(
 
 
 # The program defines options and help.
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def load(context: typer.Context) -> None:
+_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command("load-test", context_settings=_PASS_THROUGH, add_help_option=False)
+def load_test(context: typer.Context) -> None:
     """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load-test --help`."""
     raise typer.Exit(run_child("eyrie_workers.measure.load", context.args))
+
+
+@app.command("load", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
+@verb
+def load() -> None:
+    """The name of `eyrie load-test` before 0.2."""
+    raise InvalidInput("`eyrie load` is called `eyrie load-test` since 0.2",
+                       "run `eyrie load-test` with the same options")
 
 
 def run_child(module: str, arguments: Sequence[str]) -> int:

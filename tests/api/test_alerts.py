@@ -20,7 +20,7 @@ from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus, Revis
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.decisions.alerts import UsedUp, attention
+from eyrie_api.decisions.alerts import UsedUp, alerts_of
 from eyrie_api.errors import DiskFull
 from eyrie_api.http.routes.alerts import read_alerts
 from eyrie_api.planning.resolve import derive
@@ -33,7 +33,7 @@ LATER = NOW + timedelta(hours=1)
 
 
 def needed(*given: Any, **more: Any) -> tuple[AlertItem, ...]:
-    return attention(*given, **more).items
+    return alerts_of(*given, **more).items
 
 
 def job(name: str, created_at: Any = NOW, *, status: JobStatus | None = None, **fields: Any) -> Job:

@@ -14,7 +14,7 @@ from eyrie_api.access.scope import Scope
 from eyrie_api.contract.resources import WaitingList, WaitingObject
 from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import WaitingObjects
-from eyrie_api.decisions.alerts import attention
+from eyrie_api.decisions.alerts import alerts_of
 from eyrie_api.errors import InvalidInput
 from tests.api.conftest import Running
 from tests.api.samples import NOW
@@ -102,7 +102,7 @@ def test_home_shows_twenty_objects_and_says_how_many_more_wait(server: Running) 
 
 def test_one_more_is_said_in_the_singular_and_none_not_at_all() -> None:
     def titles(total: int) -> list[str]:
-        return [one.title for one in attention([], [], waiting=WaitingList(items=(waiting(),), total=total)).items]
+        return [one.title for one in alerts_of([], [], waiting=WaitingList(items=(waiting(),), total=total)).items]
 
     assert titles(2) == ["DrafterJob team-a/night waits: QuotaReached", "1 more DrafterJob waits"]
     assert titles(1) == ["DrafterJob team-a/night waits: QuotaReached"]

@@ -33,7 +33,7 @@ NOT_RUN = {
     r"make test-(images|cluster)\b": "needs a container engine, or a cluster",
     r"make sbom\b": "CI runs it: .ci/run",
     r"pytest ": "make test and make test-slow run them",
-    r"python -m tests\.benchmarks\.plans\b": "needs a checkout: test_documentation.py compares the page",
+    r"python -m benchmarks\.plans\b": "needs a checkout: test_documentation.py compares the page",
     r"eyrie data push ": "needs an S3 server: tests/operator/test_data_push.py",
     r"make image-": "needs a container engine: make test-images",
     r"for part in .* docker push": "needs a registry",

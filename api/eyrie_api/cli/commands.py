@@ -251,11 +251,18 @@ def jobs(
 
 @app.command()
 @verb
-def attention(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+def alerts(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List what needs a person: failures, decisions, drift, quotas, what waits; each with what to do."""
     with connect(server) as client:
         listed = client.alerts()
     Screen(as_json=as_json).show(listed, tables.alerts_view(listed.items, tables.utc_now()))
+
+
+@app.command("attention", hidden=True)
+@verb
+def attention() -> None:
+    """The name of `eyrie alerts` before 0.2."""
+    raise InvalidInput("`eyrie attention` is called `eyrie alerts` since 0.2", "run `eyrie alerts`")
 
 
 @app.command("job")

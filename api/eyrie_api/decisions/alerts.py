@@ -53,7 +53,7 @@ class UsedUp:
         return f"--{self.what.lower()}"
 
 
-def attention(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
+def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
               used_up: Iterable[UsedUp] = (), waiting: WaitingList = NOTHING_WAITS,
               full_disk: EyrieError | None = None) -> AlertList:
     """Everything a person should look at. `jobs` are the newest ones, `traffic` is of these endpoints, `waiting` has

@@ -7,8 +7,9 @@ from fastapi import APIRouter
 from eyrie_api.contract.alerts import AlertList
 from eyrie_api.contract.endpoints import EndpointTraffic
 from eyrie_api.contract.status import Endpoint, Job
-from eyrie_api.decisions.alerts import attention
+from eyrie_api.decisions.alerts import alerts_of
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
+from eyrie_api.errors import NotFound
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.control import Control, Here
 
@@ -26,10 +27,16 @@ def read_alerts(control: Here) -> AlertList:
     return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, traffic)
 
 
+@router.get("/v1alpha1/attention", include_in_schema=False)
+def attention() -> None:
+    """The address of the alerts before 0.2."""
+    raise NotFound("/v1alpha1/attention is called /v1alpha1/alerts since 0.2", "GET /v1alpha1/alerts")
+
+
 def alerts_now(control: Control, newest: Sequence[Job], endpoints: Sequence[Endpoint],
-                  traffic: Sequence[EndpointTraffic]) -> AlertList:
+               traffic: Sequence[EndpointTraffic]) -> AlertList:
     """The same, of what the caller has read already. The disk is looked at now: on a full one neither an event nor a
     condition could be stored."""
     home = control.settings.home
-    return attention(newest, endpoints, traffic, control.projects.used_up(), control.waiting.list(limit=_WAITING),
+    return alerts_of(newest, endpoints, traffic, control.projects.used_up(), control.waiting.list(limit=_WAITING),
                      disk_full(home) if is_short(home) else None)
