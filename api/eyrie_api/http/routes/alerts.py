@@ -27,7 +27,7 @@ def read_alerts(control: Here) -> AlertList:
     return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, traffic)
 
 
-@router.get("/v1alpha1/attention", include_in_schema=False)
+@router.get("/v1alpha1/attention", include_in_schema=False)  # before 0.2
 def attention() -> None:
     """The address of the alerts before 0.2."""
     raise NotFound("/v1alpha1/attention is called /v1alpha1/alerts since 0.2", "GET /v1alpha1/alerts")
