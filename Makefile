@@ -60,7 +60,7 @@ test-slow: setup  ## stage programs killed at any moment and resumed; the GPU's 
 test-wheel: setup  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`
 	@PYTHON="$(PYTHON)" .ci/wheel
 
-test-architectures: setup  ## tiny targets of thirty architectures, captured through transformers and trained on
+test-architectures: setup  ## tiny targets of 33 architectures, captured through transformers and trained on
 	@EYRIE_TEST_ARCHITECTURES=1 $(BIN)/pytest -n 2 tests/architectures
 
 # Servers start one after the other; the drafter they serve is trained first and kept. pyproject's limit of 300 s per test

@@ -27,7 +27,7 @@ from tests.workers.stages import test_capture as captures
 from tests.workers.stages import test_train as trainings
 
 pytestmark = pytest.mark.skipif(not os.environ.get("EYRIE_TEST_ARCHITECTURES"),
-                                reason="imports the model classes of thirty architectures: make test-architectures")
+                                reason="imports the model classes of 33 architectures: make test-architectures")
 LAYERS = (0, 1, 2, 3)
 
 

@@ -126,7 +126,7 @@ def train(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Train a drafter for a target: regenerate, capture, train, benchmark, tune, promote."""
+    """Train a drafter for a target: regenerate, capture, train, benchmark, tune, prove, promote."""
     job = build_job(file=file, name=name, target=target, revision=revision, dtype=dtype, data=data or (),
                     settings=settings or ())
     submit(absolute_paths(job, server, target, data or ()), server, Screen(as_json=as_json), follow, local)
