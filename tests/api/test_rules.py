@@ -20,14 +20,14 @@ for module in pkgutil.iter_modules(contract.__path__):
     importlib.import_module(f"{contract.__name__}.{module.name}")
 
 
-def contract(above: type[BaseModel] = Frozen) -> Iterator[type[BaseModel]]:
+def models_of_the_contract(above: type[BaseModel] = Frozen) -> Iterator[type[BaseModel]]:
     for model in above.__subclasses__():
         if model.__module__.startswith(contract.__name__):
             yield model
-        yield from contract(model)
+        yield from models_of_the_contract(model)
 
 
-MODELS = sorted(set(contract()), key=lambda model: (model.__module__, model.__qualname__))
+MODELS = sorted(set(models_of_the_contract()), key=lambda model: (model.__module__, model.__qualname__))
 SIMPLE: tuple[Any, ...] = (None, True, -1, 1.5, float("inf"), 10**400, "", "x" * 5000, "no date", {}, [], {"kind": "x"})
 WRONG = (*SIMPLE, *([one] for one in SIMPLE), *({"name": one} for one in SIMPLE), [1] * 5000)
 OURS = ("value_error", "assertion_error")
