@@ -234,7 +234,7 @@ function specOf(chart, series, isLog, width) {
   const strokeDash = styled(series.map(({ dash }) => dash.pattern.length ? dash.pattern : [1, 0]));
   const opacity = { field: "kind", type: "nominal", legend: null, scale: { domain: ["raw", "drawn"], range: [0.3, 1] } };
   const strokeWidth = series.length > MAX_LEGEND ? 1 : 1.5;
-  return { width, height: CHART_HEIGHT, padding: 0, autosize: { type: "fit-x", contains: "padding" },
+  return { width, height: CHART_HEIGHT, padding: { left: 0, top: 0, right: 0, bottom: 6 }, autosize: { type: "fit-x", contains: "padding" },
     config: { ...theme(), mark: { invalid: null } }, params: [{ name: "first", value: 0 }, { name: "last", value: 1 }],
     layer: [
       { data: { name: "points" }, mark: { type: "line", strokeWidth, clip: true }, encoding: { x, y, color, strokeDash, opacity } },
