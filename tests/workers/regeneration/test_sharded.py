@@ -184,7 +184,7 @@ def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_one
             assert service.attempts[question({"messages": prompt.messages})] == 1
 
 
-@pytest.mark.parametrize("world", [20.0], indirect=True)
+@pytest.mark.parametrize("world", [12.0], indirect=True)
 def test_a_shard_that_takes_longer_than_the_visibility_timeout_is_not_asked_twice(world: World, target: Path) -> None:
     asked, gate = prompts(target, SHARD_ROWS), threading.Event()
     with openai_double(Troubles(gate=gate)) as service:
