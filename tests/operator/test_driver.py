@@ -154,10 +154,10 @@ def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and
 
 
 def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(harness: Harness, rehearsal: Rehearsal) -> None:
-    rehearsal.plan(capture=["stubborn"])
+    rehearsal.plan(regenerate=["stubborn"])
     job_id = harness.submit()
     harness.driver.advance(job_id)
-    assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
+    assert wait_until(lambda: "regenerate" in rehearsal.starts(), LIMIT_S)
     handle = local.observe(harness.directory(job_id)).handle
     assert handle is not None
     harness.jobs.cancel(job_id)
@@ -165,7 +165,7 @@ def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(harness: Harnes
     assert group_members(handle.process.pid) == []
     job = harness.jobs.get(job_id)
     assert job.status.phase == "Cancelled"
-    assert next(one for one in job.status.stages if one.stage == "capture").state == "Cancelled"
+    assert next(one for one in job.status.stages if one.stage == "regenerate").state == "Cancelled"
 
 
 def test_a_run_receives_what_its_endpoint_serves_when_it_begins(harness: Harness, rehearsal: Rehearsal) -> None:

@@ -318,9 +318,9 @@ def test_candidates_trained_together_are_started_again_while_one_of_them_gets_fu
 @pytest.mark.parametrize("manner", ["hang", "stubborn"])
 def test_stop_leaves_no_process_even_when_a_stage_ignores_sigterm(
         manner: str, job_dir: Path, rehearsal: Rehearsal) -> None:
-    rehearsal.plan(capture=[manner])
+    rehearsal.plan(regenerate=[manner])
     handle = local.start(job_dir, job_file(spec_of()))
-    wait_for_start(rehearsal, "capture")
+    wait_for_start(rehearsal, "regenerate")
     assert len(group_members(handle.process.pid)) >= 3  # leader, shell, box, stage
     local.stop(job_dir, grace_s=1.0)
     assert group_members(handle.process.pid) == []
@@ -328,7 +328,7 @@ def test_stop_leaves_no_process_even_when_a_stage_ignores_sigterm(
 
 
 def test_a_run_outlives_the_process_that_started_it_and_is_found_again(job_dir: Path, rehearsal: Rehearsal) -> None:
-    rehearsal.plan(capture=["hang"])
+    rehearsal.plan(regenerate=["hang"])
     code = (
         "import sys, time; from pathlib import Path; from eyrie_pipelines import local\n"
         "from eyrie_pipelines.runner import JobFile\n"
@@ -340,9 +340,9 @@ def test_a_run_outlives_the_process_that_started_it_and_is_found_again(job_dir: 
     plane.stdout.readline()
     plane.kill()
     plane.wait()
-    wait_for_start(rehearsal, "capture")
+    wait_for_start(rehearsal, "regenerate")
     assert local.observe(job_dir).state == "running"
-    with pytest.raises(Conflict):
+    with pytest.raises(Conflict, match="is alive"):
         local.start(job_dir, job_file(spec_of()))
     local.stop(job_dir)
     assert local.live_processes(job_dir) == []
