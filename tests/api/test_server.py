@@ -13,13 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from sqlalchemy import update
 
 from eyrie_api.client import Client
 from eyrie_api.contract.status import Job, Problem
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.database.tables import JobRow
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.http import problems
 from eyrie_api.http.routes.jobs import EXAMPLES, JOBS
@@ -63,16 +61,6 @@ def test_the_document_of_a_job_is_answered_as_it_was_submitted(server: Running) 
     assert (job["spec"]["target"]["dtype"], job["spec"]["train"]["ttt_length"]) == ("float32", 7)
     assert httpx.get(f"{server.url}{JOBS}/{job['id']}/submitted").json() == body
     assert server.client.submitted(job["id"]) == body
-
-
-def test_a_job_without_its_submitted_document_is_answered_with_where_its_spec_is(
-        server: Running, database: Database) -> None:
-    job = post(server, JOBS, QUICKSTART).json()["id"]
-    with database.writing() as session:
-        session.execute(update(JobRow).values(submission=None))
-    answer = problem(httpx.get(f"{server.url}{JOBS}/{job}/submitted"), 404, "NotFound")
-    assert answer.hint == f"GET {JOBS}/{job} has its spec with every default"
-    problem(httpx.get(f"{server.url}{JOBS}/job-none/submitted"), 404, "NotFound")
 
 
 def test_the_same_key_and_body_make_one_job_and_answer_the_same(server: Running) -> None:

@@ -11,25 +11,30 @@ BEGIN, END = "<!-- layers -->\n", "<!-- end of layers -->\n"
 DOCUMENTS = sorted(path for pattern in ("*.md", "*/*.md", "docs/**/*.md") for path in ROOT.glob(pattern))
 
 
-def layers_table() -> str:
-    """The layers of the workers with the sentence of each, from the comments of the contract in pyproject.toml."""
+def layers_table(contract: str) -> str:
+    """The layers of a contract with the sentence of each, from its comments in pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()
-    contract = text[text.index('name = "Layers of the workers"'):]
-    body = contract[contract.index("layers = [") + len("layers = [\n"):]
+    body = text[text.index(f'name = "{contract}"'):].partition("layers = [\n")[2]
     rows = []
     for line in takewhile(lambda line: not line.startswith("]"), body.splitlines()):
         names, sentence = re.fullmatch(r'\s*"([^"]+)",\s*#\s*(.+)', line).groups()  # type: ignore[union-attr]
         rows.append(f"| {', '.join(f'`{name.strip()}`' for name in names.split('|'))} | {sentence} |\n")
-    return "| layer | contains |\n|---|---|\n" + "".join(rows)
+    return f"### {contract}\n\n| room | contains |\n|---|---|\n" + "".join(rows)
 
 
-def test_the_architecture_page_shows_the_layers_of_the_import_contract() -> None:
+def rooms() -> str:
+    """The tables of all contracts of layers, from the lowest component to the highest."""
+    parts = ("API", "workers", "drafters", "pipelines", "operator")
+    return "\n".join(layers_table(f"Layers of the {part}") for part in parts)
+
+
+def test_the_architecture_page_shows_the_rooms_of_the_import_contracts() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     shown = page[page.index(BEGIN) + len(BEGIN):page.index(END)]
-    assert shown == layers_table(), "copy the sentences of the contract \"Layers of the workers\" in pyproject.toml"
+    assert shown == rooms(), "copy the sentences of the contracts \"Layers of the ...\" in pyproject.toml"
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (contract,) = (one for one in contracts if one["name"] == "Layers of the workers")
-    assert len(contract["layers"]) == layers_table().count("\n") - 2
+    layers = [layer for one in contracts if one["name"].startswith("Layers of the") for layer in one["layers"]]
+    assert len(layers) == sum(line.startswith("| `") for line in rooms().splitlines())
 
 
 def _prose(text: str) -> str:

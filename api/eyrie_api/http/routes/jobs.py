@@ -113,18 +113,14 @@ def get_job(job_id: str, control: Here) -> Job:
 @router.get(JOBS + "/{job_id}/submitted")
 def get_submitted(job_id: str, control: Here) -> dict[str, JsonValue]:
     """The document that the job was submitted with, before defaults were filled in and paths and types resolved; `spec`
-    of the job has those. 404 for a job accepted by a version that did not keep it."""
-    found = control.jobs.submitted(job_id)
-    if found is None:
-        raise NotFound(f"the document that job {job_id} was submitted with was not kept",
-                       f"GET {JOBS}/{job_id} has its spec with every default")
-    return found
+    of the job has those."""
+    return control.jobs.submitted(job_id)
 
 
 @router.get(JOBS + "/{job_id}/plan")
 def get_plan(job_id: str, control: Here) -> PlannedStages:
-    """What each stage was planned to take when the job was accepted. 404 where the target's sizes were unknown then, or
-    a version accepted the job that did not keep it; `POST /v1alpha1/plans` plans a document now."""
+    """What each stage was planned to take when the job was accepted. 404 where the target's sizes were unknown then;
+    `POST /v1alpha1/plans` plans a document now."""
     planned = control.jobs.resolved(job_id).plan
     if planned is None:
         raise NotFound(f"no plan of job {job_id} was kept", "POST its spec to /v1alpha1/plans to plan it now")
