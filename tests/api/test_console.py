@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import update
 
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.contract.engine import DraftTreeShape
@@ -29,7 +28,6 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.rendering import encode_cursor
-from eyrie_api.database.tables import JobRow
 from eyrie_api.http.console import pages
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
@@ -170,18 +168,6 @@ def test_the_document_of_a_job_is_shown_as_submitted_and_as_resolved(client: htt
         "a default that was sent is part of what was submitted")
     assert shown["As resolved"]["train"].items() > spec["train"].items()
     assert "as a DrafterJob" not in client.get(f"/console/jobs/{job}").text
-
-
-def test_of_a_job_of_an_earlier_version_the_page_shows_what_differs_from_the_defaults(
-        client: httpx.Client, database: Database) -> None:
-    job = client.post("/v1alpha1/jobs", json=NIGHTLY).json()["id"]
-    with database.writing() as session:
-        session.execute(update(JobRow).values(submission=None))
-    shown = documents(client, job)
-    assert list(shown) == ["What differs from the defaults", "As resolved"]
-    assert shown["What differs from the defaults"] == NIGHTLY | {
-        "target": {"model": "quickstart", "dtype": "float32"}}, "the type is resolved"
-    assert "an earlier version accepted this job" in client.get(f"/console/jobs/{job}").text
 
 
 @pytest.mark.parametrize(("path", "status", "words"), [

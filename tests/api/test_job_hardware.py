@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eyrie_api.artifacts import digest_model
 from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.contract.hardware import HardwareMeasurement, HardwareSpec, PlacedProfile
-from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import Placement, VolumeWork
 from eyrie_api.contract.plan import Plan
-from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.contract.status import JobReport
 from eyrie_api.decisions.hardware_choice import hardware_of, sentence
 from eyrie_api.errors import InvalidInput
@@ -73,12 +70,6 @@ def test_contradictions_of_a_document_name_the_field() -> None:
         HardwareSpec(profiles=(PlacedProfile(name="a", price_per_hour=1.0),) * 2)
     with pytest.raises(ValidationError, match=r"prove\.hardware\.profiles\.0\.threads is 2 and engine is 'sglang'"):
         job_spec(engine={"kind": "sglang"}, **compared({"name": "a", "threads": 2}))
-
-
-def test_a_job_without_it_has_the_digest_and_the_json_that_it_had_before() -> None:
-    assert "hardware" not in JobSpec.model_validate(job_spec().model_dump()).prove.model_dump_json()
-    named = ProveSpec(hardware=HardwareSpec(profiles=(PlacedProfile(name="a", price_per_hour=1.0),)))
-    assert digest_model(ProveSpec()) != digest_model(named)
 
 
 def test_a_plan_has_a_row_for_each_profile_with_its_own_price_and_range(tmp_path: Path, cluster: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_streamed_job_needs_no_disk_for_states_and_pays_the_target_in_every_ep
     # The seven passes of the drafter aside, an epoch of training now takes an epoch of capture more.
     assert streamed.stages[2].hours == pytest.approx(stored.stages[2].hours + 2 * stored.stages[1].hours)
     eight = {"axes": [{"field": "train.learning_rate", "values": [number / 1000 for number in range(1, 9)]}]}
-    together, alone = ({**eight, "rungs": [], "together": how} for how in ("auto", "never"))
+    together, alone = ({**eight, "rungs": [], "shared_passes": how} for how in ("auto", "never"))
     more = (planned(2.0, capture={"mode": "stream"}, sweep=sweep).stages[2].hours - planned(
         2.0, sweep=sweep).stages[2].hours for sweep in (together, alone))
     assert [round(hours / stored.stages[1].hours) for hours in more] == [2, 16]

@@ -140,9 +140,9 @@ def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None
     upgrade(postgres)
     jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0))
     once = Once("k", "r", "d")
-    job = jobs.submit_once(job_spec(labels={"a": "b"}), once)
+    job = jobs.submit_once(derive(job_spec(labels={"a": "b"})), once)
     assert isinstance(job, Job)
-    assert isinstance(jobs.submit_once(job_spec(labels={"a": "b"}), once), Replay)
+    assert isinstance(jobs.submit_once(derive(job_spec(labels={"a": "b"})), once), Replay)
     assert jobs.list(JobFilter(labels={"a": "b"}, phase="Pending")).items == (job,)
 
     won: list[int] = []

@@ -160,7 +160,7 @@ def test_retention_sweeps_what_has_expired(frequent: Settings, database: Databas
     idempotency, jobs = Idempotency(database, 1e-6), Jobs(database)
     with database.writing() as session:
         idempotency.store(session, Once("k", "r", "d"), 202, {})
-    jobs.submit(job_spec())
+    jobs.submit(derive(job_spec()))
     advanced = Seen()
     with running(settings, database, advanced):
         advanced.wait_for(lambda calls: len(calls) >= 5)

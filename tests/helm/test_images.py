@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     "api": ["eyrie_operator.command", "eyrie_api.http.replica", "eyrie_api.database.migrations"],
     "operator": ["eyrie_operator.command", "eyrie_operator.control_plane", "eyrie_operator.cluster.program"],
-    "workers": ["eyrie_pipelines.drafter", "eyrie_workers.stages.train", "eyrie_workers.stages.prove",
+    "workers": ["eyrie_pipelines.kfp_pipeline", "eyrie_workers.stages.train", "eyrie_workers.stages.prove",
                 "eyrie_workers.shards"],
 }
 

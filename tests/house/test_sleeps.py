@@ -11,7 +11,7 @@ ALLOWED = {
     "tests/servers/hub.py": "a hub that sends slowly",
     "tests/api/chores_worker.py": "a chore that takes until it is let go, and renews its lease",
     "tests/api/test_cli.py": "a server that is away for longer than a watch waits",
-    "tests/api/test_connection_limits.py": "clients that send slowly or nothing",
+    "tests/api/test_web_server.py": "clients that send slowly or nothing",
     "tests/pipelines/rehearsal/rehearsal_stage.py": "stages that hang, or wait for others",
     "tests/pipelines/test_full_disk.py": "space that is freed later than measured",
     "tests/workers/data/test_stored_rows.py": "kills at several times after the last line is read",

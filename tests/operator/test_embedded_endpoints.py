@@ -15,7 +15,7 @@ from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.promotion import CanarySpec, DriftSpec, PromotionPolicy
-from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
@@ -75,7 +75,7 @@ class Harness:
         """The job that drafters are proposed from is another one now."""
         self.job = self.jobs.submit(derive(JobSpec(
             target=self.target, data=DataSpec(sources=(DataSource(path="chats.jsonl"),)), promotion=policy,
-            serve=self.serve_spec)))
+            serve=ServeSpec(max_concurrency=2, record_prompts=100, health_timeout_s=LIMIT_S))))
 
     def tend_until(self, holds: Callable[[Endpoint], bool]) -> Endpoint:
         def looked() -> bool:

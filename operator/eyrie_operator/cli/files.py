@@ -6,7 +6,7 @@ here: errors first, each with its hint.
 
 publish: a job's drafter with its card and its measured results, in a directory or a repository of the Hub. The files
 come through the REST API, so the command runs wherever the server can be reached, and every file is compared with its
-digest. The card's program (`python -m eyrie_workers.drafters.checkpoint.card`) adds the results. What a report knows of
+digest. The card's program (`python -m eyrie_workers.drafters.card`) adds the results. What a report knows of
 the server, its paths and command lines, is left out. A repository is created private (`--public`: public), and written
 in one commit.
 
@@ -111,7 +111,7 @@ def _finding(finding: Mapping[str, Any]) -> RenderableType:
     return Group(Padding(message, (0, 0, 0, 2), expand=False), Padding(hint, (0, 0, 0, 4), expand=False))
 
 
-CARD_PROGRAM = "eyrie_workers.drafters.checkpoint.card"
+CARD_PROGRAM = "eyrie_workers.drafters.card"
 RESULTS = "results.json"
 _OF_THE_SERVER = ("path", "drafter_dir", "launch", "variants", "model")
 

@@ -297,12 +297,13 @@ def _finalize(resource: JobResource, job: Job | None, history: JobHistory, now: 
 def _project(resource: JobResource, job: Job, now: datetime, *more: ResourceCondition) -> Actions:
     status = job_status(job, resource)
     if resource.spec is not None and resource.spec.suspend:
-        stopped = is_true(job.status.conditions, "Cancelled")
-        reason, message = ("Stopping", "stops at its next pause point")
-        if is_over(job.status.conditions):
-            reason, message = (("Suspended", "stopped; finished stages are kept") if stopped else
-                               ("AlreadyFinished", "finished before"))
-        more = (*more, _condition("Suspended", "True" if stopped else "False", reason, message, resource, now))
+        if is_true(job.status.conditions, "Cancelled"):
+            state = _condition("Suspended", "True", "Suspended", "stopped; finished stages are kept", resource, now)
+        elif is_over(job.status.conditions):
+            state = _condition("Suspended", "False", "AlreadyFinished", "finished before", resource, now)
+        else:
+            state = _condition("Suspended", "False", "Stopping", "stops at its next pause point", resource, now)
+        more = (*more, state)
     elif _stored(resource.status, "Suspended") is not None:
         more = (*more, _condition("Suspended", "False", "Resumed", "", resource, now))
     return _write(resource.identity, resource.status, status.model_copy(

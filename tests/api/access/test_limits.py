@@ -84,7 +84,7 @@ def test_a_caller_and_a_project_that_ask_too_often_get_a_retry_after(
             return str(answer.json()["detail"]) if answer.status_code == 429 else ""
 
         # What a project may is remembered for some seconds.
-        assert "project 'south'" in wait_for(limited, "the project's limit counts")
+        assert "project 'south'" in wait_for(limited, "the project's limit counts", every_s=0.5)
 
 
 def test_nothing_is_limited_on_loopback_without_a_token(settings: Settings, server: Running) -> None:

@@ -187,7 +187,7 @@ def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(harn
     assert harness.chat.active_revision == 2
     assert set(harness.server.of("Deployment")) == {"eyrie-chat-r2"}
     [container] = harness.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]["spec"]["containers"]
-    assert f"{HOME}/jobs/j1/stages/train/a/checkpoints/c1" in container["command"]
+    assert f'"{HOME}/jobs/j1/stages/train/a/checkpoints/c1"' in " ".join(container["command"])
 
 
 def test_replicas_are_reported_and_one_that_is_missing_ends_nothing(harness: Harness) -> None:

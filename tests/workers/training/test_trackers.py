@@ -14,6 +14,7 @@ from eyrie_workers.stage_program import Stage
 from eyrie_workers.training import trackers
 from eyrie_workers.training.trackers import Trackers, recorded_metrics, require_trackers, shown
 from tests.servers.mlflow_server import mlflow_server
+from tests.waiting import wait_for
 from tests.workers.events import stage_records
 
 
@@ -124,10 +125,8 @@ def test_a_tracker_that_goes_away_delays_no_step_and_is_reported_once_at_the_end
         record(stage, 1, 2)
         client = MlflowClient(f"http://127.0.0.1:{server.port}")
         [run] = client.search_runs([client.get_experiment_by_name("eyrie").experiment_id])  # type: ignore[union-attr]
-        deadline = time.monotonic() + 60
-        while [point.step for point in client.get_metric_history(run.info.run_id, "accuracy")] != [1, 2]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(lambda: [point.step for point in client.get_metric_history(run.info.run_id, "accuracy")] == [1, 2],
+                 "both points are sent")
     finally:
         server.kill()
     began = time.monotonic()

@@ -174,7 +174,7 @@ class Head:
     """None for families that predict over the whole vocabulary."""
 
     digest: str
-    """Of its configuration and weights (`checkpoint.card.weights_digest`)."""
+    """Of its configuration and weights (`card.weights_digest`)."""
 
 
 def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> Head:

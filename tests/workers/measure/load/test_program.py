@@ -120,7 +120,7 @@ def test_prompts_are_read_from_suites_and_files_with_their_category(tmp_path: Pa
 
 
 def test_eyrie_load_runs_the_program_with_its_options_and_exit_code() -> None:
-    done = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "load", "--variant", "one=http://127.0.0.1:1/v1",
+    done = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "load-test", "--variant", "one=http://127.0.0.1:1/v1",
                            "--json"], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == EndpointUnusable.exit_code
     assert json.loads(done.stderr)["error"]["reason"] == "EndpointUnusable"
