@@ -321,14 +321,6 @@ class Client:
 
 
 
-    def report_page(self, report_id: str) -> str:
-        return self._request("GET", f"{_API}/reports/{quote(report_id, safe='')}/page").text
-
-    def delete_report(self, report_id: str) -> None:
-        self._request("DELETE", f"{_API}/reports/{quote(report_id, safe='')}")
-
-    # Endpoints.
-
     def endpoints(self) -> EndpointList:
         return self._get(f"{_API}/endpoints", EndpointList)
 

@@ -37,7 +37,8 @@ NAMES = {
 """Replaced names: no public name is one of them as a whole."""
 
 FILES = {
-    "counted": "engine_metrics", "following": "event_fanout", "foundation": "profile", "guards": "middleware",
+    "counted": "engine_metrics", "following": "event_fanout", "foundation": "profile", "given_answers": "answers",
+    "guards": "middleware", "left_in_store": "stored_files",
     "outbound": "ssrf_safe_http", "places": "storage_backend", "quiet": "machine_lock", "reach": "spec_policy",
     "standing": "objects", "unchanged": "objects",
 }

@@ -82,7 +82,7 @@ CATALOG: dict[StageName, Stage] = {
         Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", "Benchmarked"),
         Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", "Tuned"),
         Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", "Proved"),
-        Stage("hardware", "eyrie_workers.hardware.stage", ("prove",), "profile", "HardwareCompared"),
+        Stage("hardware", "eyrie_workers.stages.hardware", ("prove",), "profile", "HardwareCompared"),
     )
 }
 

@@ -367,24 +367,6 @@ for _dialect, _statement in (
                  DDL(_statement).execute_if(dialect=_dialect))  # type: ignore[no-untyped-call]
 
 
-class ReportRow(Base):
-    """One pushed report. `report` and `page` are large, and read alone."""
-
-    __tablename__ = "reports"
-    id: Mapped[str] = mapped_column(String(20), primary_key=True)
-    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
-    kind: Mapped[str] = mapped_column(String(16))
-    title: Mapped[str] = mapped_column(String(2000))
-    decision: Mapped[list[Any]]
-    size_bytes: Mapped[int]
-    created_by: Mapped[str] = mapped_column(String(512))
-    created_at: Mapped[datetime]
-    report: Mapped[str] = mapped_column(Text, deferred=True)
-    page: Mapped[str] = mapped_column(Text, deferred=True)
-    __table_args__ = (Index("ix_reports_created_at_id", "created_at", "id"),
-                      Index("ix_reports_project_created_at_id", "project", "created_at", "id"))
-
-
 class WebhookRow(Base):
     """One webhook of a project."""
 

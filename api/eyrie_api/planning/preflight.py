@@ -317,7 +317,7 @@ def suites_exist(submission: Submission) -> None:
 
 def engine_can_compute(submission: Submission) -> None:
     """What SGLang refuses after it has loaded the weights, or serves differently with only a warning in its log. Limits
-    of single launch lines, which depend on the GPU's generation, are in `eyrie_workers.sglang.launch_checks`.
+    of single launch lines, which depend on the GPU's generation, are in `eyrie_workers.sglang.launch`.
 
     On a CPU, SGLang 0.5.23 verifies drafts greedily whatever the temperature (`_verify_uses_greedy` in its source):
     output at a temperature above 0 would not be the target's. Sampled generation without a drafter is not affected, so

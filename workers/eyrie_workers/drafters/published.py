@@ -72,7 +72,7 @@ def copy_mtp_layers(target: Path, out: Path) -> None:
 
 _OTHER_NAMES = (["LlamaForCausalLM"], ["Eagle3LlamaForCausalLM"])
 _UNSERVED = frozenset({"target-not-captured"})
-"""Findings about SGLang alone; `planning.engine_support` refuses such jobs where SGLang is the engine."""
+"""Findings about SGLang alone; `planning.preflight` refuses such jobs where SGLang is the engine."""
 
 
 def fetch(field: str, path: str, revision: str | None = None) -> Path:

@@ -159,7 +159,7 @@ class EmbeddedEngine:
         return failed
 
     def reference(self, use: DrafterUse) -> Engine:
-        """The engine that decodes this use. Raises what `drafters.registry.open_method` raises."""
+        """The engine that decodes this use. Raises what `drafters.family.open_method` raises."""
         method = use.setting.method
         key = method if method in UNTRAINED else use.drafter_dir
         if method == "off":

@@ -16,7 +16,7 @@ plain matrix keeps it.
 
 `scale` is 1 for most targets; Granite divides its logits (`logits_scaling`), Cohere multiplies them (`logit_scale`).
 Gemma bounds them by a soft cap c (`final_logit_softcapping`). Every distribution of the target that a drafter is
-trained on is computed here, or by `training.losses` in blocks, with `capped` applied to each.
+trained on is computed here, or by `training.objective` in blocks, with `capped` applied to each.
 
 *Rotary position embedding of the drafter* (RoFormer, arXiv:2104.09864), in the element order of checkpoints: Llama's
 half-rotation, where element i of a head's first half is paired with element i of its second. The target's forward pass

@@ -294,7 +294,7 @@ def _turned(x: Tensor, cos_sin: Tensor, sign: float) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """`targets.rotary.rotate` with its gradient, the inverse rotation. x [M, ..., E], cos_sin [M, 2, E / 2]."""
+    """`targets.operators.rotate` with its gradient, the inverse rotation. x [M, ..., E], cos_sin [M, 2, E / 2]."""
     y: Tensor = _Rotate.apply(x, cos_sin)
     return y
 

@@ -6,7 +6,7 @@ state at i+1+s. So the positions that propose (`training.unroll_plan`), the targ
 prediction and the definition of a hit are the same for all families, and `Objective` holds them. A family adds its
 states at (position, step), and the output matrix that reads them.
 
-**Target distributions.** The drafter is trained on the softmax of the target's logits (`targets.output_head`),
+**Target distributions.** The drafter is trained on the softmax of the target's logits (`targets.operators`),
 renormalised over the draft vocabulary: the best distribution it can represent (EAGLE-3, arXiv:2503.01840 section 3.1).
 Where the target's most probable token is outside that vocabulary, no draft token can match it; such positions are left
 out of the loss.

@@ -5,7 +5,7 @@ accepts the same architecture and the same tensors. Where the two differ, one di
 
     layers beyond the first   SGLang norms their input with `hidden_norm`, vLLM with `input_layernorm`: equal copies
     d2t, t2d                  left out when the draft vocabulary is the target's: vLLM then refuses them
-    layer ids                 one key for each engine (`eyrie_api.planning.capture_support`)
+    layer ids                 one key for each engine (`eyrie_api.planning.sglang_support`)
     sliding window            `sliding_window` and `layer_types` for vLLM; a launch flag for SGLang, one smaller
 
 A window of w includes the current position; SGLang's `--speculative-draft-window-size` counts the positions before it:

@@ -286,7 +286,7 @@ class SharedProjections:
 
 def shared_projections(weights: Eagle3Weights, angles_P: Tensor, embed_VH: Tensor, documents: PackedBatch,
                        positions_T: Tensor) -> SharedProjections:
-    """The shared projections of packed documents. angles_P [P, 2, E / 2]: `targets.rotary` at every position."""
+    """The shared projections of packed documents. angles_P [P, 2, E / 2]: `targets.operators` at every position."""
     # 1. The embedding's share of q, k, v depends on the token only: computed once, indexed at every step.
     embed_TH = embed_VH.index_select(0, documents.token_ids).to(weights.norm.dtype)
     embed_TQ = normed_linear(embed_TH, weights.input_layernorm, weights.embed_qkv, weights.config.rms_eps)
