@@ -316,11 +316,6 @@ class Client:
         """DrafterJobs that wait for a quota of their project, those that have waited longest first."""
         return self._get(f"{_API}/waiting", WaitingList, limit=limit)
 
-    # Reports of comparisons and experiments.
-
-
-
-
     def endpoints(self) -> EndpointList:
         return self._get(f"{_API}/endpoints", EndpointList)
 

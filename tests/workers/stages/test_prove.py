@@ -141,7 +141,7 @@ def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_an
     assert report.changed_prompt is not None
     assert report.changed_prompt.spec.system_prompt == SMALL.system_prompt
     assert {one.variant for one in report.changed_prompt.levels} == {"off", "candidate"}
-    assert str(spec.drafter_dir) in report.launch
+    assert f'"{spec.drafter_dir}"' in " ".join(report.launch)
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert {"ServersReady", "Parity", "LoadMeasured", "ChangedPrompt", "Proved"} <= {
         event["reason"] for event in events if event["kind"] == "event"}
