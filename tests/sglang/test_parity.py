@@ -12,7 +12,8 @@ from eyrie_api.contract.prove import ParityReport
 from eyrie_api.contract.tuning import Setting
 from eyrie_api.processes import free_port
 from eyrie_workers.drafters.checkpoint import read_config
-from eyrie_workers.measure.parity import request_answer
+from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.measure.parity import Served, report_without_answers, request_answer
 from eyrie_workers.measure.parity_reference import Reference
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
@@ -41,10 +42,16 @@ def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def parity(what: str, plain: SglangServer, drafted: SglangServer, drafter: Path, tree: DraftTreeShape,
            prompts: Sequence[Sequence[int]], in_flight: int = 1) -> ParityReport:
-    with ThreadPoolExecutor(in_flight) as pool:  # with several in flight the engine batches
-        answers = [list(pool.map(lambda prompt, url=url: request_answer("sglang", url, MODEL, prompt, TOKENS), prompts))
-                   for url in (plain.url, drafted.url)]
-    report = Reference(TARGET, drafter, "sglang", tree, "float32").replay_parity(prompts, *answers)
+    def answers(url: str) -> list[Served]:
+        with ThreadPoolExecutor(in_flight) as pool:  # with several in flight the engine batches
+            return list(pool.map(lambda prompt: request_answer("sglang", url, MODEL, prompt, TOKENS), prompts))
+
+    undrafted = answers(plain.url)
+    try:
+        report = Reference(TARGET, drafter, "sglang", tree, "float32").replay_parity(
+            prompts, undrafted, answers(drafted.url))
+    except EngineFailed as error:  # as in the proof
+        report = report_without_answers("sglang", tree, len(prompts), error.message)
     add_to_summary(f"{what}, {in_flight} at a time", report)
     return report
 
