@@ -13,7 +13,8 @@ from eyrie_api.contract.tuning import Setting
 from eyrie_api.processes import free_port
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.measure.parity import Served, report_without_answers, request_answer
+from eyrie_workers.measure.parity import Served as Answer
+from eyrie_workers.measure.parity import report_without_answers, request_answer
 from eyrie_workers.measure.parity_reference import Reference
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
@@ -42,7 +43,7 @@ def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def parity(what: str, plain: SglangServer, drafted: SglangServer, drafter: Path, tree: DraftTreeShape,
            prompts: Sequence[Sequence[int]], in_flight: int = 1) -> ParityReport:
-    def answers(url: str) -> list[Served]:
+    def answers(url: str) -> list[Answer]:
         with ThreadPoolExecutor(in_flight) as pool:  # with several in flight the engine batches
             return list(pool.map(lambda prompt: request_answer("sglang", url, MODEL, prompt, TOKENS), prompts))
 
