@@ -9,8 +9,8 @@ import pytest
 
 from tests.house.sources import ROOT
 
-TIERS = ("the real SGLang's tests", "the interpreted kernels", "the cluster's tests and the rehearsal",
-         "the slow tests", "the campaigns' short forms", "the console in a browser", "the chart's tests",
+TIERS = ("the real SGLang's tests", "the cluster's tests and the rehearsal", "the slow tests",
+         "the interpreted kernels", "the campaigns' short forms", "the console in a browser", "the chart's tests",
          "the demo from the installed wheel", "many architectures", "known vulnerabilities", "the bill of materials",
          "the documentation")
 
