@@ -211,11 +211,14 @@ def work(settings: Settings, concurrency: int) -> None:
     """Run chores in prefork processes until SIGTERM."""
     database = Database(settings.resolved_database_url)
     upgrade(database)
+    checked = runtime_of(settings, database).store
+    if checked is not None:
+        checked.check()
+        log.info("the work area %s is writable", checked.url)
+    # A forked child must not share the parent's connections: neither the database's, nor those of the store that was
+    # checked (two children read each other's objects from them). So the chores get another store.
+    database.engine.dispose()
     runtime = runtime_of(settings, database)
-    if runtime.store is not None:
-        runtime.store.check()
-        log.info("the work area %s is writable", runtime.store.url)
-    database.engine.dispose()  # a forked child must not share the parent's connections
     celery = make_celery(settings, Driver(settings, database, runtime.runner).advance,
                          reconcile_endpoint=runtime.reconcile_endpoint, forget=runtime.runner.delete,
                          sweep=runtime.sweep, database=database)
