@@ -378,7 +378,7 @@ function newJob(form) {
     const stages = plan.stages.map((one) => `${one.stage}${one.key ? ` ${one.key}` : ""}: ${one.tokens.toLocaleString()} tokens, ${one.hours.toFixed(2)} h`);
     say(`Valid. About ${hours}, ${(plan.total_bytes_on_disk / 1e9).toFixed(2)} GB on disk. ${plan.bottleneck}`,
       [...stages, ...(plan.present ? [plan.present.words] : []),
-        ...(plan.total_store_cost === undefined ? [] : [`object store: ${plan.total_store_cost.toFixed(2)}, then ${plan.store_month_cost.toFixed(2)} a month`]), ...plan.warnings.map((one) => `warning: ${one}`)], true);
+        ...(plan.total_store_cost === null ? [] : [`object store: ${plan.total_store_cost.toFixed(2)}, then ${plan.store_month_cost.toFixed(2)} a month`]), ...plan.warnings.map((one) => `warning: ${one}`)], true);
   }
 
   function json() {
