@@ -129,7 +129,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 400:  # the body could not be read as JSON at all
         return refuse(InvalidInput(f"the body cannot be read: {error.detail}", "send one JSON object in UTF-8"), path)
     if error.status_code == 404:
-        return refuse(NotFound(f"no such route: {path}", "/docs lists the routes"), path)
+        hint = "it is called /v1alpha1/alerts since 0.2" if path == "/v1alpha1/attention" else "/docs lists the routes"
+        return refuse(NotFound(f"no such route: {path}", hint), path)
     if error.status_code == 405:
         # Of all routes on this path; the framework reports the methods of the first one only.
         routes: list[Route] = request.app.state.routes

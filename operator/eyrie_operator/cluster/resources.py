@@ -111,7 +111,7 @@ def read_job(raw: Mapping[str, Any], mirror_namespace: str | None) -> JobResourc
     namespace can write a mirror's label and annotation."""
     common, annotations = _read("DrafterJob", raw, mirror_namespace)
     spec, refusal = _read_spec(DrafterJobSpec, raw.get("spec"))
-    suspended = annotations.get(SUSPENDED_ANNOTATION, "")
+    suspended = annotations.get(SUSPENDED_ANNOTATION) or ""
     job_id = annotations.get(JOB_ID_ANNOTATION) or common.status.get("job_id")
     # A mirror is named after its job: a copy applied under another name is a new job.
     mirrored = common.mirrored and job_id is not None and common.identity.name == job_id

@@ -172,7 +172,7 @@ def words(answer: Any, ids: dict[str, str]) -> str:
 def test_every_route_of_the_server_is_in_the_table(settings: Settings, database: Database) -> None:
     routes = create_app(settings, database=database).state.routes
     served = {(method, route.path) for route in routes for method in route.methods - {"HEAD"}}
-    assert served - {("GET", "/v1alpha1/attention")} == set(ROUTES)  # the name before 0.2: 404 for everybody
+    assert served == set(ROUTES)
 
 
 def test_what_is_anothers_is_not_there_to_be_read_or_changed(harness: Harness) -> None:

@@ -9,7 +9,6 @@ from eyrie_api.contract.endpoints import EndpointTraffic
 from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.decisions.alerts import alerts_of
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
-from eyrie_api.errors import NotFound
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.control import Control, Here
 
@@ -25,12 +24,6 @@ def read_alerts(control: Here) -> AlertList:
     endpoints = control.endpoints.list().items
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
     return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, traffic)
-
-
-@router.get("/v1alpha1/attention", include_in_schema=False)  # before 0.2
-def attention() -> None:
-    """The address of the alerts before 0.2."""
-    raise NotFound("/v1alpha1/attention is called /v1alpha1/alerts since 0.2", "GET /v1alpha1/alerts")
 
 
 def alerts_now(control: Control, newest: Sequence[Job], endpoints: Sequence[Endpoint],
