@@ -1,6 +1,7 @@
 """What no linter checks: top-level entries, module names and docstrings, what may know what."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,3 +76,12 @@ def test_decoding_stages_and_measurement_name_no_drafter_family() -> None:
     assert len(paths) > 30
     named = {path: families.intersection(_names_and_strings(parsed(path))) for path in paths}
     assert {path: found for path, found in named.items() if found} == {}
+
+
+def test_every_program_of_the_catalog_exists() -> None:
+    from eyrie_workers.catalog import CATALOG
+
+    named = [(stage.module, stage.together, stage.before) for stage in CATALOG.values()]
+    programs = [program for programs in named for program in programs if program]
+    assert len(programs) > len(CATALOG)
+    assert [program for program in programs if importlib.util.find_spec(program) is None] == []
