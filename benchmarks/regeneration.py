@@ -31,7 +31,7 @@ from eyrie_workers.regeneration.answers import (
     GenerationRequest,
     row_seed,
 )
-from eyrie_workers.regeneration.endpoint import Endpoint
+from eyrie_workers.regeneration.endpoint import GenerationEndpoint
 from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
@@ -45,7 +45,7 @@ def prompts(tokenizer: ChatTokenizer, num: int) -> Iterator[GenerationRequest]:
         yield GenerationRequest(row_id, messages, [], tokenizer.render(messages), row_seed(0, row_id), number)
 
 
-def ask(endpoint: Endpoint, tokenizer: ChatTokenizer, num_rows: int, path: Path) -> tuple[float, float]:
+def ask(endpoint: GenerationEndpoint, tokenizer: ChatTokenizer, num_rows: int, path: Path) -> tuple[float, float]:
     """GeneratedAnswer so many rows into a ledger; seconds and processor seconds."""
     ledger = RowLedger(path)
     engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda reason, text: print(f"{reason}: {text}"))
@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
             urls.append(stack.enter_context(stub_server(directory / str(number), "--token", str(given.token),
                                                       "--tokens", str(given.tokens), "--dialect", given.dialect,
                                                       "--log", str(directory / f"{number}.jsonl"))))
-        endpoint = Endpoint(base_urls=tuple(urls), model="responder", concurrency=given.concurrency,
-                            sampling=SamplingSpec(), max_new_tokens=given.tokens)
+        endpoint = GenerationEndpoint(base_urls=tuple(urls), model="responder", concurrency=given.concurrency,
+                                      sampling=SamplingSpec(), max_new_tokens=given.tokens)
         num_rows, logs = given.concurrency * given.rounds, [directory / f"{n}.jsonl" for n in range(given.endpoints)]
         seconds, cpu_s = ask(endpoint, tokenizer, num_rows, directory / "rows.jsonl")
         stack.close()  # the logs are whole when the servers have ended

@@ -44,7 +44,7 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import OFF, DrafterUse, Setting, TuneSpec
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, Blocks
+from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, MeasuredBlocks
 from eyrie_workers.measure.benchmark.session import measuring, open_session, read_suites, uses_of
 from eyrie_workers.measure.tuner.operating import possible_settings
 from eyrie_workers.measure.tuner.profile import TuningProfile
@@ -172,7 +172,7 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
 def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[Setting, ...],
             uses: Mapping[str, DrafterUse], profile: TuningProfile, path: Path) -> Tuning:
     ledger = JsonlLedger(path, BlockRun, digest_model(spec))
-    blocks = Blocks(runner, ledger, {run.key: run for run in ledger.entries})
+    blocks = MeasuredBlocks(runner, ledger, {run.key: run for run in ledger.entries})
     return Tuning(spec, stage, blocks, settings, uses, profile)
 
 

@@ -31,7 +31,7 @@ import typer
 from rich.text import Text
 
 from eyrie_api.cli.commands import app, find_job
-from eyrie_api.cli.verbs import Json, Plane, Screen, Server, running_plane, verb
+from eyrie_api.cli.verbs import Json, RunningPlane, Screen, Server, running_plane, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.database.engine import Database
@@ -74,7 +74,7 @@ def up(
         show_address(start_detached(settings), screen)
         return
     check_port(settings.host, settings.port)
-    plane = Plane(pid=os.getpid(), url=f"http://{settings.host}:{settings.port}", home=settings.home)
+    plane = RunningPlane(pid=os.getpid(), url=f"http://{settings.host}:{settings.port}", home=settings.home)
     # Race: uvicorn drains on SIGTERM and then raises the signal again. The default action would end this process before
     # runs and engines are stopped; SystemExit unwinds the context managers that stop them.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
@@ -83,7 +83,7 @@ def up(
         run(settings)
 
 
-def show_address(plane: Plane, screen: Screen, *, already: bool = False) -> None:
+def show_address(plane: RunningPlane, screen: Screen, *, already: bool = False) -> None:
     """Print the URL, and the next command."""
     # The printed command must work unchanged: --server is added only when the URL is not the default.
     where = "" if plane.url == DEFAULT_SERVER else f" --server {plane.url}"

@@ -65,7 +65,7 @@ class DatabaseDamaged(Permanent):
     reason = "DatabaseDamaged"
 
 
-class Finding(Frozen):
+class Defect(Frozen):
     """One thing that is wrong."""
 
     reason: Literal["DatabaseDamaged", "TablesBehind", "UnknownDirectory", "JobWithoutFiles", "StageDamaged",
@@ -92,7 +92,7 @@ class Home:
     """The work area of the jobs; None where their directories are in the home."""
 
 
-def examine(home: Home) -> Iterator[Finding]:
+def examine(home: Home) -> Iterator[Defect]:
     """All findings, the database's first. A database that cannot be read ends the examination."""
     try:  # nothing on PostgreSQL, whose checks are its own
         damage = _cut_off(home.database) or (
@@ -100,13 +100,13 @@ def examine(home: Home) -> Iterator[Finding]:
     except DatabaseError as error:
         damage = [str(error.orig)]
     for message in damage:
-        yield Finding(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE)
+        yield Defect(reason="DatabaseDamaged", where="eyrie.db", message=message, hint=_RESTORE)
     if damage:
         return
     if schema_state(home.database) == "behind":
-        yield Finding(reason="TablesBehind", where="the database",
-                      message="it has no tables, or those of an earlier Eyrie",
-                      hint="migrate it, then examine again: `eyrie migrate`, or start the control plane once")
+        yield Defect(reason="TablesBehind", where="the database",
+                     message="it has no tables, or those of an earlier Eyrie",
+                     hint="migrate it, then examine again: `eyrie migrate`, or start the control plane once")
         return
     rows = Jobs(home.database)
     pages = [rows.list(limit=_PAGE)]
@@ -158,11 +158,11 @@ def check_whole(database: Database) -> None:
         raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {lost[0]}", _RESTORE)
 
 
-def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Finding]:
+def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Defect]:
     removed = _to_be_removed(home)
     for directory in sorted((home.path / kind).glob("*/")):
         if directory.name not in known and directory.name not in removed:
-            yield Finding(
+            yield Defect(
                 reason="UnknownDirectory", where=f"{kind}/{directory.name}", repair="set-aside",
                 message=f"the database knows no such {kind[:-1]}: it is older than its files, or was replaced",
                 hint=f"restore a newer database, or move the directory to {SET_ASIDE} with --repair")
@@ -189,13 +189,13 @@ def _sqlite_finds(database: Database, check: Literal["quick_check", "integrity_c
     return found
 
 
-def _examine_job(home: Home, job: Job) -> Iterator[Finding]:
+def _examine_job(home: Home, job: Job) -> Iterator[Defect]:
     directory = home.path / "jobs" / job.id
     begun = [stage for stage in job.status.stages if stage.state != "Pending"]
     if job.status.phase not in _ENDED and begun and not directory.is_dir():
-        yield Finding(reason="JobWithoutFiles", where=job.id,
-                      message=f"the job is {job.status.phase} and has no directory: its files are lost or elsewhere",
-                      hint=f"restore {directory}, or `eyrie cancel {job.id}` and submit it again")
+        yield Defect(reason="JobWithoutFiles", where=job.id,
+                     message=f"the job is {job.status.phase} and has no directory: its files are lost or elsewhere",
+                     hint=f"restore {directory}, or `eyrie cancel {job.id}` and submit it again")
         return
     if not directory.is_dir():
         return  # of an ended job: its files were removed or are in a store
@@ -208,9 +208,9 @@ def _examine_job(home: Home, job: Job) -> Iterator[Finding]:
             if home.digests:
                 verify_files(manifest, path.parent)
         except EyrieError as error:
-            yield Finding(reason="StageDamaged", where=str(path.parent.relative_to(home.path)), message=error.message,
-                          hint=f"with --repair a retried job runs the stage again: eyrie retry {job.id}",
-                          repair="run-again")
+            yield Defect(reason="StageDamaged", where=str(path.parent.relative_to(home.path)), message=error.message,
+                         hint=f"with --repair a retried job runs the stage again: eyrie retry {job.id}",
+                         repair="run-again")
 
 
 def _finished_stages(job: Job) -> list[str]:
@@ -219,38 +219,38 @@ def _finished_stages(job: Job) -> list[str]:
                   for stage in job.status.stages if stage.state == "Succeeded")
 
 
-def _stage_missing(place: str) -> Finding:
-    return Finding(reason="StageMissing", where=place,
-                   message=f"the stage is finished for the database and has no {MANIFEST}",
-                   hint="restore the directory; a retried job runs the stage again")
+def _stage_missing(place: str) -> Defect:
+    return Defect(reason="StageMissing", where=place,
+                  message=f"the stage is finished for the database and has no {MANIFEST}",
+                  hint="restore the directory; a retried job runs the stage again")
 
 
-def _examine_store(home: Home, store: ArtifactStore, jobs: Mapping[str, Job]) -> Iterator[Finding]:
+def _examine_store(home: Home, store: ArtifactStore, jobs: Mapping[str, Job]) -> Iterator[Defect]:
     """Rows compared with objects: one listing of all objects, and one read for each manifest."""
     stored: dict[str, dict[str, int]] = {}
     for one in store.list("jobs"):
         stored.setdefault(one.key.split("/")[1], {})[one.key] = one.size_bytes
     removed = _to_be_removed(home)
     for job_id in sorted(set(stored) - set(jobs) - removed):
-        yield Finding(reason="UnknownDirectory", where=f"{store.url}/jobs/{job_id}",
-                      message="the database knows no such job: it is older than the store, or was replaced",
-                      hint="restore a newer database, or delete these objects when no database knows the job")
+        yield Defect(reason="UnknownDirectory", where=f"{store.url}/jobs/{job_id}",
+                     message="the database knows no such job: it is older than the store, or was replaced",
+                     hint="restore a newer database, or delete these objects when no database knows the job")
     for job in jobs.values():
         sizes = stored.get(job.id, {})
         begun = any(stage.state != "Pending" for stage in job.status.stages)
         if job.status.phase not in _ENDED and begun and not sizes:
-            yield Finding(reason="JobWithoutFiles", where=job.id,
-                          message=f"the job is {job.status.phase} and has no object in {store.url}",
-                          hint=f"restore the objects, or `eyrie cancel {job.id}` and submit it again")
+            yield Defect(reason="JobWithoutFiles", where=job.id,
+                         message=f"the job is {job.status.phase} and has no object in {store.url}",
+                         hint=f"restore the objects, or `eyrie cancel {job.id}` and submit it again")
         if not sizes:
             continue
         yield from (_stage_missing(place) for place in _finished_stages(job) if f"{place}/{MANIFEST}" not in sizes)
         for key in (key for key in sizes if key.endswith(f"/{MANIFEST}")):
             message = _stage_damage(home, store, key, sizes)
             if message:
-                yield Finding(reason="StageDamaged", where=key.removesuffix(f"/{MANIFEST}"), message=message,
-                              hint=f"restore the objects, or delete {key} in {store.url}: a retried job then runs the "
-                                   f"stage again: eyrie retry {job.id}")
+                yield Defect(reason="StageDamaged", where=key.removesuffix(f"/{MANIFEST}"), message=message,
+                             hint=f"restore the objects, or delete {key} in {store.url}: a retried job then runs the "
+                                  f"stage again: eyrie retry {job.id}")
 
 
 def _stage_damage(home: Home, store: ArtifactStore, key: str, sizes: Mapping[str, int]) -> str:
@@ -270,7 +270,7 @@ def _stage_damage(home: Home, store: ArtifactStore, key: str, sizes: Mapping[str
     return ""
 
 
-def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Finding]:
+def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Defect]:
     directory = home / "endpoints" / endpoint.name
     kinds: list[tuple[Path, type[Frozen]]] = [(directory / ROUTE_FILE, RouteRecord),
                                               (directory / GATEWAY_FILE, GatewayRecord)]
@@ -288,13 +288,13 @@ def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Finding]:
         yield _damaged_record(home, port, "not the number of a port")
 
 
-def _examine_drafters(home: Home, endpoint: Endpoint) -> Iterator[Finding]:
+def _examine_drafters(home: Home, endpoint: Endpoint) -> Iterator[Defect]:
     numbers = {endpoint.active_revision, endpoint.candidate_revision}
     for revision in endpoint.revisions:
         if revision.number in numbers and revision.drafter_dir and not _exists(home, Path(revision.drafter_dir)):
-            yield Finding(reason="DrafterMissing", where=f"endpoint {endpoint.name}, revision {revision.number}",
-                          message=f"{revision.drafter_dir} does not exist, so its engine cannot start",
-                          hint=f"restore it, or `eyrie rollback {endpoint.name}`")
+            yield Defect(reason="DrafterMissing", where=f"endpoint {endpoint.name}, revision {revision.number}",
+                         message=f"{revision.drafter_dir} does not exist, so its engine cannot start",
+                         hint=f"restore it, or `eyrie rollback {endpoint.name}`")
 
 
 def _exists(home: Home, directory: Path) -> bool:
@@ -305,12 +305,12 @@ def _exists(home: Home, directory: Path) -> bool:
     return next(iter(home.store.list(directory.relative_to(home.path).as_posix())), None) is not None
 
 
-def _damaged_record(home: Path, path: Path, message: str) -> Finding:
-    return Finding(reason="RecordDamaged", where=str(path.relative_to(home)), message=message,
-                   hint="a running control plane writes it again by itself", repair="write-again")
+def _damaged_record(home: Path, path: Path, message: str) -> Defect:
+    return Defect(reason="RecordDamaged", where=str(path.relative_to(home)), message=message,
+                  hint="a running control plane writes it again by itself", repair="write-again")
 
 
-def repair(home: Path, finding: Finding) -> Finding:
+def repair(home: Path, finding: Defect) -> Defect:
     """Do the finding's repair, if it has one. Safe to repeat."""
     path = home / finding.where
     if finding.repair == "set-aside":

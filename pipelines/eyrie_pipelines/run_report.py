@@ -29,7 +29,7 @@ _VERDICTS = {"promote": "By the figures of this run the drafter is promoted.",
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of the page: a paragraph, and a table of texts, whose first column names the row."""
 
     title: str
@@ -47,11 +47,12 @@ def html(job: JobFile, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport,
         benchmark=tuple(benchmarks), tune=tuned, prove=proof,
         devices_per_server=job.spec.engine.tp_size))}
     sections = [
-        Section("Promotion", "The control plane decides when the run has ended. It also compares with the benchmark of "
-                "the drafter that serves then, which this page does not know.", ["check", "passed", "finding"],
-                [[check.name, _text(check.passed), check.words] for check in decision.checks]),
+        ReportSection("Promotion", "The control plane decides when the run has ended. It also compares with the "
+                      "benchmark of the drafter that serves then, which this page does not know.",
+                      ["check", "passed", "finding"],
+                      [[check.name, _text(check.passed), check.words] for check in decision.checks]),
         *(_section(title, figures[name]) for name, title in _SHOWN.items() if name in figures),
-        Section("Finding of the tuner", tuned.finding)]
+        ReportSection("Finding of the tuner", tuned.finding)]
     where = tuned.environment
     facts = [("Job", job.id), *((name.capitalize(), value) for name, value in job.run_parameters().items()),
              ("Machine", f"{where.hardware}, {where.threads} threads, torch {where.torch}, {where.dtype}"),
@@ -61,15 +62,15 @@ def html(job: JobFile, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport,
                             decision=[_VERDICTS[decision.verdict], summarize_decision(decision)])
 
 
-def _section(title: str, figure: Figure) -> Section:
+def _section(title: str, figure: Figure) -> ReportSection:
     data = figure.spec["data"]
     assert isinstance(data, dict)
     values = data["values"]
     assert isinstance(values, list)
     rows = [row for row in values if isinstance(row, dict)]
     columns = [name for name in rows[0] if name != "label"]
-    return Section(title, f"{figure.title}.", [name.replace("_", " ") for name in columns],
-                   [[_text(row[name]) for name in columns] for row in rows])
+    return ReportSection(title, f"{figure.title}.", [name.replace("_", " ") for name in columns],
+                         [[_text(row[name]) for name in columns] for row in rows])
 
 
 def _text(value: object) -> str:

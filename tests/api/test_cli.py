@@ -26,7 +26,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import JobFilter, Jobs, Metric
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import Results
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
@@ -180,7 +180,7 @@ def test_a_comparison_is_a_job_with_every_family_that_its_engine_serves_and_the_
         while not (jobs := eyrie.plane.jobs.list(JobFilter(name="watched")).items):
             time.sleep(0.05)
         report = benchmark_report("hydra-step-1", {"chat": (2.0, 1.5)})
-        Results(eyrie.plane.database).record(Measured(jobs[0].id, "hydra", "tiny", False, report), "drafters")
+        Results(eyrie.plane.database).record(MeasuredCheckpoint(jobs[0].id, "hydra", "tiny", False, report), "drafters")
         eyrie.plane.jobs.save_status(jobs[0].id, ended("Succeeded"))
 
     thread = later(run)
@@ -287,7 +287,7 @@ def test_a_target_of_the_leaderboard_may_be_a_relative_path_as_of_a_job(
         eyrie: Eyrie, monkeypatch: pytest.MonkeyPatch) -> None:
     report = benchmark_report("base-step-9", {"chat": (2.0, 1.5)})
     Results(eyrie.plane.database).record(
-        Measured(eyrie.submit(), "eagle3", str(eyrie.target.resolve()), False, report), "/base-step-9")
+        MeasuredCheckpoint(eyrie.submit(), "eagle3", str(eyrie.target.resolve()), False, report), "/base-step-9")
     monkeypatch.chdir(eyrie.target.parent)
     (entry,) = eyrie.json("leaderboard", "--target", f"./{eyrie.target.name}")["items"]
     assert entry["checkpoint"] == "base-step-9"

@@ -14,7 +14,7 @@ from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.results import Results
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from tests.api.conftest import Running
 from tests.api.samples import benchmark_report, ended, job_spec
 
@@ -62,7 +62,7 @@ def test_a_failed_job_is_retried_by_the_line_of_its_page(server: Running, progra
 
 def test_a_drafter_is_promoted_by_the_line_of_its_job(server: Running, program: str) -> None:
     job = server.client.create_job(job_spec(serve={"endpoint": "assistant"})).id
-    Results(server.control.database).record(Measured(
+    Results(server.control.database).record(MeasuredCheckpoint(
         job_id=job, target="quickstart", family="eagle3", tuned=False,
         report=benchmark_report("base-step-7", {"chat": (1.5, 1.4)})), "/d")
     run_line(server, f"/console/jobs/{job}", "Promote its best checkpoint by hand", program)

@@ -14,7 +14,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.planning.resolve import derive
@@ -278,9 +278,9 @@ def test_results_are_ranked_filtered_and_replaced_when_recorded_again(jobs: Jobs
     job_id = jobs.submit(derive(job_spec())).id
     for checkpoint, speedup in (("base-step-1", 1.5), ("base-step-2", 2.0), ("base-step-2", 2.5)):
         report = benchmark_report(checkpoint, {"chat": (speedup,)})
-        results.record(Measured(job_id, "eagle3", "quickstart", False, report), f"/d/{checkpoint}")
+        results.record(MeasuredCheckpoint(job_id, "eagle3", "quickstart", False, report), f"/d/{checkpoint}")
     tuned = benchmark_report("base-step-2", {"chat": (3.0,)})
-    results.record(Measured(job_id, "eagle3", "quickstart", True, tuned), "/d/base-step-2")
+    results.record(MeasuredCheckpoint(job_id, "eagle3", "quickstart", True, tuned), "/d/base-step-2")
     board = results.leaderboard()
     assert [(one.rank, one.checkpoint, one.tuned, one.speedup) for one in board] == [
         (1, "base-step-2", True, 3.0), (2, "base-step-2", False, 2.5), (3, "base-step-1", False, 1.5)]

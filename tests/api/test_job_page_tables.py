@@ -14,9 +14,9 @@ from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.status import JobStatus, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.results import Result, ResultFilter, Results
+from eyrie_api.database.results import ResultFilter, ResultRecord, Results
 from eyrie_api.database.tables import JobRow, ResultRow
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
@@ -74,8 +74,9 @@ def test_a_row_of_the_leaderboard_has_the_figures_of_its_entry(client: httpx.Cli
         made = benchmark_report(checkpoint, speedups, lossless=lossless)
         cells = tuple(one.model_copy(update={
             "speedup_interval": Interval(low=0.9 * one.speedup, high=1.2 * one.speedup)}) for one in made.cells)
-        Results(database).record(Measured(job_id=job, target="t", family="eagle3", tuned=checkpoint == "a-step-1",
-                                          report=made.model_copy(update={"cells": cells})), f"/{checkpoint}")
+        measured = MeasuredCheckpoint(job_id=job, target="t", family="eagle3", tuned=checkpoint == "a-step-1",
+                                      report=made.model_copy(update={"cells": cells}))
+        Results(database).record(measured, f"/{checkpoint}")
     entries = client.get("/v1alpha1/leaderboard", params={"job_id": job}).json()["items"]
     assert {one["lossless"] for one in entries} == {True, False}
 
@@ -98,7 +99,8 @@ def test_a_row_of_the_leaderboard_has_the_values_of_the_sweep_that_its_candidate
                     sweep={"axes": axes})
     job, last = Jobs(database).submit(derive(spec)).id, expand(spec)[-1].name
     made = benchmark_report(f"{last}-step-1", {"chat": (2.0, 1.8)}).model_copy(update={"candidate": last})
-    Results(database).record(Measured(job_id=job, target="t", family="eagle3", tuned=False, report=made), "/there")
+    measured = MeasuredCheckpoint(job_id=job, target="t", family="eagle3", tuned=False, report=made)
+    Results(database).record(measured, "/there")
     (entry,) = client.get("/v1alpha1/leaderboard", params={"job_id": job}).json()["items"]
     assert entry["axes"] == {"data.mix": {"chats": 1, "tools": 3}, "drafter.intermediate_size": 128}
     assert "mix chats 1, tools 3; intermediate_size 128" in rows_of(client, job, "leaderboard")[0][1]
@@ -108,7 +110,7 @@ def test_a_job_that_is_deleted_while_the_leaderboard_is_read_is_no_error(databas
     job = Jobs(database).submit(derive(job_spec())).id
 
     class Deleted(Results):
-        def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
+        def list(self, wanted: ResultFilter | None = None) -> tuple[ResultRecord, ...]:
             found = super().list(wanted)
             with database.writing() as session:
                 session.execute(delete(ResultRow).where(ResultRow.job_id == job))
@@ -116,8 +118,8 @@ def test_a_job_that_is_deleted_while_the_leaderboard_is_read_is_no_error(databas
             return found
 
     results = Deleted(database)
-    results.record(Measured(job_id=job, target="t", family="eagle3", tuned=False,
-                            report=benchmark_report("a-step-1", {"chat": (2.0, 1.8)})), "/there")
+    results.record(MeasuredCheckpoint(job_id=job, target="t", family="eagle3", tuned=False,
+                                      report=benchmark_report("a-step-1", {"chat": (2.0, 1.8)})), "/there")
     assert [one.axes for one in results.leaderboard()] == [{}]
     assert results.leaderboard() == ()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.reports import ConcurrencyReport
 from eyrie_api.decisions.leaderboard import (
-    Measured,
+    MeasuredCheckpoint,
     Selection,
     choices_of,
     mean_speedup,
@@ -54,7 +54,7 @@ def test_nothing_measured_is_an_error_and_not_a_winner() -> None:
 
 @given(st.permutations([STEADY, PEAKED, LOSSY]))
 def test_the_ranking_does_not_depend_on_the_order_of_the_reports(reports: list[object]) -> None:
-    entries = rank(Measured("j", "eagle3", "t", False, report) for report in reports)  # type: ignore[arg-type]
+    entries = rank(MeasuredCheckpoint("j", "eagle3", "t", False, report) for report in reports)  # type: ignore[arg-type]
     assert [(entry.rank, entry.checkpoint) for entry in entries] == [(1, "a-step-1"), (2, "b-step-2"), (3, "c-step-3")]
 
 
@@ -66,8 +66,8 @@ def test_an_entry_has_the_speed_up_at_every_concurrency_and_is_ranked_one_at_a_t
     steady = STEADY.model_copy(update={"concurrent": at_once})
     baseline = no_drafter("rival-off", steady)
     first, second, third = rank([
-        Measured("j", "off", "t", False, baseline), Measured("j", "eagle3", "t", False, PEAKED),
-        Measured("j", "eagle3", "t", False, steady)])
+        MeasuredCheckpoint("j", "off", "t", False, baseline), MeasuredCheckpoint("j", "eagle3", "t", False, PEAKED),
+        MeasuredCheckpoint("j", "eagle3", "t", False, steady)])
     assert first.speedup_by_concurrency == pytest.approx({1: 2.0, 4: 1.4, 16: 0.7})
     assert second.speedup_by_concurrency == pytest.approx({1: 1.9})
     assert (third.checkpoint, third.tree, third.tau, third.tokens_per_s) == ("rival-off", None, 1.0, 100.0)
@@ -82,12 +82,12 @@ def test_only_drafters_are_selected_for_the_proof() -> None:
 
 
 def test_an_entry_averages_greedy_and_sampled_cells_apart() -> None:
-    (entry,) = rank([Measured("j", "eagle3", "t", True, STEADY)])
+    (entry,) = rank([MeasuredCheckpoint("j", "eagle3", "t", True, STEADY)])
     assert entry.speedup_greedy == pytest.approx(2.1)
     assert entry.speedup_sampled == pytest.approx(1.9)
     assert entry.suites == pytest.approx({"chat": 1.9, "math": 2.1})
     greedy_only = benchmark_report("g", {"chat": (2.0,)})
-    assert rank([Measured("j", "eagle3", "t", True, greedy_only)])[0].speedup_sampled is None
+    assert rank([MeasuredCheckpoint("j", "eagle3", "t", True, greedy_only)])[0].speedup_sampled is None
 
 
 def test_the_interval_of_one_measurement_is_the_measured_one_and_of_a_mean_the_mean_of_the_ends() -> None:
@@ -95,7 +95,7 @@ def test_the_interval_of_one_measurement_is_the_measured_one_and_of_a_mean_the_m
     cells = tuple(cell.model_copy(update={"speedup_interval": Interval(low=low, high=high)}) for cell, (low, high) in
                   zip(STEADY.cells, ends.values(), strict=True))
     assert [(cell.suite, cell.temperature) for cell in cells] == list(ends)
-    board = [Measured("j", "eagle3", "t", False, STEADY.model_copy(update={"cells": cells}))]
+    board = [MeasuredCheckpoint("j", "eagle3", "t", False, STEADY.model_copy(update={"cells": cells}))]
     (one,) = rank(select(board, Selection(suite="math", temperature=1.0)))
     assert one.speedup_interval == Interval(low=1.0, high=3.0)
     (mean,) = rank(board)
@@ -106,7 +106,7 @@ def test_the_interval_of_one_measurement_is_the_measured_one_and_of_a_mean_the_m
 
 def test_a_selection_ranks_by_its_measurements_alone_and_leaves_out_what_has_none() -> None:
     math = benchmark_report("m-step-4", {"math": (3.0, 1.5)})
-    board = [Measured("j", "eagle3", "t", False, one) for one in (STEADY, PEAKED, LOSSY, math)]
+    board = [MeasuredCheckpoint("j", "eagle3", "t", False, one) for one in (STEADY, PEAKED, LOSSY, math)]
 
     def ranked(**wanted: object) -> list[tuple[str, float]]:
         return [(one.checkpoint, round(one.speedup, 3))
@@ -122,6 +122,7 @@ def test_a_selection_ranks_by_its_measurements_alone_and_leaves_out_what_has_non
 
 
 def test_choices_are_the_values_that_occur() -> None:
-    found = choices_of([Measured("j", "mtp", "t", False, STEADY), Measured("j", "eagle3", "t", True, PEAKED)])
+    found = choices_of([MeasuredCheckpoint("j", "mtp", "t", False, STEADY),
+                        MeasuredCheckpoint("j", "eagle3", "t", True, PEAKED)])
     assert (found.families, found.suites) == (("eagle3", "mtp"), ("chat", "math"))
     assert (found.temperatures, found.engines) == ((0.0, 1.0), ("embedded",))

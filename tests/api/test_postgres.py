@@ -28,7 +28,7 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.database.tables import Base, IdempotencyRow, ProjectRow
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.planning.resolve import derive
@@ -168,7 +168,8 @@ def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None
     endpoints.activate("x", 2)
     assert endpoints.roll_back("x").candidate_revision == 1
     for _ in range(2):
-        results.record(Measured(job.id, "eagle3", "quickstart", True, benchmark_report("c", {"chat": (2.0,)})), "/d")
+        report = benchmark_report("c", {"chat": (2.0,)})
+        results.record(MeasuredCheckpoint(job.id, "eagle3", "quickstart", True, report), "/d")
     assert len(results.leaderboard(ResultFilter(tuned=True, lossless=True))) == 1
     endpoints.activate("x", 1)
     jobs.save_status(job.id, ended("Failed"))

@@ -13,7 +13,7 @@ from eyrie_api.artifacts import digest_bytes
 from eyrie_api.client import Client, Unreachable
 from eyrie_api.contract.status import Event, Job, StageStatus
 from eyrie_api.database.jobs import Metric
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, NotFound, TargetNotFound
 from eyrie_api.http.routes.jobs import JOBS
 from tests.api.conftest import Running
@@ -152,7 +152,7 @@ def measured(server: Running, job: Job) -> Job:
     key = "base-step-9"
     finish_stage(server.control.settings.stage_dir(job.id, "benchmark", key), "benchmark", report,
                  {"plots/a b.svg": b"<svg/>", "cells.json": b"[]"}, job.id)
-    measured = Measured(job.id, "eagle3", "quickstart", False, report)
+    measured = MeasuredCheckpoint(job.id, "eagle3", "quickstart", False, report)
     server.control.results.record(measured, "stages/train/base/checkpoints/base-step-9")
     return job
 
@@ -228,7 +228,7 @@ def test_a_measured_drafter_is_promoted_rolled_back_and_switched_off_and_on(serv
     assert server.client.on("default").desired == "on"
     assert [one.name for one in server.client.endpoints().items] == ["default"]
     lookup = benchmark_report("rival-ngram", {"chat": (9.0,)}).model_copy(update={"rival": True, "family": "ngram"})
-    server.control.results.record(Measured(measured.id, "ngram", "quickstart", False, lookup), "")
+    server.control.results.record(MeasuredCheckpoint(measured.id, "ngram", "quickstart", False, lookup), "")
     assert server.client.promote("default", job_id=measured.id).candidate_revision is None  # the best drafter serves
     use = server.client.promote("default", job_id=measured.id, checkpoint="rival-ngram").revisions[-1].use
     assert (use.setting.method, use.drafter_dir) == ("ngram", None)

@@ -15,7 +15,7 @@ from eyrie_api.contract.status import JobStatus, Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Results
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
 from tests.api.samples import finish_stage, job_spec, planned
@@ -62,8 +62,9 @@ def measure(server: Server, job: str) -> None:
     for checkpoint, speedup in _SPEEDUPS.items():
         made, interval = benchmark_report(checkpoint, speedup), Interval(low=0.93 * speedup, high=1.06 * speedup)
         cells = tuple(cell.model_copy(update={"speedup_interval": interval}) for cell in made.cells)
-        Results(server[1]).record(Measured(job_id=job, target="quickstart", family=_FAMILIES[checkpoint], tuned=False,
-                                           report=made.model_copy(update={"cells": cells})), f"/{checkpoint}")
+        measured = MeasuredCheckpoint(job_id=job, target="quickstart", family=_FAMILIES[checkpoint], tuned=False,
+                                      report=made.model_copy(update={"cells": cells}))
+        Results(server[1]).record(measured, f"/{checkpoint}")
 
 
 def signed_in(server: Server, open_page: OpenPage, path: str, **options: Any) -> Any:
@@ -240,8 +241,8 @@ def test_the_leaderboard_is_sorted_and_filtered_and_stays_so_while_the_page_chan
     section.locator("tbody tr", has_text="a-step-1").wait_for(state="detached")
     assert names() == ["b-step-2", "b-step-1"]
     Jobs(guarded[1]).record_event(job, "Measured", "another event")
-    Results(guarded[1]).record(Measured(job_id=job, target="quickstart", family="dflash", tuned=False,
-                                        report=benchmark_report("b-step-3", 1.2)), "/b-step-3")
+    Results(guarded[1]).record(MeasuredCheckpoint(job_id=job, target="quickstart", family="dflash", tuned=False,
+                                                  report=benchmark_report("b-step-3", 1.2)), "/b-step-3")
     set_stages(guarded, job, "Running", stage("tune", "Running", progress=Progress(done=1, total=2)))
     section.locator("tbody tr:visible", has_text="b-step-3").wait_for()
     assert names() == ["b-step-2", "b-step-3", "b-step-1"]
@@ -255,8 +256,8 @@ def test_a_leaderboard_by_suite_and_temperature_has_their_ranks_and_its_address_
     measured = {"a-step-1": {"chat": (2.0, 1.8), "math": (2.2, 2.0)},
                 "b-step-1": {"chat": (1.2, 1.1), "math": (3.4, 1.9)}}
     for checkpoint, speedups in measured.items():
-        Results(guarded[1]).record(Measured(job_id=job, target="quickstart", family="eagle3", tuned=False,
-                                            report=reported(checkpoint, speedups)), f"/{checkpoint}")
+        Results(guarded[1]).record(MeasuredCheckpoint(job_id=job, target="quickstart", family="eagle3", tuned=False,
+                                                      report=reported(checkpoint, speedups)), f"/{checkpoint}")
     set_stages(guarded, job, "Succeeded", stage("tune"))
     page = signed_in(guarded, open_page, f"/console/jobs/{job}")
     section = page.locator("section[aria-labelledby=leaderboard]")

@@ -13,7 +13,7 @@ from benchmarks.campaigns.model_rollout import RolloutWorld
 from benchmarks.campaigns.report import Campaign
 from eyrie_api.contract.job import JobSpec
 from eyrie_operator.endpoints.plan import EndpointPlan, Reject
-from eyrie_operator.jobs.reconcile import ObservedJob, Plan, reconcile
+from eyrie_operator.jobs.reconcile import ActionPlan, ObservedJob, reconcile
 from eyrie_operator.manifests.rollout import RolloutState, apply_plan
 
 
@@ -25,7 +25,7 @@ def test_random_kills_and_changes_bring_every_job_and_endpoint_to_one_end() -> N
 
 
 def test_a_reconciler_that_forgets_its_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(spec: JobSpec, seen: ObservedJob, now: datetime) -> Plan:
+    def forgetful(spec: JobSpec, seen: ObservedJob, now: datetime) -> ActionPlan:
         return reconcile(spec, replace(seen, decision=None), now)
 
     monkeypatch.setattr(model_plane, "reconcile", forgetful)

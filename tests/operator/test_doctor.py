@@ -24,7 +24,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from eyrie_operator.control_plane import Plane
-from eyrie_operator.doctor import SET_ASIDE, DatabaseDamaged, Finding, Home, check_start, examine, repair
+from eyrie_operator.doctor import SET_ASIDE, DatabaseDamaged, Defect, Home, check_start, examine, repair
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_pipelines.processes import ProcessId
 from tests.api.artifacts.conftest import make_bucket
@@ -54,7 +54,7 @@ class Made:
         self.stage.mkdir(parents=True)
         write_model(self.stage / "manifest.json", manifest())
 
-    def found(self, *, digests: bool = False) -> list[Finding]:
+    def found(self, *, digests: bool = False) -> list[Defect]:
         return list(examine(Home(self.home, self.database, digests)))
 
 

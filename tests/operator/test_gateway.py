@@ -24,7 +24,7 @@ from eyrie_operator.embedded.routing import (
     ROUTE_FILE,
     UNENDED_PATH,
     RouteRecord,
-    Routes,
+    RoutingTable,
     Share,
     UnendedAnswers,
     ignores_eos,
@@ -504,7 +504,7 @@ def test_a_switch_sends_new_requests_to_the_new_engine_and_lets_the_old_one_fini
         assert [line for line in lines if line] == ["data: end"]
 
 
-class RouteMovesMeanwhile(Routes):
+class RouteMovesMeanwhile(RoutingTable):
     """The routing file is replaced just after it was read for the first time."""
 
     def __init__(self, directory: Path, after: Engine) -> None:
@@ -557,7 +557,7 @@ def test_in_an_announced_gap_requests_wait_for_the_successor(
 def test_a_request_held_for_too_long_gets_a_503_with_retry_after(tmp_path: Path) -> None:
     write_model(tmp_path / ROUTE_FILE, RouteRecord(
         revision=1, url="http://127.0.0.1:1", since=datetime.now(UTC), on_hold=True))
-    app = create_gateway(Routes(tmp_path / ROUTE_FILE), TrafficRecorder(tmp_path / TRAFFIC_FILE), hold_s=0.05)
+    app = create_gateway(RoutingTable(tmp_path / ROUTE_FILE), TrafficRecorder(tmp_path / TRAFFIC_FILE), hold_s=0.05)
 
     async def once() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:

@@ -24,7 +24,7 @@ from eyrie_workers.sglang.launch import (
     launch_arguments,
     launch_environment,
 )
-from eyrie_workers.sglang.profiles import PROFILES, HardwareProfile, profile
+from eyrie_workers.sglang.profiles import PROFILES, SglangHardware, profile
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 from tests.workers.engines.sglang.variants import comparison_commands
@@ -58,7 +58,7 @@ PINNED = {"--attention-backend": "attention_backend", "--page-size": "page_size"
           "--context-length": "context_length", "--random-seed": "random_seed"}
 
 
-def facts(machine: HardwareProfile) -> dict[str, Any]:
+def facts(machine: SglangHardware) -> dict[str, Any]:
     """What SGLang asks a machine, answered as this one would."""
     cuda, sm = machine.platform == "cuda", machine.compute
     blackwell = sm in (100, 103)

@@ -51,7 +51,7 @@ where the stage puts them and later ones read them. Hidden, since it concerns th
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageEntry:
     """One stage program."""
 
     name: StageName
@@ -71,18 +71,18 @@ class Stage:
     a model cache."""
 
 
-CATALOG: dict[StageName, Stage] = {
+CATALOG: dict[StageName, StageEntry] = {
     stage.name: stage
     for stage in (
-        Stage("regenerate", "eyrie_workers.stages.regenerate", (), "", "Regenerated",
-              before="eyrie_workers.stages.prefetch"),
-        Stage("capture", "eyrie_workers.stages.capture", ("regenerate",), "", "Captured"),
-        Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", "Trained",
-              together="eyrie_workers.stages.sweep"),
-        Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", "Benchmarked"),
-        Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", "Tuned"),
-        Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", "Proved"),
-        Stage("hardware", "eyrie_workers.stages.hardware", ("prove",), "profile", "HardwareCompared"),
+        StageEntry("regenerate", "eyrie_workers.stages.regenerate", (), "", "Regenerated",
+                   before="eyrie_workers.stages.prefetch"),
+        StageEntry("capture", "eyrie_workers.stages.capture", ("regenerate",), "", "Captured"),
+        StageEntry("train", "eyrie_workers.stages.train", ("capture",), "candidate", "Trained",
+                   together="eyrie_workers.stages.sweep"),
+        StageEntry("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", "Benchmarked"),
+        StageEntry("tune", "eyrie_workers.stages.tune", ("benchmark",), "", "Tuned"),
+        StageEntry("prove", "eyrie_workers.stages.prove", ("tune",), "", "Proved"),
+        StageEntry("hardware", "eyrie_workers.stages.hardware", ("prove",), "profile", "HardwareCompared"),
     )
 }
 

@@ -33,7 +33,7 @@ class AnswerRefused(InvalidInput):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChatSettings:
     """How to ask."""
 
     base_url: str
@@ -106,7 +106,7 @@ def pick_endpoint(endpoints: tuple[Endpoint, ...], name: str | None) -> Endpoint
     return usable[0]
 
 
-def ask(settings: Settings, messages: list[dict[str, Any]], on_text: Callable[[str], None]) -> Reply:
+def ask(settings: ChatSettings, messages: list[dict[str, Any]], on_text: Callable[[str], None]) -> Reply:
     """Send the conversation, call `on_text` with each piece, return the whole. Raises AnswerRefused or Transient."""
     body: dict[str, Any] = {"model": settings.model, "messages": messages, "temperature": settings.temperature,
                             "stream": True, "stream_options": {"include_usage": True},
@@ -131,7 +131,7 @@ def ask(settings: Settings, messages: list[dict[str, Any]], on_text: Callable[[s
     return reply
 
 
-def say(settings: Settings, messages: list[dict[str, Any]], screen: Screen) -> Reply:
+def say(settings: ChatSettings, messages: list[dict[str, Any]], screen: Screen) -> Reply:
     """Ask and show the answer as it comes, its speed on the side; one JSON document on a screen for machines."""
 
     def on_text(text: str) -> None:
@@ -151,7 +151,7 @@ def say(settings: Settings, messages: list[dict[str, Any]], screen: Screen) -> R
     return reply
 
 
-def talk(settings: Settings, opening: list[dict[str, Any]], screen: Screen) -> None:
+def talk(settings: ChatSettings, opening: list[dict[str, Any]], screen: Screen) -> None:
     """A conversation until /exit or the end of input. A failed answer is reported and may be requested again."""
     screen.note(f"{settings.model} at {settings.base_url}; /reset starts a new conversation, /exit or Ctrl-D ends")
     messages = list(opening)

@@ -622,7 +622,8 @@ def chat(
         url, model = picked.url or "", model or picked.model
     if model is None:
         raise InvalidInput("--url needs --model", "GET <url>/models lists what it serves")
-    settings = chatting.Settings(base_url=url, model=model, temperature=temperature, max_tokens=max_tokens, seed=seed)
+    settings = chatting.ChatSettings(base_url=url, model=model, temperature=temperature, max_tokens=max_tokens,
+                                     seed=seed)
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()

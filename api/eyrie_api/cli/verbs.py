@@ -146,7 +146,7 @@ PLANE_FILE = "plane.json"
 
 
 @dataclass(frozen=True)
-class Plane:
+class RunningPlane:
     """A control plane running on this machine."""
 
     pid: int
@@ -154,7 +154,7 @@ class Plane:
     home: Path
 
 
-def running_plane(home: Path) -> Plane | None:
+def running_plane(home: Path) -> RunningPlane | None:
     """The control plane of a home of this machine; None when none is running.
 
     A running control plane holds a lock on `<home>/plane.json`, which the kernel releases however the process ends. A
@@ -168,7 +168,7 @@ def running_plane(home: Path) -> Plane | None:
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 content = json.loads(opened.read())
-                return Plane(pid=content["pid"], url=content["url"], home=home)
+                return RunningPlane(pid=content["pid"], url=content["url"], home=home)
     except (FileNotFoundError, ValueError):
         return None
     return None

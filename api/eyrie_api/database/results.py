@@ -18,7 +18,7 @@ from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.tables import JobRow, ResultRow
 from eyrie_api.decisions.leaderboard import (
     WITHOUT_DRAFTER,
-    Measured,
+    MeasuredCheckpoint,
     Selection,
     choices_of,
     mean_speedup,
@@ -30,10 +30,10 @@ from eyrie_api.errors import NotFound
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultRecord:
     """One measured checkpoint and the directory of its drafter."""
 
-    measured: Measured
+    measured: MeasuredCheckpoint
     drafter_dir: str
 
 
@@ -49,12 +49,12 @@ class ResultFilter:
 
 
 class Results:
-    """Result rows of one database, as `scope` sees them."""
+    """ResultRecord rows of one database, as `scope` sees them."""
 
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 
-    def record(self, measured: Measured, drafter_dir: str) -> None:
+    def record(self, measured: MeasuredCheckpoint, drafter_dir: str) -> None:
         """Store a report. `drafter_dir` is the checkpoint's directory, absolute."""
         report = measured.report
         key = {"job_id": measured.job_id, "checkpoint": report.checkpoint, "tuned": measured.tuned}
@@ -77,7 +77,7 @@ class Results:
         items = rank(select(of_family, selection))[:limit]
         return Leaderboard(items=self._with_axes(items), choices=choices_of(found))
 
-    def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
+    def list(self, wanted: ResultFilter | None = None) -> tuple[ResultRecord, ...]:
         """Results, in no particular order."""
         wanted = wanted or ResultFilter()
         query = query_of(ResultRow).join(JobRow, JobRow.id == ResultRow.job_id)
@@ -91,7 +91,7 @@ class Results:
         with self._database.reading() as session:
             return tuple(_result(row) for row in session.scalars(query))
 
-    def find(self, job_id: str, checkpoint: str | None = None) -> Result:
+    def find(self, job_id: str, checkpoint: str | None = None) -> ResultRecord:
         """The result of a checkpoint, or of the best drafter of the job when none is named; tuned results take
         precedence. Raises NotFound."""
         found = [one for one in self.list(ResultFilter(job_id=job_id)) if one.measured.report.checkpoint == checkpoint
@@ -115,6 +115,6 @@ class Results:
                      for entry in entries)
 
 
-def _result(row: ResultRow) -> Result:
+def _result(row: ResultRow) -> ResultRecord:
     report = BenchmarkReport.model_validate(row.report)
-    return Result(Measured(row.job_id, row.family, row.target, row.tuned, report), row.drafter_dir)
+    return ResultRecord(MeasuredCheckpoint(row.job_id, row.family, row.target, row.tuned, report), row.drafter_dir)

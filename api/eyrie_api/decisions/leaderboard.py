@@ -22,7 +22,7 @@ WITHOUT_DRAFTER = ("off", "ngram")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCheckpoint:
     """One benchmark report and its origin."""
 
     job_id: str
@@ -120,7 +120,7 @@ class Selection:
     engine: EngineKind | None = None
 
 
-def select(measured: Iterable[Measured], wanted: Selection) -> tuple[Measured, ...]:
+def select(measured: Iterable[MeasuredCheckpoint], wanted: Selection) -> tuple[MeasuredCheckpoint, ...]:
     """The reports with the selected cells alone, without those that have none.
 
     A report stays `lossless` or not as a whole: a drafter that changes one suite's output is not lossless in another.
@@ -138,7 +138,7 @@ def select(measured: Iterable[Measured], wanted: Selection) -> tuple[Measured, .
     return tuple(found)
 
 
-def choices_of(measured: Sequence[Measured]) -> LeaderboardChoices:
+def choices_of(measured: Sequence[MeasuredCheckpoint]) -> LeaderboardChoices:
     """What these results can be selected by."""
     cells = [cell for one in measured for cell in one.report.cells]
     return LeaderboardChoices(
@@ -148,18 +148,18 @@ def choices_of(measured: Sequence[Measured]) -> LeaderboardChoices:
         engines=tuple(sorted({_engine(one) for one in measured})))
 
 
-def _engine(one: Measured) -> EngineKind:
+def _engine(one: MeasuredCheckpoint) -> EngineKind:
     return _EMBEDDED if one.report.engine is None else one.report.engine.kind
 
 
-def rank(measured: Iterable[Measured]) -> tuple[LeaderboardEntry, ...]:
+def rank(measured: Iterable[MeasuredCheckpoint]) -> tuple[LeaderboardEntry, ...]:
     """Leaderboard entries, best first, numbered from 1."""
     ordered = sorted(measured, key=lambda one: (one.job_id, one.report.checkpoint, not one.tuned))
     ordered.sort(key=lambda one: _preference(one.report), reverse=True)
     return tuple(_entry(one, place) for place, one in enumerate(ordered, start=1))
 
 
-def _entry(one: Measured, place: int) -> LeaderboardEntry:
+def _entry(one: MeasuredCheckpoint, place: int) -> LeaderboardEntry:
     report, cells = one.report, one.report.cells
     return LeaderboardEntry(
         job_id=one.job_id, checkpoint=report.checkpoint, candidate=report.candidate, family=one.family,

@@ -31,7 +31,7 @@ class Line(NamedTuple):
     values: Values
 
 
-class Chart(NamedTuple):
+class CurveChart(NamedTuple):
     """The definition of one chart."""
 
     name: contract.FigureName
@@ -73,21 +73,22 @@ def speedups(run: Metrics) -> list[Line]:
 
 X_LABEL = "optimiser step"
 CHARTS = (
-    Chart("training-loss", "Loss", "Of the training's batches and of its evaluations.", "loss",
-          logged("loss", "evaluation_loss")),
-    Chart("training-acceptance", "Conditional acceptance by position",
-          "How often the draft token at a position is accepted, given that the one before was; of evaluations.",
-          "conditional acceptance", by_position("acceptance")),
-    Chart("training-accuracy", "Accuracy by position",
-          "Top-1 agreement with the target at each step of the unrolled drafter; of evaluations.",
-          "top-1 agreement", by_position("accuracy")),
-    Chart("training-speedup", "Theoretical speed-up by depth",
-          "Tokens per target pass if drafting and verifying were free; /1 is of depth 1 alone, and the one without "
-          "a number of the whole depth.", "tokens per target pass", speedups),
-    Chart("training-learning-rate", "Learning rate", "Of each optimiser step.", "learning rate",
-          logged("learning_rate")),
-    Chart("training-gradient-norm", "Gradient norm", "Before clipping.", "gradient norm", logged("grad_norm")),
-    Chart("training-speed", "Tokens per second", "Tokens trained on.", "tokens per second", logged("tokens_per_s")),
+    CurveChart("training-loss", "Loss", "Of the training's batches and of its evaluations.", "loss",
+               logged("loss", "evaluation_loss")),
+    CurveChart("training-acceptance", "Conditional acceptance by position",
+               "How often the draft token at a position is accepted, given that the one before was; of evaluations.",
+               "conditional acceptance", by_position("acceptance")),
+    CurveChart("training-accuracy", "Accuracy by position",
+               "Top-1 agreement with the target at each step of the unrolled drafter; of evaluations.",
+               "top-1 agreement", by_position("accuracy")),
+    CurveChart("training-speedup", "Theoretical speed-up by depth",
+               "Tokens per target pass if drafting and verifying were free; /1 is of depth 1 alone, and the one "
+               "without a number of the whole depth.", "tokens per target pass", speedups),
+    CurveChart("training-learning-rate", "Learning rate", "Of each optimiser step.", "learning rate",
+               logged("learning_rate")),
+    CurveChart("training-gradient-norm", "Gradient norm", "Before clipping.", "gradient norm", logged("grad_norm")),
+    CurveChart("training-speed", "Tokens per second", "Tokens trained on.", "tokens per second",
+               logged("tokens_per_s")),
 )
 LATEST = (("Loss", "loss"), ("Evaluation loss", "evaluation_loss"), ("Speed-up", "theoretical_speedup"))
 """Metrics whose latest values are listed by run."""
@@ -115,7 +116,7 @@ def _by_number(key: str) -> list[str | int]:
     return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", key))]
 
 
-def _filled(chart: Chart, runs: Mapping[str, Metrics]) -> contract.Chart:
+def _filled(chart: CurveChart, runs: Mapping[str, Metrics]) -> contract.Chart:
     curves = []
     for key, run in runs.items():
         for place, name, values in chart.lines(run):

@@ -265,7 +265,7 @@ def _message(event: str, value: Frozen) -> str:
 
 
 @dataclass(frozen=True)
-class Recording:
+class ProofRecording:
     """What one proof recorded."""
 
     job_id: str
@@ -281,7 +281,7 @@ class Recording:
             tokens_per_s=self.tokens_per_s)
 
 
-def read_recording(control: Control, endpoint: Endpoint) -> Recording | None:
+def read_recording(control: Control, endpoint: Endpoint) -> ProofRecording | None:
     """Of the newest drafter that serves now; None of the embedded engine, which leaves its drafter out on request, and
     where no proof in the serving engine recorded answers. Raises StoreUnavailable, ArtifactCorrupt."""
     engine = control.endpoints.serving(endpoint.name).serve.engine.kind
@@ -293,7 +293,7 @@ def read_recording(control: Control, endpoint: Endpoint) -> Recording | None:
             if isinstance(report, ProveReport) and report.engine == engine:
                 answers = _read(control.files, one)
                 if answers is not None:
-                    return Recording(one.manifest.job_id, answers.answers, undrafted_speed(report))
+                    return ProofRecording(one.manifest.job_id, answers.answers, undrafted_speed(report))
     return None
 
 

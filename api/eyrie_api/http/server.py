@@ -72,7 +72,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.control = control
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.live_pages = LivePages(database, settings.sse_heartbeat_s)
-    app.state.telemetry = operations.Telemetry(control)
+    app.state.telemetry = operations.ControlMetrics(control)
     parts = (jobs, streams, outcomes, alerts, endpoints, access, operations, pages, job_pages, job_form,
              admin)
     routers = [*(part.router for part in parts), access.webhooks_router]

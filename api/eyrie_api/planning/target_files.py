@@ -330,7 +330,7 @@ def _check_templates(directory: Path, settings: Mapping[str, Any]) -> None:
     if not sources:
         raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
                              "use the chat model rather than the base model, or add chat_template.jinja")
-    environment = jinja2.Environment(extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    environment = jinja2.Environment(extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"])
     for where, source in sources.items():
         if not source.strip():
             raise NoChatTemplate(f"the chat template in {where} is empty", "restore the model's own template")
@@ -364,7 +364,7 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-class _GenerationTag(jinja2.ext.Extension):
+class _GenerationBlocks(jinja2.ext.Extension):
     """`{% generation %}`, which marks assistant text in templates of transformers."""
 
     tags = {"generation"}

@@ -114,7 +114,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     report = write_report(home, job.id)
     reply = None
     if endpoint is not None:  # the request of the printed curl command, which is thereby known to work
-        chatting = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
+        chatting = chat.ChatSettings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
         reply = chat.ask(chatting, [{"role": "user", "content": chat.QUESTION}], lambda _text: None)
     if screen.as_json:
         screen.show(report, "")

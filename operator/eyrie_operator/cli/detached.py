@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from eyrie_api.cli.verbs import PLANE_FILE, Plane, running_plane
+from eyrie_api.cli.verbs import PLANE_FILE, RunningPlane, running_plane
 from eyrie_api.errors import Conflict, Permanent, PortInUse
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
@@ -62,7 +62,7 @@ def claim(home: Path, url: str) -> Iterator[None]:
         yield
 
 
-def start_detached(settings: Settings) -> Plane:
+def start_detached(settings: Settings) -> RunningPlane:
     """Start a control plane in the background and return when it is ready. Raises PlaneFailed or PortInUse."""
     already = running_plane(settings.home)
     if already is not None:
@@ -109,7 +109,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def stop_plane(plane: Plane) -> None:
+def stop_plane(plane: RunningPlane) -> None:
     """Stop a control plane: SIGTERM, then SIGKILL. Returns when it has ended."""
     for number, timeout_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, 5.0)):
         with contextlib.suppress(ProcessLookupError):

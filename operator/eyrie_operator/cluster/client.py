@@ -34,7 +34,7 @@ from kubernetes.watch.watch import iter_resp_lines
 from eyrie_api.contract.model import API_VERSION
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Permanent, Transient
 from eyrie_operator.cluster.leases import LeaseRecord
-from eyrie_operator.cluster.resources import EventRecord, Identity
+from eyrie_operator.cluster.resources import Identity, KubernetesEvent
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class Cluster:
         with contextlib.suppress(NotFound):
             self._write("DELETE", kind, path_of(api_version, kind, namespace, name), body, _JSON)
 
-    def post_event(self, identity: Identity, event: EventRecord, now: datetime) -> None:
+    def post_event(self, identity: Identity, event: KubernetesEvent, now: datetime) -> None:
         """Post an Event about one of our resources. Its name is a digest of its content: a duplicate is rejected."""
         moment = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         manifest = {

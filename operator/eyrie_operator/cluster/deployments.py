@@ -39,10 +39,10 @@ from eyrie_api.settings import Settings
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
-    EmbeddedEngine,
+    EmbeddedEnginePods,
     EndpointDeployment,
     Owner,
-    SglangEngine,
+    SglangPods,
     StoredDrafter,
     Undeployable,
     digest,
@@ -217,10 +217,10 @@ class Deployments:
         directory = revision.use.drafter_dir
         if directory is None:
             return deployment
-        files = self._drafters.files(directory, job, facts_needed=isinstance(deployment.engine, SglangEngine))
+        files = self._drafters.files(directory, job, facts_needed=isinstance(deployment.engine, SglangPods))
         return replace(deployment, drafters={**deployment.drafters, revision.number: files})
 
-    def _embedded(self, endpoint: Endpoint, serving: Serving) -> EmbeddedEngine:
+    def _embedded(self, endpoint: Endpoint, serving: Serving) -> EmbeddedEnginePods:
         target, serve = serving.target, serving.serve
         path, left_s = self._served_path(target), self._given.drain_timeout_s - self._given.leave_delay_s
 
@@ -232,14 +232,14 @@ class Deployments:
                 drain_s=max(left_s - _ENDING_S, left_s / 2.0))
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
 
-        return EmbeddedEngine(path, argv)
+        return EmbeddedEnginePods(path, argv)
 
-    def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangEngine:
+    def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangPods:
         machine = machine_profile(serving.serve.hardware_profile or self._given.hardware_profile)
         target = self._target(endpoint, serving)
         if self._cached(serving.target) is not None:
             target = replace(target, model=self._served_path(serving.target), revision=None)
-        return SglangEngine(LaunchPlan(
+        return SglangPods(LaunchPlan(
             target=target, machine=machine, served_model_name=endpoint.model,
             dtype=serving.target.dtype, tp_size=max(serving.serve.engine.tp_size, placement.num_gpus),
             max_running_requests=serving.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS))

@@ -194,7 +194,7 @@ class Operator:
 def serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[int, bytes]]]) -> ThreadingHTTPServer:
     """Serve these pages in threads of their own. A connection that sends nothing for as long as a header may take is
     closed."""
-    class Probe(BaseHTTPRequestHandler):
+    class HealthServer(BaseHTTPRequestHandler):
         timeout = web_server.HEADER_S
 
         def do_GET(self) -> None:
@@ -209,7 +209,7 @@ def serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[int
         def log_message(self, *_line: object) -> None:
             """No log lines: probes arrive every few seconds."""
 
-    server = ThreadingHTTPServer((host, port), Probe)
+    server = ThreadingHTTPServer((host, port), HealthServer)
     threading.Thread(target=server.serve_forever, name="eyrie-probes", daemon=True).start()
     return server
 

@@ -45,9 +45,9 @@ from eyrie_api.errors import EyrieError
 from eyrie_operator.cluster.resources import (
     SUSPENDED_ANNOTATION,
     EndpointResource,
-    EventRecord,
     Identity,
     JobResource,
+    KubernetesEvent,
     dump,
     endpoint_status,
     event_records,
@@ -197,7 +197,7 @@ class UpdateStatus:
 class PostEvent:
     """Post an Event."""
 
-    event: EventRecord
+    event: KubernetesEvent
 
 
 @dataclass(frozen=True)

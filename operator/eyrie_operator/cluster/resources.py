@@ -252,7 +252,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class EventRecord:
+class KubernetesEvent:
     """One Kubernetes Event to post. Its name is a digest of its content, so that a duplicate is rejected."""
 
     name: str
@@ -265,7 +265,7 @@ _BAD_WHEN_TRUE = frozenset({"Failed", "RolledBack"})
 
 
 def event_records(identity: Identity, before: Iterable[Mapping[str, Any]],
-                  after: Iterable[ResourceCondition]) -> tuple[EventRecord, ...]:
+                  after: Iterable[ResourceCondition]) -> tuple[KubernetesEvent, ...]:
     """An event per condition whose status or reason has changed."""
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before}
     records = []
@@ -276,5 +276,5 @@ def event_records(identity: Identity, before: Iterable[Mapping[str, Any]],
         content = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
         name = f"{identity.name[:200]}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         message = f"{one.type}={one.status}" + (f": {one.message}" if one.message else "")
-        records.append(EventRecord(name, "Warning" if bad else "Normal", one.reason, message[:1024]))
+        records.append(KubernetesEvent(name, "Warning" if bad else "Normal", one.reason, message[:1024]))
     return tuple(records)

@@ -60,7 +60,7 @@ from eyrie_operator.embedded.routing import (
     COUNTERS_PATH,
     ROUTE_FILE,
     UNENDED_PATH,
-    Counters,
+    RequestCounters,
     RequestCounts,
     RouteRecord,
     Share,
@@ -228,7 +228,7 @@ class EmbeddedEndpoints:
         watched = self._records.watched(endpoint)
         canary = None
         if route is not None and route.others:
-            counters = None if gateway is None else ask_gateway(gateway, COUNTERS_PATH, Counters)
+            counters = None if gateway is None else ask_gateway(gateway, COUNTERS_PATH, RequestCounters)
             # Race: the gateway may not have read this route yet. Its counters then belong to the previous route.
             is_counted = counters is not None and counters.since == route.since
             outcomes = counters.revisions if counters is not None and is_counted else {}

@@ -58,7 +58,7 @@ from eyrie_operator.embedded.routing import (
     ROUTE_FILE,
     UNENDED_PATH,
     RoutedRequest,
-    Routes,
+    RoutingTable,
     ignores_eos,
 )
 from eyrie_operator.endpoints.traffic_recording import (
@@ -115,7 +115,7 @@ class GatewayRecord(Frozen):
     port: int
 
 
-def create_gateway(routes: Routes, traffic: TrafficRecorder, hold_s: float = HOLD_S, *,
+def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float = HOLD_S, *,
                    is_loopback: bool = False) -> Starlette:
     """The proxy as an ASGI app. `is_loopback`: it listens on loopback only, so that Host must name this machine."""
     num_held = 0
@@ -228,8 +228,8 @@ async def _on_http_exception(_request: Request, error: Exception) -> Response:
     return _refused(error.status_code, "InvalidRequest", error.detail)
 
 
-async def _send(client: httpx.AsyncClient, routes: Routes, routed: RoutedRequest, request: Request, body: bytes, *,
-                counted: bool) -> Response:
+async def _send(client: httpx.AsyncClient, routes: RoutingTable, routed: RoutedRequest, request: Request, body: bytes,
+                *, counted: bool) -> Response:
     # The path as it was sent: the decoded one may hold what a URL cannot. `request.url` fails for some Host headers.
     target, query = request.scope["raw_path"], request.scope["query_string"]
     url = httpx.URL(routed.url).copy_with(raw_path=target + (b"?" + query if query else b""))
@@ -273,7 +273,7 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -
         await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
-async def _with_error_event(chunks: AsyncGenerator[bytes], routes: Routes,
+async def _with_error_event(chunks: AsyncGenerator[bytes], routes: RoutingTable,
                             routed: RoutedRequest) -> AsyncIterator[bytes]:
     """The stream, and an error event where the engine disconnects before its end: the status line has been sent."""
     try:
@@ -307,7 +307,7 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
             routed.ended()
 
 
-def _was_replaced(routes: Routes, routed: RoutedRequest) -> bool:
+def _was_replaced(routes: RoutingTable, routed: RoutedRequest) -> bool:
     """Whether the engine of a request in progress is one that is being stopped."""
     route = routes.current()
     return route is not None and not route.leads_to(routed.url)
@@ -363,7 +363,7 @@ def main() -> int:
     # Race: written after `listen`, so that a reader of this file can connect; early requests wait in the backlog.
     write_sealed(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,
                                                          port=listening.getsockname()[1]))
-    app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE, redact),
+    app = create_gateway(RoutingTable(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE, redact),
                          is_loopback=is_loopback_host(arguments.host))
     print(f"{datetime.now(UTC).isoformat()} listening on {listening.getsockname()}", flush=True)
     prefer_short_waits()

@@ -70,7 +70,7 @@ class RequestCounts(Frozen):
     errors: int = 0
 
 
-class Counters(Frozen):
+class RequestCounters(Frozen):
     """`GET /-/eyrie/counters`."""
 
     since: datetime | None
@@ -138,7 +138,7 @@ class RoutedRequest:
         self._counted[self.revision] = before.model_copy(update={what: getattr(before, what) + 1})
 
 
-class Routes:
+class RoutingTable:
     """The routing file, read again when it changes, and the counts since."""
 
     def __init__(self, path: Path, clock: Clock = utc_now) -> None:
@@ -187,10 +187,10 @@ class Routes:
         self._chosen[chosen.revision] = self._chosen.get(chosen.revision, 0) + 1
         return RoutedRequest(chosen.revision, chosen.url, self._counted, self._note_unended)
 
-    def counters(self) -> Counters:
+    def counters(self) -> RequestCounters:
         """Counts under the current route."""
         route = self.current()
-        return Counters(since=None if route is None else route.since, revisions=dict(self._counted))
+        return RequestCounters(since=None if route is None else route.since, revisions=dict(self._counted))
 
     def unended(self) -> UnendedAnswers:
         """When requests with `ignore_eos` were last in progress."""

@@ -42,7 +42,7 @@ from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter, Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.decisions.hardware_choice import hardware_of
-from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, Measured, no_drafter
+from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, MeasuredCheckpoint, no_drafter
 from eyrie_api.decisions.promotion import (
     comparable_suites,
     decide_job,
@@ -71,10 +71,10 @@ from eyrie_operator.jobs.observation import (
 )
 from eyrie_operator.jobs.reconcile import (
     Action,
+    ActionPlan,
     Decide,
     ObservedJob,
     ObservedServing,
-    Plan,
     Promote,
     StartRun,
     StopRun,
@@ -130,7 +130,7 @@ class Driver:
             if not moved or not self._jobs.renew_lease(job_id, owner, self._settings.lease_ttl_s):
                 return
 
-    def _execute(self, job: Job, seen: ObservedJob, plan: Plan, owner: str) -> bool:
+    def _execute(self, job: Job, seen: ObservedJob, plan: ActionPlan, owner: str) -> bool:
         """Apply a plan and store its status; returns whether another step should follow at once."""
         try:
             for action in plan.actions:
@@ -154,7 +154,7 @@ class Driver:
 
     # Observation.
 
-    def _plan(self, job: Job) -> tuple[ObservedJob, Plan]:
+    def _plan(self, job: Job) -> tuple[ObservedJob, ActionPlan]:
         run = ObservedRun()
         try:
             run = self._runner.observe(job.id)
@@ -164,7 +164,7 @@ class Driver:
         except EyrieError as error:  # the job's files cannot be read: the user has to act
             unreadable = ObservedJob(attempt=job.status.attempt, previous=job.status, run=run)
             if run.alive:  # a job that has ended is not looked at again: nothing would stop its run
-                return unreadable, Plan((StopRun(),), job.status)
+                return unreadable, ActionPlan((StopRun(),), job.status)
             return unreadable, replace(plan_failure(unreadable, error, self._clock()), actions=())
         return seen, reconcile(job.spec, seen, self._clock())
 
@@ -254,7 +254,7 @@ class Driver:
     def _record(self, job_id: str, job: ResolvedJob, report: BenchmarkReport, *, tuned: bool) -> None:
         families = {candidate.name: candidate.drafter.family for candidate in job.candidates}
         family = report.family or families[report.candidate]
-        measured = Measured(job_id, family, job.target.model, tuned, report)
+        measured = MeasuredCheckpoint(job_id, family, job.target.model, tuned, report)
         directory = "" if family in WITHOUT_DRAFTER else self._drafter_dir(job_id, job, report.checkpoint)
         self._results.record(measured, directory)
 

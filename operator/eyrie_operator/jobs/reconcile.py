@@ -116,14 +116,14 @@ Action = StartRun | StopRun | Decide | Promote | WriteReport
 
 
 @dataclass(frozen=True)
-class Plan:
+class ActionPlan:
     """Actions in order, and the status to store."""
 
     actions: tuple[Action, ...]
     status: JobStatus
 
 
-def reconcile(spec: JobSpec, seen: ObservedJob, now: datetime) -> Plan:
+def reconcile(spec: JobSpec, seen: ObservedJob, now: datetime) -> ActionPlan:
     """The next actions and the status of a job; the module docstring lists the cases."""
     conditions = seen.previous.conditions
     if seen.previous.attempt != seen.attempt:
@@ -141,7 +141,7 @@ def reconcile(spec: JobSpec, seen: ObservedJob, now: datetime) -> Plan:
 _OF_ONE_ATTEMPT: tuple[ConditionType, ...] = ("Failed", "Succeeded", "Cancelled", "Promoted", "Serving")
 
 
-def _cancel(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
+def _cancel(seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
     if seen.run.alive:
         return _plan(seen, conditions, now, StopRun())
     conditions = observe(conditions, "Succeeded", "False", "Cancelled", "cancelled on request", now)
@@ -149,7 +149,7 @@ def _cancel(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     return _plan(seen, conditions, now)
 
 
-def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
+def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
     run = seen.run
     if run.state == "running" and run.attempt == seen.attempt:
         return _plan(seen, conditions, now)
@@ -164,7 +164,7 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
     return _finish(spec, seen, conditions, now)
 
 
-def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
+def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
     if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
         words = f"; its log ends with: {seen.run.last_words}" if seen.run.last_words else ""
         failed = RunFailed(None, "", "RunKeepsDying",
@@ -179,7 +179,7 @@ def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     return _plan(seen, conditions, now, StartRun(seen.attempt))
 
 
-def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
+def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
     """The pipeline has succeeded: decide, promote, wait until the endpoint serves, finish."""
     decision = seen.decision
     if decision is None:
@@ -209,7 +209,7 @@ def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
     return _plan(seen, conditions, now, WriteReport())
 
 
-def plan_failure(seen: ObservedJob, error: EyrieError, now: datetime) -> Plan:
+def plan_failure(seen: ObservedJob, error: EyrieError, now: datetime) -> ActionPlan:
     """The plan for a job whose next action raised: it fails with the error's reason, message and hint."""
     failed = RunFailed(None, "", error.reason, error.message, error.hint)
     return _plan(seen, _failed(seen.previous.conditions, failed, now), now, WriteReport())
@@ -258,7 +258,7 @@ def _wait_of(one: ObservedStage, seen: ObservedJob, now: datetime) -> WaitingPod
     return wait_of(one.stage, one.key, one.started_at, seen.waiting_pods, now)
 
 
-def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Action) -> Plan:
+def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Action) -> ActionPlan:
     previous = seen.previous
     over = is_over(conditions)
     started = seen.run.state != "none"
@@ -271,7 +271,7 @@ def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Ac
         decision=seen.decision, endpoint=seen.serving.endpoint or previous.endpoint,
         started_at=previous.started_at or (now if started else None),
         finished_at=(previous.finished_at if same and previous.finished_at else now) if over else None)
-    return Plan(actions, status)
+    return ActionPlan(actions, status)
 
 
 def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool, now: datetime) -> StageStatus:

@@ -48,14 +48,14 @@ class Undeployable(InvalidInput):
 
 
 @dataclass(frozen=True)
-class SglangEngine:
+class SglangPods:
     """SGLang. `plan` is common to all revisions; drafter, setting, paths, host and port are set for each."""
 
     plan: LaunchPlan
 
 
 @dataclass(frozen=True)
-class EmbeddedEngine:
+class EmbeddedEnginePods:
     """The reference engine: for the quickstart model, tests, and machines without SGLang. It supports no API key."""
 
     target: str
@@ -112,7 +112,7 @@ class EndpointDeployment:
     """The administrator's settings. Its `placement` and `replicas` are not read: the fields below apply."""
 
     placement: Placement
-    engine: SglangEngine | EmbeddedEngine
+    engine: SglangPods | EmbeddedEnginePods
     drafters: Mapping[int, DrafterFiles] = field(default_factory=dict)
     """By revision number; absent for revisions without a drafter."""
 
@@ -147,7 +147,7 @@ class EndpointDeployment:
             raise Undeployable(f"autoscale.max_replicas {scale.max_replicas} is below replicas {self.replicas}",
                                "raise it")
         num_gpus = self.placement.num_gpus
-        if isinstance(self.engine, EmbeddedEngine):
+        if isinstance(self.engine, EmbeddedEnginePods):
             if given.key_secret is not None:
                 raise Undeployable("key_secret is given and the embedded engine knows no keys: anybody in the cluster "
                                    "could send it requests", "serve with engine sglang, or leave key_secret out and "
@@ -180,7 +180,7 @@ class EndpointDeployment:
     @property
     def counts_drafted(self) -> bool:
         """Whether the engine counts drafted rounds separately (`endpoints.plan.proven_tau`). SGLang does not."""
-        return isinstance(self.engine, EmbeddedEngine)
+        return isinstance(self.engine, EmbeddedEnginePods)
 
     @property
     def route_api(self) -> str | None:

@@ -26,7 +26,7 @@ from eyrie_api.contract.status import Revision
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
-    EmbeddedEngine,
+    EmbeddedEnginePods,
     EndpointDeployment,
     Manifest,
     StoredDrafter,
@@ -84,7 +84,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
     drafter = _drafter(revision, deployment)
     stored = fetched(drafter, deployment.placement) if drafter is not None else None
     directory = None if drafter is None else DRAFTER_DIR if stored is not None else drafter.facts.directory
-    if isinstance(deployment.engine, EmbeddedEngine):
+    if isinstance(deployment.engine, EmbeddedEnginePods):
         use = revision.use.model_copy(update={"drafter_dir": directory})
         return EngineLine(command=literal(deployment.engine.argv(use, deployment.cluster.port)), ready_path="/health",
                           drafter=drafter, fetch=stored)

@@ -13,7 +13,7 @@ from eyrie_api.contract.resources import WaitingObject
 from eyrie_api.contract.status import StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Metric
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.http.control import Control
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
@@ -100,7 +100,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     benchmarked = benchmark_report(key, {"chat": (1.5,)})
     finish_stage(directory, "benchmark", benchmarked, {"cells.bin": project.encode()}, job_id)
     (directory / "log.txt").write_text(f"printed by {project}\n")
-    control.results.record(Measured(job_id, "eagle3", "quickstart", True, benchmarked), str(directory))
+    control.results.record(MeasuredCheckpoint(job_id, "eagle3", "quickstart", True, benchmarked), str(directory))
     control.jobs.save_status(job_id, ended("Succeeded"))
     endpoint = f"{project}-endpoint"
     control.endpoints.create(endpoint, derive(spec).target, derive(spec).endpoint_serve, "quickstart")

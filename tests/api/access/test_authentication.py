@@ -154,7 +154,7 @@ def test_on_loopback_nothing_is_demanded_and_a_key_that_is_shown_counts(
     _key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "viewer"))
     assert callers.authenticate(secret).roles == {"default": "viewer"}
     with pytest.raises(Unauthorized, match="not a valid API key"):
-        callers.authenticate(secret[:-1] + "-")
+        callers.authenticate(secret + "-")
     with pytest.raises(Unauthorized, match="requires a bearer token"):
         Authenticator(settings.model_copy(update={"host": "0.0.0.0"}), database).authenticate("")
 

@@ -7,7 +7,7 @@ from eyrie_api.contract.prove import ProveReport
 from eyrie_api.contract.reports import TuneReport
 from eyrie_api.contract.status import JobReport
 from eyrie_api.contract.tuning import DrafterUse
-from eyrie_api.decisions.leaderboard import Measured, rank
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint, rank
 from tests.api.samples import finish_stage
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT
 from tests.pipelines.rehearsal.rehearsal_stage import load_report as rehearsed_load
@@ -49,7 +49,7 @@ def job_report() -> JobReport:
                       for step, skill in ((100, 0.7), (200, 0.78), (300, 0.8)))
     return JobReport(
         job_id="job-1", name="nightly", target="t", phase="Succeeded", seconds={}, benchmark=benchmark,
-        leaderboard=rank(Measured("job-1", "eagle3", "t", False, one) for one in benchmark),
+        leaderboard=rank(MeasuredCheckpoint("job-1", "eagle3", "t", False, one) for one in benchmark),
         tune=tune_report(), prove=prove_report())
 
 

@@ -7,7 +7,7 @@ from eyrie_api.contract.status import JobReport
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.results import Results
-from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.figures.job_figures import figures_of
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
@@ -27,7 +27,7 @@ def test_figures_are_listed_and_read_as_the_report_defines_them(settings: Settin
 
     finish_job(settings.home / "jobs" / job.id, job.id)
     for one in job_report().benchmark:
-        Results(database).record(Measured(job.id, "eagle3", "quickstart", False, one), "/d")
+        Results(database).record(MeasuredCheckpoint(job.id, "eagle3", "quickstart", False, one), "/d")
     report = JobReport.model_validate(client.get(f"{path}/report").json())
     listed = client.get(f"{path}/figures").json()["items"]
     assert [one["name"] for one in listed] == list(NAMES)
@@ -42,7 +42,8 @@ def test_the_figure_of_the_leaderboard_is_of_the_selection_and_the_others_of_eve
     job = Jobs(database).submit(derive(job_spec()))
     for checkpoint, family, speedups in (("a-step-1", "eagle3", {"chat": (2.0, 1.8), "math": (2.2, 2.0)}),
                                          ("b-step-1", "dflash", {"chat": (1.2, 1.1), "math": (3.4, 1.9)})):
-        Results(database).record(Measured(job.id, family, "t", False, benchmark_report(checkpoint, speedups)), "/d")
+        report = benchmark_report(checkpoint, speedups)
+        Results(database).record(MeasuredCheckpoint(job.id, family, "t", False, report), "/d")
     path = f"/v1alpha1/jobs/{job.id}/figures"
 
     def read(**selected: str) -> tuple[str, list[float], str]:

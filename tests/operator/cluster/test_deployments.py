@@ -22,9 +22,9 @@ from eyrie_api.settings import Settings
 from eyrie_operator.cluster.deployments import Deployments, Drafters, stored_at
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
-    EmbeddedEngine,
+    EmbeddedEnginePods,
     EndpointDeployment,
-    SglangEngine,
+    SglangPods,
     StoredDrafter,
     Undeployable,
 )
@@ -71,7 +71,7 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
     assert made.placement.requests == {"cpu": "8", "memory": "64Gi"}
     assert (made.placement.image, made.placement.queue) == ("sglang:test", "team")
     assert made.placement.work == VolumeWork(claim="work")
-    assert isinstance(made.engine, SglangEngine)
+    assert isinstance(made.engine, SglangPods)
     assert (made.engine.plan.tp_size, made.engine.plan.machine.name) == (2, "a100-80gb")
     assert made.cluster.gateway is not None
     assert made.cluster.gateway.hostnames == ("chat.example.org",)
@@ -81,7 +81,7 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
 
 def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:
     made = deployed(tmp_path, EndpointServeSpec(max_concurrency=5), python=["/opt/python", "-X", "dev"])
-    assert isinstance(made.engine, EmbeddedEngine)
+    assert isinstance(made.engine, EmbeddedEnginePods)
     use = DrafterUse(drafter_dir="/d", setting=CHAIN)
     line = list(made.engine.argv(use, 30000))
     assert DrafterUse.model_validate_json(line[line.index("--use") + 1]) == use
@@ -95,7 +95,7 @@ def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(
 def test_our_engine_ends_its_answers_before_its_pod_is_killed(tmp_path: Path) -> None:
     for timeout_s, leave_s, drain in ((600.0, 10.0, "580"), (20.0, 2.0, "9")):
         made = deployed(tmp_path, EndpointServeSpec(drain_s=1.0), drain_timeout_s=timeout_s, leave_delay_s=leave_s)
-        assert isinstance(made.engine, EmbeddedEngine)
+        assert isinstance(made.engine, EmbeddedEnginePods)
         line = list(made.engine.argv(DrafterUse(), 30000))
         assert line[line.index("--drain-s") + 1] == drain
 
@@ -104,7 +104,7 @@ def test_a_target_out_of_reach_is_known_by_its_drafter_s_card_where_its_attentio
     drafter = drafter_at(tmp_path / "plain")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))
     made = deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, target="org/big")
-    assert isinstance(made.engine, SglangEngine)
+    assert isinstance(made.engine, SglangPods)
     target = made.engine.plan.target
     assert (target.architecture, target.num_layers, target.context_length) == ("LlamaForCausalLM", 32, 2048)
     windowed = drafter_at(tmp_path / "windowed", "GptOssForCausalLM")
@@ -118,19 +118,19 @@ def test_engines_read_a_target_of_the_hub_in_the_model_cache_and_others_where_th
     drafter = drafter_at(tmp_path / "plain")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))
     made = deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, "org/big", cache, "refs/pr/1")
-    assert isinstance(made.engine, SglangEngine)
+    assert isinstance(made.engine, SglangPods)
     target = made.engine.plan.target
     assert target.model == "/var/cache/eyrie/models/models--org--big/eyrie/@refs%2Fpr%2F1"
     assert target.revision is None
     assert made.cached_target == CachedTarget(cache, TargetSpec(model="org/big", revision="refs/pr/1"))
     made = deployed(tmp_path, EndpointServeSpec(), target="org/big", cache=cache)
-    assert isinstance(made.engine, EmbeddedEngine)
+    assert isinstance(made.engine, EmbeddedEnginePods)
     line = list(made.engine.argv(DrafterUse(), 30000))
     assert line[line.index("--target") + 1] == "/var/cache/eyrie/models/models--org--big/eyrie/@main"
     for name in ("quickstart", "/models/big"):
         made = deployed(tmp_path, EndpointServeSpec(), target=name, cache=cache)
         assert made.cached_target is None
-        assert isinstance(made.engine, EmbeddedEngine)
+        assert isinstance(made.engine, EmbeddedEnginePods)
         assert name in made.engine.argv(DrafterUse(), 30000)
 
 

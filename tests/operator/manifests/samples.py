@@ -14,10 +14,10 @@ from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
-    EmbeddedEngine,
+    EmbeddedEnginePods,
     EndpointDeployment,
     Owner,
-    SglangEngine,
+    SglangPods,
     StoredDrafter,
 )
 from eyrie_workers.engines.process import EngineCommand
@@ -72,7 +72,7 @@ def deployment(**changes: Any) -> EndpointDeployment:
     ours = {field.name for field in fields(EndpointDeployment)}
     given = ServingSpec.model_validate({"namespace": "serving", "placement": PLACEMENT,
                                         **{name: value for name, value in changes.items() if name not in ours}})
-    return replace(EndpointDeployment(given, PLACEMENT, SglangEngine(PLAN), drafters=files, served=CORE),
+    return replace(EndpointDeployment(given, PLACEMENT, SglangPods(PLAN), drafters=files, served=CORE),
                    **{name: value for name, value in changes.items() if name in ours})
 
 
@@ -97,7 +97,7 @@ def embedded(**changes: Any) -> EndpointDeployment:
         return ["python3", *EngineCommand(target="quickstart", model="q", use=use, host="0.0.0.0",
                                           port=port).argv()[1:]]
 
-    return deployment(**({"engine": EmbeddedEngine("quickstart", argv),
+    return deployment(**({"engine": EmbeddedEnginePods("quickstart", argv),
                           "placement": Placement(image="eyrie-workers:test")} | changes))
 
 

@@ -17,9 +17,9 @@ from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
-    EmbeddedEngine,
+    EmbeddedEnginePods,
     EndpointDeployment,
-    SglangEngine,
+    SglangPods,
     StoredDrafter,
     Undeployable,
     object_name,
@@ -115,7 +115,7 @@ def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: 
         assert startup["periodSeconds"] * startup["failureThreshold"] == 1200
         assert (live["httpGet"]["path"], live["failureThreshold"]) == ("/health", 3)
         assert 25 <= live["timeoutSeconds"] <= live["periodSeconds"]
-        sglang = isinstance(result.engine, SglangEngine)
+        sglang = isinstance(result.engine, SglangPods)
         assert ready["httpGet"]["path"] == ("/ready" if sglang else "/health")
         assert {each["httpGet"]["port"] for each in (startup, live, ready)} == {container["ports"][0]["name"]}
 
@@ -238,7 +238,7 @@ def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_br
 
 
 def test_an_architecture_that_needs_our_model_classes_is_given_our_package() -> None:
-    needing = SglangEngine(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
+    needing = SglangPods(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
     named = {"name": "SGLANG_EXTERNAL_MODEL_PACKAGE", "value": PACKAGE}
     [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
     assert named in engine(pod)["env"]
@@ -313,8 +313,8 @@ def test_long_endpoint_names_keep_apart() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpus", {"engine": SglangEngine(replace(PLAN, tp_size=2))}, "tp_size 2 .*num_gpus 1"),
-    ("cpu with gpus", {"engine": SglangEngine(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
+    ("gpus", {"engine": SglangPods(replace(PLAN, tp_size=2))}, "tp_size 2 .*num_gpus 1"),
+    ("cpu with gpus", {"engine": SglangPods(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
     ("too few replicas", {"autoscale": autoscale(1), "replicas": 2}, "max_replicas 1 is below replicas 2"),
     ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),
 ]
@@ -400,9 +400,9 @@ def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, pl
 def test_the_kubelet_expands_nothing_in_a_command_that_a_user_wrote() -> None:
     named, written = "$(SECRET)/$$(SECRET)", "$$(SECRET)/$$$$(SECRET)"
     plan = replace(PLAN, target=replace(PLAN.target, model=named))
-    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=SglangEngine(plan))))
+    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=SglangPods(plan))))
     assert flag(engine(pod), "--model-path") == written
-    ours = EmbeddedEngine(named, lambda use, port: ["python3", "--target", named])
+    ours = EmbeddedEnginePods(named, lambda use, port: ["python3", "--target", named])
     [pod] = pods(render_endpoint(endpoint(active=1), embedded(engine=ours)))
     assert flag(engine(pod), "--target") == written
 

@@ -13,7 +13,7 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.sweep import SweepSpec
 from eyrie_api.contract.targets import TargetSpec
-from eyrie_api.decisions.leaderboard import Measured, rank
+from eyrie_api.decisions.leaderboard import MeasuredCheckpoint, rank
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.resolve import derive
@@ -71,7 +71,7 @@ def test_the_toy_is_in_the_plan_with_its_size_and_description() -> None:
 
 def test_the_toy_is_on_the_leaderboard_and_in_the_comparison() -> None:
     report = benchmark_report("toy-step-1", {"chat": (2.0,)})
-    (entry,) = rank([Measured(job_id="j", family="toy", target="t", tuned=False, report=report)])
+    (entry,) = rank([MeasuredCheckpoint(job_id="j", family="toy", target="t", tuned=False, report=report)])
     assert entry.family == "toy"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.contract.engine import SamplingSpec
 from eyrie_workers.engines.openai_api import ResponseMetadata
-from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
+from eyrie_workers.engines.responses import DecodingRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Request, StepOutput
 from eyrie_workers.speculation.verify import TokenLogprobs
 from eyrie_workers.targets.templates import token_text
@@ -24,8 +24,8 @@ def decode(ids: list[int]) -> str:
 
 def new_builder(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> ResponseBuilder:
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
-    generation = GenerationRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
-                                   include_usage=True, continuous_usage=True, token_ids=True, spec_details=True)
+    generation = DecodingRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
+                                 include_usage=True, continuous_usage=True, token_ids=True, spec_details=True)
     return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode,
                            lambda token: token_text(decode([token]), None))
 

@@ -17,7 +17,7 @@ from eyrie_workers.measure.tuner.operating import (
     possible_shapes,
     with_block,
 )
-from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.predict import PredictedSpeed
 
 CHAIN3, CHAIN7 = (DraftTreeShape(num_steps=n, top_k=1, num_draft_tokens=n + 1) for n in (3, 7))
 TREE3, TREE7 = (DraftTreeShape(num_steps=n, top_k=4, num_draft_tokens=16) for n in (3, 7))
@@ -34,8 +34,8 @@ def entry(prompt: str, temperature: float = 0.0, repeat: int = 0, suite: str = "
                  samples={named[name]: value for name, value in variants.items()})
 
 
-def predicted(shape: DraftTreeShape, speedup: float, tau: float = 3.0) -> Prediction:
-    return Prediction(Setting(tree=shape), 1, 65 * speedup, speedup, tau)
+def predicted(shape: DraftTreeShape, speedup: float, tau: float = 3.0) -> PredictedSpeed:
+    return PredictedSpeed(Setting(tree=shape), 1, 65 * speedup, speedup, tau)
 
 
 def test_the_grid_holds_each_chain_once_and_only_possible_trees() -> None:
@@ -92,7 +92,7 @@ def test_the_finding_of_other_figures_says_the_opposite() -> None:
 
 
 def test_a_grid_of_chains_alone_speaks_of_depth_alone() -> None:
-    lookup = Prediction(Setting(method="ngram", tree=CHAIN3), 1, 65.0, 9.0, 1.2)
+    lookup = PredictedSpeed(Setting(method="ngram", tree=CHAIN3), 1, 65.0, 9.0, 1.2)
     said = depth_against_width([predicted(CHAIN3, 2.0), predicted(CHAIN7, 2.01), lookup])
     assert "top_k" not in said
     assert "no significant difference" in said

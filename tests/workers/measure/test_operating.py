@@ -8,7 +8,7 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.tuning import OFF, OperatingPoint, Setting, Trial
 from eyrie_workers.measure.tuner.operating import adaptive, between, compile_map, predicted_point
-from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.predict import PredictedSpeed
 
 
 def chain(steps: int) -> Setting:
@@ -92,8 +92,8 @@ def test_between_measured_loads_only_what_was_measured_somewhere_is_predicted() 
     assert between([1, 4]) == [2]
     assert between([2, 24, 4]) == [8, 16]
     assert between([3]) == []
-    predictions = {s: Prediction(s, 2, 100 * speed, speed, 2.0) for s, speed in
+    predictions = {s: PredictedSpeed(s, 2, 100 * speed, speed, 2.0) for s, speed in
                    ((OFF, 1.0), (chain(5), 1.5), (TREE, 1.9))}
     assert predicted_point(predictions, [OFF, chain(5)]).setting == chain(5)
-    slow = {s: Prediction(s, 2, 90.0, 1.0 if s == OFF else 0.9, 2.0) for s in (OFF, TREE)}
+    slow = {s: PredictedSpeed(s, 2, 90.0, 1.0 if s == OFF else 0.9, 2.0) for s in (OFF, TREE)}
     assert predicted_point(slow, [OFF, TREE]).setting == OFF

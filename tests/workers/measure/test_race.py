@@ -8,10 +8,10 @@ import pytest
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measure.benchmark.blocks import turns
-from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.race import (
     TIE,
-    Measured,
+    MeasuredSetting,
     Race,
     always_raced,
     within_budget,
@@ -30,7 +30,7 @@ def tree(steps: int) -> Setting:
 
 
 def race_of(predicted: dict[Setting, float], most_trials: int = 99) -> Race:
-    return Race({s: Prediction(s, 1, 100 * speed, speed, 2.0) for s, speed in predicted.items()}, most_trials)
+    return Race({s: PredictedSpeed(s, 1, 100 * speed, speed, 2.0) for s, speed in predicted.items()}, most_trials)
 
 
 def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: int = 8, seed: int = 0,
@@ -43,7 +43,7 @@ def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: in
             hard = chance.gauss(0, 0.3)  # shared by all variants: prompts differ in length and ease
             for setting in list(race.active):
                 seconds = math.exp(hard + chance.gauss(0, noise)) / true[setting]
-                race.record(setting, (temperature, rung), Measured(100, seconds))
+                race.record(setting, (temperature, rung), MeasuredSetting(100, seconds))
         race.drop()
         if race.decided:
             return rung + 1

@@ -15,8 +15,8 @@ from eyrie_workers.regeneration.answers import (
     GenerationOutcome,
     GenerationRequest,
 )
-from eyrie_workers.regeneration.endpoint import Endpoint
-from eyrie_workers.regeneration.online import FIRST_BACKOFF_S, MAX_BACKOFF_S, OnlineClient, Route, Routes
+from eyrie_workers.regeneration.endpoint import GenerationEndpoint
+from eyrie_workers.regeneration.online import FIRST_BACKOFF_S, MAX_BACKOFF_S, OnlineClient, RequestRoute, RequestRoutes
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
 from tests.workers.regeneration.openai_double import Troubles, openai_double
@@ -24,7 +24,7 @@ from tests.workers.regeneration.openai_double import Troubles, openai_double
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.integers(1, 5))
 def test_the_next_request_goes_to_an_endpoint_with_the_least_in_flight(endings: list[int], num: int) -> None:
-    routes, open_ = Routes([f"http://{i}" for i in range(num)]), list[Route]()
+    routes, open_ = RequestRoutes([f"http://{i}" for i in range(num)]), list[RequestRoute]()
     for ending in endings:
         if ending and open_:
             routes.answered(open_.pop(ending % len(open_)))
@@ -36,7 +36,7 @@ def test_the_next_request_goes_to_an_endpoint_with_the_least_in_flight(endings: 
 
 
 def test_an_endpoint_that_fails_rests_longer_each_time_and_one_request_tries_it() -> None:
-    routes, now, rests = Routes(["a", "b"]), 0.0, []
+    routes, now, rests = RequestRoutes(["a", "b"]), 0.0, []
     sick, well = routes.all
     for _ in range(9):
         while (route := routes.take(now)) is not sick:  # until its rest is over
@@ -54,7 +54,7 @@ def test_an_endpoint_that_fails_rests_longer_each_time_and_one_request_tries_it(
 
 
 def test_when_all_rest_the_one_whose_rest_ends_first_is_asked() -> None:
-    routes = Routes(["a", "b"])
+    routes = RequestRoutes(["a", "b"])
     for wish_s in (20.0, 10.0):
         routes.failed(routes.take(0.0), 0.0, wish_s)
     assert not routes.has_available(5.0)
@@ -71,9 +71,9 @@ def asked(tokenizer: ChatTokenizer, urls: tuple[str, ...], num: int, **changes: 
     for i in range(num):
         messages = [{"role": "user", "content": f"What is {i}?"}]
         prompts.append(GenerationRequest(f"{i:032x}", messages, [], tokenizer.render(messages), seed=i))
-    endpoint = Endpoint(base_urls=urls, model="tiny", sampling=SamplingSpec(), max_new_tokens=16, max_retries=3,
-                        concurrency=4,
-                        **changes)  # type: ignore[arg-type]
+    endpoint = GenerationEndpoint(base_urls=urls, model="tiny", sampling=SamplingSpec(), max_new_tokens=16,
+                                  max_retries=3, concurrency=4,
+                                  **changes)  # type: ignore[arg-type]
     engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda *_: None, first_delay_s=0.001)
     return list(engine.answers(iter(prompts), lambda: None))
 

@@ -21,7 +21,13 @@ from eyrie_workers.regeneration.answers import (
     GenerationRequest,
 )
 from eyrie_workers.regeneration.batch import BatchClient
-from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, parse_generated, request_body, retry_delay_s
+from eyrie_workers.regeneration.endpoint import (
+    GenerationEndpoint,
+    endpoint_of,
+    parse_generated,
+    request_body,
+    retry_delay_s,
+)
 from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.targets.templates import ChatTokenizer, _environment
 from tests.tiny import TEMPLATE, tiny_target
@@ -43,10 +49,10 @@ def prompts(tokenizer: ChatTokenizer, num: int) -> list[GenerationRequest]:
     return result
 
 
-def endpoint(service: Service, **changes: Any) -> Endpoint:
+def endpoint(service: Service, **changes: Any) -> GenerationEndpoint:
     settings: dict[str, Any] = {"sampling": SamplingSpec(temperature=0.7, top_k=5), "max_new_tokens": 16,
                                 "max_retries": 2, "concurrency": 4} | changes
-    return Endpoint(base_urls=(service.url,), model="tiny", **settings)
+    return GenerationEndpoint(base_urls=(service.url,), model="tiny", **settings)
 
 
 class World:
@@ -309,7 +315,7 @@ def test_a_row_that_fails_in_every_batch_is_refused_in_the_end(tokenizer: ChatTo
 
 def test_sglangs_own_api_gets_token_ids_and_returns_them(tokenizer: ChatTokenizer) -> None:
     prompt = dataclasses.replace(prompts(tokenizer, 1)[0], max_new_tokens=40)
-    native = Endpoint(("http://a",), "tiny", SamplingSpec(temperature=0.7), 16, native=True,
+    native = GenerationEndpoint(("http://a",), "tiny", SamplingSpec(temperature=0.7), 16, native=True,
                       context=len(prompt.prompt_ids) + 30)
     assert native.path == "/generate"
     assert request_body(native, prompt, ids_field="return_token_ids") == {
@@ -328,5 +334,5 @@ def test_sglangs_own_api_gets_token_ids_and_returns_them(tokenizer: ChatTokenize
 
 def test_template_variables_are_sent_to_a_chat_endpoint(tokenizer: ChatTokenizer) -> None:
     prompt = dataclasses.replace(prompts(tokenizer, 1)[0], chat_template_kwargs={"enable_thinking": False})
-    endpoint = Endpoint(("http://a/v1",), "tiny", SamplingSpec(), 16)
+    endpoint = GenerationEndpoint(("http://a/v1",), "tiny", SamplingSpec(), 16)
     assert request_body(endpoint, prompt, ids_field=None)["chat_template_kwargs"] == {"enable_thinking": False}

@@ -15,7 +15,7 @@ from eyrie_api.errors import ArtifactCorrupt
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
 from eyrie_workers.measure.load.client import RequestResult
 from eyrie_workers.measure.load.report_statistics import LevelResults, comparison
-from eyrie_workers.measure.load.schedule import Level
+from eyrie_workers.measure.load.schedule import RequestLevel
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.hardware import compare, read_results, write_results
 from tests.api.artifacts.test_directories import a_stage
@@ -117,7 +117,7 @@ def test_stored_requests_give_the_comparison_that_the_measured_ones_give(tmp_pat
             end_to_end_s=(1.0 + 0.1 * number) / speed, histogram=(2, 3), proposed=True, digest=bytes([number]),
             ids_digest=bytes([number, 1])) for number in range(8))
         failed = RequestResult("chat", "lost", 0, 9, failure="timeout")
-        return LevelResults(variant, Level("closed", 2), (*results, failed), 4.0 / speed, 0.1)
+        return LevelResults(variant, RequestLevel("closed", 2), (*results, failed), 4.0 / speed, 0.1)
 
     ours, theirs = level("b/off", 2.0), level("a/off", 1.0)
     write_results(tmp_path / "results.jsonl", [theirs])

@@ -97,7 +97,7 @@ REGRESSION_WEIGHT = 10.0
 NOISE = 0.1
 
 
-class _Layer(DecoderLayer):
+class _Eagle1Layer(DecoderLayer):
     def __init__(self, config: TargetConfig) -> None:
         super().__init__(config)
         del self.input_layernorm
@@ -111,12 +111,12 @@ class Eagle1Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
-        self.layers = nn.ModuleList([_Layer(config)])
+        self.layers = nn.ModuleList([_Eagle1Layer(config)])
 
     def weights(self, dtype: torch.dtype) -> "Eagle1Weights":
         """The matrices joined by input, in `dtype`; gradients flow to the parameters."""
         layer = self.layers[0]
-        assert isinstance(layer, _Layer)
+        assert isinstance(layer, _Eagle1Layer)
         attention, hidden = layer.self_attn, self.config.hidden_size
         return Eagle1Weights(
             config=self.config, token=self.fc.weight[:, :hidden].to(dtype), state=self.fc.weight[:, hidden:].to(dtype),
@@ -255,7 +255,7 @@ def _uniform(shape: tuple[int, int], key: tuple[int, ...], device: torch.device)
     return torch.empty(shape, device=device).uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(seed))
 
 
-class _InferenceLayer:
+class _Eagle1InferenceLayer:
     """`InferenceLayer`: x and its q, k, v are linear in token and feature, so one product per feature yields all four,
     and the token's share is a `TokenProjection`."""
 
@@ -294,7 +294,7 @@ class Eagle1Proposer(LayerProposer):
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
         """Drafting computes in the target's dtype."""
         with torch.inference_mode():
-            layer = _InferenceLayer(drafter, target)
+            layer = _Eagle1InferenceLayer(drafter, target)
         super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
 

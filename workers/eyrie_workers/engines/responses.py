@@ -206,7 +206,7 @@ class ResponseText:
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class DecodingRequest:
     """A chat completion or completion request, with the prompt rendered and every default resolved."""
 
     engine_request: Request
@@ -222,7 +222,7 @@ class GenerationRequest:
 
 
 def build_generation_request(body: ChatCompletionRequest | CompletionRequest, request_id: str,
-                             loaded: LoadedEngine) -> GenerationRequest:
+                             loaded: LoadedEngine) -> DecodingRequest:
     """Render the prompt and resolve the defaults. Raises ContextTooLong."""
     tools = None
     if isinstance(body, ChatCompletionRequest):
@@ -241,7 +241,7 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         top_logprobs=body.num_top_logprobs, draft=body.eyrie is None or body.eyrie.drafter,
         trace=body.eyrie is not None and body.eyrie.rounds,
     )
-    return GenerationRequest(
+    return DecodingRequest(
         engine_request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
@@ -253,7 +253,7 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
 class ResponseBuilder:
     """One response while its tokens arrive."""
 
-    generation: GenerationRequest
+    generation: DecodingRequest
     metadata: ResponseMetadata
     decode: Callable[[list[int]], str]
     token_text: Callable[[int], TokenText]

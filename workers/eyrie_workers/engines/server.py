@@ -64,7 +64,7 @@ from eyrie_workers.engines.openai_api import (
     read_object,
 )
 from eyrie_workers.engines.process import batch_size_schedule
-from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder, build_generation_request
+from eyrie_workers.engines.responses import DecodingRequest, ResponseBuilder, build_generation_request
 from eyrie_workers.speculation.engine import Engine, StepOutput
 
 _DRAIN_S = 25.0
@@ -115,7 +115,7 @@ class Service:
 class ActiveRequest:
     """A submitted request and its response while the engine generates it."""
 
-    def __init__(self, service: Service, generation: GenerationRequest, response: ResponseBuilder) -> None:
+    def __init__(self, service: Service, generation: DecodingRequest, response: ResponseBuilder) -> None:
         self.generation = generation
         self._service = service
         self._response = response

@@ -34,7 +34,7 @@ from eyrie_workers.regeneration.answers import (
     sleep_in_slices,
 )
 from eyrie_workers.regeneration.endpoint import (
-    Endpoint,
+    GenerationEndpoint,
     declined,
     fatal,
     is_retryable,
@@ -61,7 +61,7 @@ class PendingBatch(Frozen):
 class BatchClient:
     """`GenerationClient` over the Batch API."""
 
-    endpoint: Endpoint
+    endpoint: GenerationEndpoint
     tokenizer: AnswerRetokenizer
     state_file: Path  # `batch.json`
     warn: Callable[[str, str], None]

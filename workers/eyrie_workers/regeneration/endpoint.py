@@ -33,7 +33,7 @@ _RETRYABLE = (408, 409, 425, 429)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class GenerationEndpoint:
     """Addresses and request settings of the endpoints of a job."""
 
     base_urls: tuple[str, ...]  # each serves the same model
@@ -67,7 +67,7 @@ class Endpoint:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = None) -> Endpoint:
+def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = None) -> GenerationEndpoint:
     """The endpoint of a spec. Raises InvalidInput when the environment variable of its key is not set."""
     key = None
     if spec.api_key_env is not None:
@@ -76,13 +76,13 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
             raise InvalidInput(f"regenerate.api_key_env names {spec.api_key_env}, which is not set",
                                f"export {spec.api_key_env}=<key> where the stage runs, or remove the field")
     assert spec.base_urls  # required by the contract for these engines
-    return Endpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
-                    sampling=spec.sampling, max_new_tokens=spec.max_new_tokens, timeout_s=spec.timeout_s,
-                    max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
-                    context=context)
+    return GenerationEndpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
+                              sampling=spec.sampling, max_new_tokens=spec.max_new_tokens, timeout_s=spec.timeout_s,
+                              max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
+                              context=context)
 
 
-def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: str | None) -> dict[str, Any]:
+def request_body(endpoint: GenerationEndpoint, prompt: GenerationRequest, *, ids_field: str | None) -> dict[str, Any]:
     """Body of one request.
 
     ids_field   field that requests token ids in a chat completion; None for none

@@ -4,10 +4,10 @@ An event loop runs inside the generator: up to `concurrency` requests are in fli
 the next, and the consumer of the answers sets the pace. Closing the generator, or a stop request, cancels the requests
 in flight; those rows are requested again by the next run, with the same seed.
 
-A request goes to the endpoint with the fewest requests in flight (`Routes`). An endpoint that fails is unavailable for
-a backoff that doubles with each consecutive failure, as long as another one is available; after the backoff one request
-probes it, and the first answer makes it available again. When all are unavailable, the one whose backoff ends first is
-used: the retries of a request then set the pace, as with a single endpoint.
+A request goes to the endpoint with the fewest requests in flight (`RequestRoutes`). An endpoint that fails is
+unavailable for a backoff that doubles with each consecutive failure, as long as another one is available; after the
+backoff one request probes it, and the first answer makes it available again. When all are unavailable, the one whose
+backoff ends first is used: the retries of a request then set the pace, as with a single endpoint.
 
 Requests are sent with `measure.load.http_client`: when a server that batches finishes many answers at once, the
 processor time of a general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is
@@ -31,7 +31,7 @@ from eyrie_workers.regeneration.answers import (
     GenerationRequest,
 )
 from eyrie_workers.regeneration.endpoint import (
-    Endpoint,
+    GenerationEndpoint,
     declined,
     is_retryable,
     parse_completion,
@@ -48,7 +48,7 @@ IDS_FIELDS: tuple[str | None, ...] = ("return_token_ids", "return_output_ids_in_
 
 
 @dataclass
-class Route:
+class RequestRoute:
     """The state of one endpoint."""
 
     url: str
@@ -69,13 +69,13 @@ class Route:
             self.ids_field_index = max(self.ids_field_index, IDS_FIELDS.index(ids_field) + 1)
 
 
-class Routes:
+class RequestRoutes:
     """All endpoints of a job."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self.all = [Route(url) for url in urls]
+        self.all = [RequestRoute(url) for url in urls]
 
-    def take(self, now: float) -> Route:
+    def take(self, now: float) -> RequestRoute:
         """The endpoint for the next request, which counts as in flight until `answered` or `failed`."""
         available = [route for route in self.all if self._is_available(route, now)]
         if available:
@@ -85,13 +85,13 @@ class Routes:
         route.in_flight += 1
         return route
 
-    def answered(self, route: Route) -> None:
+    def answered(self, route: RequestRoute) -> None:
         """The endpoint answered; an error about one prompt counts as an answer."""
         route.in_flight -= 1
         route.answered += 1
         route.failures, route.unavailable_until = 0, 0.0
 
-    def failed(self, route: Route, now: float, retry_after_s: float = 0.0) -> None:
+    def failed(self, route: RequestRoute, now: float, retry_after_s: float = 0.0) -> None:
         """The endpoint failed and becomes unavailable; requests that failed during one backoff count once.
 
         retry_after_s   the pause that the endpoint asked for
@@ -102,7 +102,7 @@ class Routes:
             route.unavailable_until = now + max(retry_after_s, backoff_s)
             route.failures += 1
 
-    def dropped(self, route: Route) -> None:
+    def dropped(self, route: RequestRoute) -> None:
         """A request was cancelled; its endpoint's state does not change."""
         route.in_flight -= 1
 
@@ -111,7 +111,7 @@ class Routes:
         return any(self._is_available(route, now) for route in self.all)
 
     @staticmethod
-    def _is_available(route: Route, now: float) -> bool:
+    def _is_available(route: RequestRoute, now: float) -> bool:
         # After a backoff a single request probes the endpoint: none may be in flight.
         return route.failures == 0 or (now >= route.unavailable_until and route.in_flight == 0)
 
@@ -124,11 +124,11 @@ _POLL_S = 0.2  # longest time until a stop request takes effect
 class OnlineClient:
     """`GenerationClient` over chat completion requests."""
 
-    endpoint: Endpoint
+    endpoint: GenerationEndpoint
     tokenizer: AnswerRetokenizer
     warn: Callable[[str, str], None]  # called with a reason and a sentence
     first_delay_s: float = 0.5
-    _routes: Routes = field(init=False)
+    _routes: RequestRoutes = field(init=False)
     _pools: dict[str, ConnectionPool] = field(default_factory=dict)
     """Connections to every endpoint, kept alive between requests."""
 
@@ -136,7 +136,7 @@ class OnlineClient:
     _answered: int = 0
 
     def __post_init__(self) -> None:
-        self._routes = Routes(self.endpoint.base_urls)
+        self._routes = RequestRoutes(self.endpoint.base_urls)
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Transient after the last retry, Permanent when every request would fail."""
@@ -226,7 +226,8 @@ class OnlineClient:
                 await asyncio.sleep(delay_s)
             attempt += 1
 
-    def _read(self, route: Route, ids_field: str | None, prompt: GenerationRequest, body: bytes) -> GenerationOutcome:
+    def _read(self, route: RequestRoute, ids_field: str | None, prompt: GenerationRequest,
+              body: bytes) -> GenerationOutcome:
         self._answered += 1
         try:
             payload = json.loads(body)

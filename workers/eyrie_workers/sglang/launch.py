@@ -42,7 +42,7 @@ from eyrie_workers.sglang.plugin_files import PACKAGE
 from eyrie_workers.sglang.profiles import (
     PAGE_SIZES,
     AttentionNeeds,
-    HardwareProfile,
+    SglangHardware,
     attention_problem,
     captured_batches,
     choose_attention,
@@ -67,7 +67,7 @@ class LaunchPlan:
     """All settings of one SGLang server."""
 
     target: TargetCheckpoint
-    machine: HardwareProfile
+    machine: SglangHardware
     served_model_name: str
     drafter: DrafterCheckpoint | None = None
     setting: Setting = OFF

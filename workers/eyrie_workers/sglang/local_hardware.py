@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.sglang.profiles import HardwareProfile, profile
+from eyrie_workers.sglang.profiles import SglangHardware, profile
 
 GpuGroup = tuple[str, ...]
 """Ids for CUDA_VISIBLE_DEVICES; empty: the server sees what the stage sees."""
@@ -47,12 +47,12 @@ def gpu_groups(visible: Sequence[str], tp_size: int, num_gpus: int | None) -> tu
     return tuple(tuple(used[first:first + tp_size]) for first in range(0, len(used) - tp_size + 1, tp_size))
 
 
-def detect_hardware() -> HardwareProfile:
+def detect_hardware() -> SglangHardware:
     """The profile of the first GPU, or of the CPU without one."""
     if not torch.cuda.is_available():
         return profile("cpu")
     properties = torch.cuda.get_device_properties(0)
     memory_gib = properties.total_memory / 2**30
     if torch.version.hip:
-        return HardwareProfile(properties.name, "rocm", 0, memory_gib)
-    return HardwareProfile(properties.name, "cuda", 10 * properties.major + properties.minor, memory_gib)
+        return SglangHardware(properties.name, "rocm", 0, memory_gib)
+    return SglangHardware(properties.name, "cuda", 10 * properties.major + properties.minor, memory_gib)

@@ -48,7 +48,7 @@ _KEPT_FREE_BYTES = _GIB
 
 
 @dataclass(frozen=True)
-class HardwareProfile:
+class SglangHardware:
     """One kind of accelerator."""
 
     name: str
@@ -64,17 +64,17 @@ class HardwareProfile:
         return static_fraction(self.memory_gib) if self.platform != "cpu" else 0.3
 
 
-PROFILES: dict[str, HardwareProfile] = {machine.name: machine for machine in (
-    HardwareProfile("a10", "cuda", 86, 24), HardwareProfile("a100-40gb", "cuda", 80, 40),
-    HardwareProfile("a100-80gb", "cuda", 80, 80), HardwareProfile("l40s", "cuda", 89, 48),
-    HardwareProfile("rtx-4090", "cuda", 89, 24), HardwareProfile("h100", "cuda", 90, 80),
-    HardwareProfile("h200", "cuda", 90, 141), HardwareProfile("b200", "cuda", 100, 180),
-    HardwareProfile("gb200", "cuda", 100, 186), HardwareProfile("rtx-pro-6000-blackwell", "cuda", 120, 96),
-    HardwareProfile("mi300x", "rocm", 0, 192), HardwareProfile("cpu", "cpu", 0, 16),
+PROFILES: dict[str, SglangHardware] = {machine.name: machine for machine in (
+    SglangHardware("a10", "cuda", 86, 24), SglangHardware("a100-40gb", "cuda", 80, 40),
+    SglangHardware("a100-80gb", "cuda", 80, 80), SglangHardware("l40s", "cuda", 89, 48),
+    SglangHardware("rtx-4090", "cuda", 89, 24), SglangHardware("h100", "cuda", 90, 80),
+    SglangHardware("h200", "cuda", 90, 141), SglangHardware("b200", "cuda", 100, 180),
+    SglangHardware("gb200", "cuda", 100, 186), SglangHardware("rtx-pro-6000-blackwell", "cuda", 120, 96),
+    SglangHardware("mi300x", "rocm", 0, 192), SglangHardware("cpu", "cpu", 0, 16),
 )}
 
 
-def profile(name: str) -> HardwareProfile:
+def profile(name: str) -> SglangHardware:
     """A profile by name. Raises Unlaunchable with the list."""
     if name not in PROFILES:
         raise Unlaunchable(f"hardware profile {name!r} is not known", f"known are {', '.join(PROFILES)}")
@@ -155,7 +155,7 @@ PAGE_SIZES = dict.fromkeys(BACKENDS, 1) | {"trtllm_mha": 64}
 """`--page-size`. intel_amx and, over sliding-window layers, fa3 verify trees with page size 1 only."""
 
 
-def preferred(machine: HardwareProfile, needs: AttentionNeeds) -> tuple[str, ...]:
+def preferred(machine: SglangHardware, needs: AttentionNeeds) -> tuple[str, ...]:
     """Backends for a target on a machine, the preferred one first. Each of them runs there and serves the target."""
     if machine.platform == "cpu":
         return ("intel_amx",)
@@ -176,7 +176,7 @@ def preferred(machine: HardwareProfile, needs: AttentionNeeds) -> tuple[str, ...
     return ("flashinfer", "triton")
 
 
-def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: str,
+def attention_problem(machine: SglangHardware, needs: AttentionNeeds, backend: str,
                       widest: int) -> tuple[str, str] | None:
     """Why a backend does not support drafts with `top_k` up to `widest` (0: no speculation), and the hint; None when it
     does.
@@ -205,7 +205,7 @@ def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: 
     return None
 
 
-def choose_attention(machine: HardwareProfile, needs: AttentionNeeds, widths: Collection[int]) -> str:
+def choose_attention(machine: SglangHardware, needs: AttentionNeeds, widths: Collection[int]) -> str:
     """The best backend that serves all of these top_k (0: no speculation). Raises Unlaunchable."""
     widest = max(widths, default=0)
     problems: list[tuple[str, str]] = []
@@ -262,7 +262,7 @@ def weights_on_disk(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-def available_bytes(machine: HardwareProfile, num_gpus: int = 1) -> int:
+def available_bytes(machine: SglangHardware, num_gpus: int = 1) -> int:
     """Memory that servers may take now."""
     if machine.platform != "cpu":
         return int(machine.mem_fraction * machine.memory_gib * _GIB * num_gpus)

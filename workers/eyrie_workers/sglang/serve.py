@@ -31,7 +31,7 @@ from eyrie_workers.sglang.launch import LaunchPlan, adaptive_config, launch_argu
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import launcher_command, merged_environment, plugin_root
 from eyrie_workers.sglang.profiles import (
-    HardwareProfile,
+    SglangHardware,
     available_bytes,
     kv_bytes_per_token,
     requests_that_fit,
@@ -56,7 +56,7 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
                                                                             target.context_length))
 
 
-def default_concurrency(options: argparse.Namespace, use: DrafterUse, machine: HardwareProfile,
+def default_concurrency(options: argparse.Namespace, use: DrafterUse, machine: SglangHardware,
                         context_length: int) -> int:
     """As many requests as this machine's memory holds next to the weights."""
     target = Path(options.target)

@@ -39,7 +39,7 @@ from eyrie_workers.sglang.launch import (
 from eyrie_workers.sglang.local_hardware import GpuGroup, detect_hardware
 from eyrie_workers.sglang.process import launcher_command, plugin_root, start_sglang
 from eyrie_workers.sglang.profiles import (
-    HardwareProfile,
+    SglangHardware,
     available_bytes,
     kv_bytes_per_token,
     num_that_fit,
@@ -87,7 +87,7 @@ class ServerPlan:
     threads: int | None = None
     """CPU threads of the embedded engine."""
 
-    machine: HardwareProfile | None = None
+    machine: SglangHardware | None = None
     """The hardware SGLang runs on; default: this machine's."""
 
     tp_size: int = 1
@@ -101,7 +101,7 @@ class ServerPlan:
         return Path(self.target.model).name
 
     @property
-    def hardware(self) -> HardwareProfile:
+    def hardware(self) -> SglangHardware:
         return self.machine or detect_hardware()
 
     def is_adaptive(self, use: DrafterUse) -> bool:

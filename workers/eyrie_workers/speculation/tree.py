@@ -93,7 +93,7 @@ class Topology(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Level(NamedTuple):
+class TreeLevel(NamedTuple):
     """One depth of a topology, as the drafter expands it. A *parent* is a node of the depth above that has children."""
 
     nodes: tuple[int, ...]
@@ -152,18 +152,18 @@ def _topology(num_steps: int, top_k: int, num_draft_tokens: int) -> Topology:
 
 
 @cache
-def levels(topology: Topology) -> tuple[Level, ...]:
+def levels(topology: Topology) -> tuple[TreeLevel, ...]:
     """The depths below the root, in order."""
     parents, ranks = topology
     with_children = set(parents)
-    result: list[Level] = []
+    result: list[TreeLevel] = []
     above: tuple[int, ...] = (0,)
     while nodes := tuple(node for node, parent in enumerate(parents) if node and parent in above):
         width = 1 + max(ranks[node] for node in nodes)
         expanded = tuple(node for node in nodes if node in with_children)
-        result.append(Level(nodes, width, tuple(above.index(parents[node]) * width + ranks[node] for node in nodes),
-                            tuple(parents[node] for node in nodes), expanded,
-                            tuple(above.index(parents[node]) for node in expanded)))
+        result.append(TreeLevel(nodes, width, tuple(above.index(parents[node]) * width + ranks[node] for node in nodes),
+                                tuple(parents[node] for node in nodes), expanded,
+                                tuple(above.index(parents[node]) for node in expanded)))
         above = expanded
     return tuple(result)
 

@@ -38,7 +38,7 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid, files_of
 from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine import environment
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, Blocks, ConcurrentBenchmark
+from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, ConcurrentBenchmark, MeasuredBlocks
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
     LEDGER,
@@ -120,7 +120,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
             session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
         measured = measure_units(session, units, variants, ledger, stage)
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
-        concurrent = ConcurrentBenchmark(spec.benchmark, setting, Blocks(
+        concurrent = ConcurrentBenchmark(spec.benchmark, setting, MeasuredBlocks(
             BlockRunner(session, [prompt for _, prompt in prompts]), block_ledger,
             {run.key: run for run in block_ledger.entries}))
         if not concurrent.is_measured:

@@ -32,7 +32,7 @@ from eyrie_workers.measure.benchmark.session import REPORT, measuring, read_suit
 from eyrie_workers.measure.load.client import LoadEndpoint, RequestResult
 from eyrie_workers.measure.load.report_statistics import LevelResults
 from eyrie_workers.measure.load.run import LoadTestResults, load_report, measure_in_turn
-from eyrie_workers.measure.load.schedule import Level
+from eyrie_workers.measure.load.schedule import RequestLevel
 from eyrie_workers.sglang.local_hardware import visible_gpus
 from eyrie_workers.sglang.servers import ServerPlan, ServerPool
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -163,7 +163,7 @@ def read_results(path: Path) -> list[LevelResults]:
     """Read it. Raises ArtifactCorrupt."""
     try:
         stored = [StoredLevel.model_validate_json(line) for line in path.read_text().splitlines()]
-        return [LevelResults(of.variant, Level(of.mode, of.value), tuple(each.result() for each in of.results),
+        return [LevelResults(of.variant, RequestLevel(of.mode, of.value), tuple(each.result() for each in of.results),
                              of.seconds, of.cpu_s) for of in stored]
     except (OSError, ValueError) as error:
         raise ArtifactCorrupt(f"{path} cannot be read: {' '.join(str(error).split())[:200]}",

@@ -57,7 +57,7 @@ class LayerScore:
 
 
 @dataclass(frozen=True)
-class Probe:
+class LayerProbe:
     """Scores of the layers of a target."""
 
     embedding: float  # agreement of a probe of the embedding of token i + 1 alone
@@ -111,7 +111,7 @@ class _Readings:
 
 
 def probe_layers(target: TargetModel, rows: Sequence[tuple[Tensor, int]], chosen: Sequence[int],
-                 layers: Sequence[int] | None = None) -> Probe:
+                 layers: Sequence[int] | None = None) -> LayerProbe:
     """Rank a target's layers on some rows (token ids [T], how many are prompt).
 
     chosen   the layers to compare with
@@ -132,7 +132,7 @@ def probe_layers(target: TargetModel, rows: Sequence[tuple[Tensor, int]], chosen
         together.append(max((score([*best, layer]) for layer in ranked if layer not in best),
                             key=lambda layers: layers.agreement))
         best = list(together[-1].layers)
-    return Probe(readings.agreement([]), tuple(alone), tuple(together), score(chosen), readings.choice.numel())
+    return LayerProbe(readings.agreement([]), tuple(alone), tuple(together), score(chosen), readings.choice.numel())
 
 
 def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Sequence[int]) -> _Readings:

@@ -79,7 +79,7 @@ _MAX_INITIAL_FAILURES = 20
 
 
 @dataclass
-class Tally:
+class RowTally:
     """Totals over the finished rows."""
 
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -330,7 +330,7 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
     if len(ledger) == 0:
         raise NoUsableData(f"none of {summary.rows_selected} prompts was answered: {refused[0].reason}",
                            "fix what the endpoint reports, then retry")
-    tally, ended, cut = Tally(), Counter[str](), list[QuarantinedRow]()
+    tally, ended, cut = RowTally(), Counter[str](), list[QuarantinedRow]()
 
     def answered_ids() -> Iterator[str]:
         for row in selection.selected(stage.out_dir):

@@ -43,7 +43,7 @@ from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.blocks import (
     BlockRun,
     BlockRunner,
-    Blocks,
+    MeasuredBlocks,
     block_size,
     num_identical,
     rate,
@@ -77,9 +77,9 @@ from eyrie_workers.measure.tuner.operating import (
     predicted_point,
     with_block,
 )
-from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.profile import TuningProfile
-from eyrie_workers.measure.tuner.race import Measured, Race, always_raced, within_budget
+from eyrie_workers.measure.tuner.race import MeasuredSetting, Race, always_raced, within_budget
 from eyrie_workers.sglang.checkpoints import read_drafter
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -109,7 +109,7 @@ class Tuning:
 
     spec: TuneStage
     stage: Stage
-    blocks: Blocks
+    blocks: MeasuredBlocks
     settings: tuple[Setting, ...]
     uses: Mapping[str, DrafterUse]
     profile: TuningProfile
@@ -191,7 +191,7 @@ class Tuning:
         for setting, (temperature, rung) in turns(variants, blocks, rungs.start, all_ready):
             self.stage.pause_point()
             run = self.blocks.measure(setting, concurrency, temperature, rung)
-            race.record(setting, (temperature, rung), Measured(run.tokens, run.seconds))
+            race.record(setting, (temperature, rung), MeasuredSetting(run.tokens, run.seconds))
             seconds += run.seconds
             self.stage.progress(self.spent_s, self.spec.tune.budget_s, "seconds of racing",
                                 f"{setting.label()} at concurrency {concurrency}")
@@ -212,7 +212,7 @@ class Tuning:
                               if (*key[:2], key[3]) == (concurrency, temperature, setting.label())]
                 for temperature in self.spec.tune.temperatures}
 
-    def trial(self, race: Race, prediction: Prediction, best: Setting) -> Trial:
+    def trial(self, race: Race, prediction: PredictedSpeed, best: Setting) -> Trial:
         setting, concurrency = prediction.setting, prediction.concurrency
         predicted = {"setting": setting, "concurrency": concurrency, "predicted_tokens_per_s": prediction.tokens_per_s,
                 "predicted_speedup": prediction.speedup, "predicted_tau": prediction.tau}
@@ -309,7 +309,7 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
     prompts = draw_prompts(suites, spec)
     uses = uses_of(spec, {setting.label(): setting for setting in settings} | {BASELINE: OFF})
     with measuring(stage), open_session(spec, suites, uses, stage, concurrencies[-1]) as session:
-        blocks = Blocks(BlockRunner(session, prompts.raced), ledger, {run.key: run for run in ledger.entries})
+        blocks = MeasuredBlocks(BlockRunner(session, prompts.raced), ledger, {run.key: run for run in ledger.entries})
         profile = read_or_measure_profile(stage, spec, blocks, settings, uses, prompts.probed)
         tuning = Tuning(spec, stage, blocks, settings, uses, profile)
         races = {}
@@ -349,7 +349,7 @@ def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
                    final={name: final for name, (_, final) in drawn.items()})
 
 
-def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Sequence[Setting],
+def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: MeasuredBlocks, settings: Sequence[Setting],
                             uses: Mapping[str, DrafterUse], prompts: Sequence[Prompt]) -> TuningProfile:
     path: Path = stage.out_dir / PROFILE
     digest = digest_model(spec)
@@ -367,7 +367,7 @@ def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, setti
     return measured
 
 
-def _measure_profile(stage: Stage, spec: TuneStage, blocks: Blocks, settings: Sequence[Setting],
+def _measure_profile(stage: Stage, spec: TuneStage, blocks: MeasuredBlocks, settings: Sequence[Setting],
                      uses: Mapping[str, DrafterUse], prompts: Sequence[Prompt], digest: str) -> TuningProfile:
     engine, session = blocks.engine, blocks.runner.session
     if isinstance(engine, EmbeddedEngine):

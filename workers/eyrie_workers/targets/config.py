@@ -320,7 +320,7 @@ def _eos(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, .
 
 
 @dataclass(frozen=True)
-class LayerChoice:
+class FusedLayers:
     """The chosen `hidden_states` indices, ascending and distinct, and why."""
 
     aux_layers: tuple[int, ...]
@@ -343,23 +343,23 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
-                      override: Sequence[int] | None = None) -> LayerChoice:
+                      override: Sequence[int] | None = None) -> FusedLayers:
     """Choose aux layers for a target of `num_layers` whose attention types are `layer_types` (None: all full).
 
     Raises InvalidInput when an override is empty, out of 0..num_layers, repeated or not ascending.
     """
     if override is not None:
-        return LayerChoice(_validated(num_layers, tuple(override)), "given by the spec")
+        return FusedLayers(_validated(num_layers, tuple(override)), "given by the spec")
     default = default_aux_layers(num_layers)
     if layer_types is None or all(kind == FULL for kind in layer_types):
-        return LayerChoice(default, f"low, middle and high of {num_layers} layers, all with full attention")
+        return FusedLayers(default, f"low, middle and high of {num_layers} layers, all with full attention")
     outputs = [i + 1 for i, kind in enumerate(layer_types) if kind == FULL and i + 1 < num_layers]
     if len(outputs) < 2:  # with a single state SGLang would skip the drafter's fc
-        return LayerChoice(default, f"low, middle and high of {num_layers} layers; before the last, "
+        return FusedLayers(default, f"low, middle and high of {num_layers} layers; before the last, "
                                     f"{len(outputs)} has full attention")
     moved = _nearest_distinct(default, outputs)
     kinds = ", ".join(sorted(set(layer_types) - {FULL}))
-    return LayerChoice(moved, f"hybrid target ({layer_types.count(FULL)} of {num_layers} layers have full "
+    return FusedLayers(moved, f"hybrid target ({layer_types.count(FULL)} of {num_layers} layers have full "
                               f"attention, the others {kinds}): {list(default)} moved to the outputs of "
                               f"full-attention layers {list(moved)}")
 

@@ -26,7 +26,7 @@ PHASES = ("Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled"
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0)
 
 
-class Telemetry:
+class ControlMetrics:
     """Metrics of one server. Row counts are queried at each scrape, so that restarts do not reset them."""
 
     def __init__(self, control: Control) -> None:
@@ -93,7 +93,7 @@ def readyz(control: Here) -> dict[str, str]:
 def metrics(request: Request, control: Here) -> Response:
     """Prometheus exposition: of the whole installation, so for those who may read in all projects."""
     control.scope.check_installation("jobs:read")
-    telemetry: Telemetry = request.app.state.telemetry
+    telemetry: ControlMetrics = request.app.state.telemetry
     return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
 
 

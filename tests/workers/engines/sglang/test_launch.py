@@ -27,7 +27,7 @@ from eyrie_workers.sglang.launch import (
 from eyrie_workers.sglang.profiles import (
     PROFILES,
     AttentionNeeds,
-    HardwareProfile,
+    SglangHardware,
     Unlaunchable,
     attention_problem,
     captured_batches,
@@ -237,7 +237,7 @@ def test_a_backend_chosen_for_another_variant_is_refused_for_trees_that_it_does_
 @pytest.mark.parametrize(("refused", "says", "hint"), [
     (plan(drafter=None), "there is none", "off"),
     (plan(dtype="float32"), "float32", "bfloat16"),
-    (replace(plan(), machine=HardwareProfile("small", "cuda", 89, 6)), "small has 6 GiB", "more memory"),
+    (replace(plan(), machine=SglangHardware("small", "cuda", 89, 6)), "small has 6 GiB", "more memory"),
 ])
 def test_what_cannot_be_served_is_refused_with_a_hint(refused: LaunchPlan, says: str, hint: str) -> None:
     with pytest.raises(Unlaunchable) as raised:

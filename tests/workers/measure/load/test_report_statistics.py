@@ -16,7 +16,7 @@ from eyrie_workers.measure.load.report_statistics import (
     load_cell,
     meets_slo,
 )
-from eyrie_workers.measure.load.schedule import Level
+from eyrie_workers.measure.load.schedule import RequestLevel
 
 SPEC = LoadSpec(concurrencies=(1,))
 
@@ -29,7 +29,8 @@ def result(index: int, seconds: float = 1.0, tokens: int = 11, category: str = "
 
 
 def level_results(variant: str, *results: RequestResult, users: int = 1) -> LevelResults:
-    return LevelResults(variant, Level("closed", users), results, sum(s.end_to_end_s for s in results) / users, 0.01)
+    seconds = sum(result.end_to_end_s for result in results) / users
+    return LevelResults(variant, RequestLevel("closed", users), results, seconds, 0.01)
 
 
 def test_a_cell_computed_by_hand() -> None:

@@ -11,7 +11,7 @@ from eyrie_api.contract.load import LoadLevel, LoadReport, LoadSpec, ServiceLeve
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadClient, LoadEndpoint, LoadRequest, RequestResult
 from eyrie_workers.measure.load.run import run_load, run_load_in_turn
-from eyrie_workers.measure.load.schedule import Level, arrivals
+from eyrie_workers.measure.load.schedule import RequestLevel, arrivals
 from tests.servers.stub_openai_server import DIALECTS, FAULTS, Timing
 from tests.workers.measure.load.servers import fault, prompts, replying, responding
 
@@ -207,4 +207,4 @@ def test_an_open_loop_sends_every_request_once(plain_url: str) -> None:
     spec = LoadSpec(concurrencies=(), rates_per_s=(200.0,), requests=20, max_new_tokens=4, warmup_requests=0)
     level = only(run_load([LoadEndpoint("off", plain_url, "m")], prompts(4), spec).levels)
     assert (level.mode, level.level, level.total.completed) == ("open", 200.0, 20)
-    assert level.total.seconds >= arrivals(spec, Level("open", 200.0), 0, 20)[-1]
+    assert level.total.seconds >= arrivals(spec, RequestLevel("open", 200.0), 0, 20)[-1]

@@ -6,7 +6,7 @@ from eyrie_api.contract.load import LoadSpec
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.measure.load.client import LoadRequest
 from eyrie_workers.measure.load.schedule import (
-    Level,
+    RequestLevel,
     arrivals,
     blocks,
     draw_prompts,
@@ -54,7 +54,7 @@ def test_every_user_of_a_closed_loop_sends_at_least_two_requests() -> None:
 
 
 def test_arrivals_are_a_poisson_process_fixed_by_the_seed() -> None:
-    level = Level("open", 4.0)
+    level = RequestLevel("open", 4.0)
     times = arrivals(LoadSpec(), level, 0, 20_000)
     assert times[0] == 0.0
     assert times == sorted(times)

@@ -1,4 +1,4 @@
-"""Blocks of prompts through one setting at one concurrency, and the benchmark's higher concurrencies in blocks.
+"""MeasuredBlocks of prompts through one setting at one concurrency, and the benchmark's higher concurrencies in blocks.
 
 A closed loop: as soon as an answer ends the next request is admitted, so the concurrency stays constant. The block ends
 when no request waits and a slot is empty; answers still being decoded are truncated and their tokens so far are
@@ -105,7 +105,7 @@ class BlockRunner:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MeasuredBlocks:
     """Measures blocks, each once: the ledger has those of earlier runs."""
 
     runner: BlockRunner
@@ -177,10 +177,10 @@ def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
 class ConcurrentBenchmark:
     """The blocks of one drafted setting, and of no drafter, at the concurrencies above 1."""
 
-    def __init__(self, spec: BenchmarkSpec, setting: Setting, blocks: Blocks) -> None:
+    def __init__(self, spec: BenchmarkSpec, setting: Setting, blocks: MeasuredBlocks) -> None:
         self._spec, self._setting, self._blocks = spec, setting, blocks
         self._concurrencies = [concurrency for concurrency in spec.concurrencies if concurrency > 1]
-        # Blocks of each temperature and variant: as many as ask every request once. One block has no interval.
+        # MeasuredBlocks of each temperature and variant: as many as ask every request once. One block has no interval.
         num_requests = len(blocks.runner.prompts) * spec.repeats
         self._rungs = {concurrency: max(2, math.ceil(num_requests / block_size(concurrency)))
                        for concurrency in self._concurrencies}

@@ -28,7 +28,7 @@ from eyrie_workers.measure.intervals import (
 )
 from eyrie_workers.measure.load.client import RequestResult
 from eyrie_workers.measure.load.completion_stream import FloatArray
-from eyrie_workers.measure.load.schedule import Level
+from eyrie_workers.measure.load.schedule import RequestLevel
 
 PromptKey = tuple[str, str]
 
@@ -38,7 +38,7 @@ class LevelResults:
     """The results of all blocks of one variant at one level."""
 
     variant: str
-    level: Level
+    level: RequestLevel
     results: tuple[RequestResult, ...]
     seconds: float
     """Wall-clock time of the blocks, from the first request to the end of the last response."""

@@ -27,7 +27,7 @@ from eyrie_workers.machine import client_environment, cpu_count
 from eyrie_workers.measure.load.client import LoadClient, LoadEndpoint, LoadRequest, RawResponse, RequestResult
 from eyrie_workers.measure.load.http_client import RequestFailed
 from eyrie_workers.measure.load.report_statistics import LevelResults, comparison, crossover, level_report
-from eyrie_workers.measure.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
+from eyrie_workers.measure.load.schedule import RequestBlock, RequestLevel, blocks, levels, num_requests, total_requests
 
 OnProgress = Callable[[int, int, str], None]
 PausePoint = Callable[[], None]
@@ -103,7 +103,7 @@ def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], 
 
 def _joined(parts: Sequence["LoadTestResults"]) -> "LoadTestResults":
     """Load tests of single variants as one; parts of the same variant are added."""
-    by_level: dict[tuple[str, Level], LevelResults] = {}
+    by_level: dict[tuple[str, RequestLevel], LevelResults] = {}
     for new in (level for part in parts for level in part.levels):
         old = by_level.get((new.variant, new.level))
         by_level[new.variant, new.level] = new if old is None else old + new
@@ -173,7 +173,7 @@ class _LoadTest:
                 await client.pool.close()
 
     async def _blocks(self) -> LoadTestResults:
-        by_level: dict[tuple[str, Level], LevelResults] = {}
+        by_level: dict[tuple[str, RequestLevel], LevelResults] = {}
         for block in blocks(self._prompts, list(self._clients), self._spec):
             new = await self._polling(self._block(block))
             old = by_level.get((block.variant, block.level))
@@ -196,7 +196,7 @@ class _LoadTest:
                              "intervals")
         return run
 
-    async def _block(self, block: Block) -> LevelResults:
+    async def _block(self, block: RequestBlock) -> LevelResults:
         client = self._clients[block.variant]
         self._label = f"{block.variant}, {block.level.label()}"
         users = block.level.users if block.level.mode == "closed" else 1

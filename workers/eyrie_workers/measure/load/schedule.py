@@ -26,7 +26,7 @@ from eyrie_workers.measure.load.client import LoadRequest
 
 
 @dataclass(frozen=True)
-class Level:
+class RequestLevel:
     """A number of users, or of requests per second."""
 
     mode: Literal["closed", "open"]
@@ -42,22 +42,22 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Block:
+class RequestBlock:
     """One variant at one level, in one repeat."""
 
-    level: Level
+    level: RequestLevel
     variant: str
     warmup: tuple[LoadRequest, ...]
     requests: tuple[LoadRequest, ...]
 
 
-def levels(spec: LoadSpec) -> list[Level]:
+def levels(spec: LoadSpec) -> list[RequestLevel]:
     """All levels, ascending, closed loops first."""
-    return [*(Level("closed", value) for value in sorted(set(spec.concurrencies))),
-            *(Level("open", value) for value in sorted(set(spec.rates_per_s)))]
+    return [*(RequestLevel("closed", value) for value in sorted(set(spec.concurrencies))),
+            *(RequestLevel("open", value) for value in sorted(set(spec.rates_per_s)))]
 
 
-def num_requests(spec: LoadSpec, level: Level) -> int:
+def num_requests(spec: LoadSpec, level: RequestLevel) -> int:
     """Requests of one block. Each user of a closed loop sends at least two: one would only be ramp-up."""
     return max(spec.requests, 2 * level.users) if level.mode == "closed" else spec.requests
 
@@ -72,7 +72,7 @@ def draw_prompts(prompts: Sequence[Prompt], start: int, num: int) -> list[Prompt
     return [columns[column][row % len(columns[column])] for row, column in positions]
 
 
-def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[Block]:
+def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[RequestBlock]:
     block_index = count()
     for level in levels(spec):
         num = num_requests(spec, level)
@@ -84,10 +84,10 @@ def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -
                              for index, (prompt, at) in enumerate(zip(drawn, due, strict=True)))
             warmup = tuple(LoadRequest(prompt, repeat, -1 - index) for index, prompt in enumerate(
                 draw_prompts(prompts, -spec.warmup_requests, spec.warmup_requests))) if repeat == 0 else ()
-            yield from (Block(level, variant, warmup, requests) for variant in order)
+            yield from (RequestBlock(level, variant, warmup, requests) for variant in order)
 
 
-def arrivals(spec: LoadSpec, level: Level, repeat: int, num: int) -> list[float]:
+def arrivals(spec: LoadSpec, level: RequestLevel, repeat: int, num: int) -> list[float]:
     """Arrival times of an open loop in seconds from the start of its block: a Poisson process with a fixed seed."""
     random_source = random.Random(f"{spec.seed}/{level.value}/{repeat}")
     at, times = 0.0, []

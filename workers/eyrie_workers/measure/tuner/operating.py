@@ -22,7 +22,7 @@ from pydantic import JsonValue, ValidationError
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial, TuneSpec
 from eyrie_workers.data.suites import Prompt, select
-from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.race import TIE
 
 # Smaller differences are reported as none: a benchmark this short cannot resolve them.
@@ -57,7 +57,7 @@ def with_block(settings: Sequence[Setting], block_size: int) -> tuple[Setting, .
     return (OFF, Setting(tree=chain), *(setting for setting in settings if setting.method == "ngram"))
 
 
-def depth_against_width(predictions: Sequence[Prediction]) -> str:
+def depth_against_width(predictions: Sequence[PredictedSpeed]) -> str:
     """The effects of depth, width and nodes over the predictions of the drafter's shapes, as a sentence."""
     shapes = {prediction.setting.tree: prediction for prediction in predictions
               if prediction.setting.tree and prediction.setting.method == "drafter"}
@@ -72,7 +72,7 @@ def depth_against_width(predictions: Sequence[Prediction]) -> str:
     return "; ".join(sentence for sentence in sentences if sentence)
 
 
-Shapes = Mapping[DraftTreeShape, Prediction]
+Shapes = Mapping[DraftTreeShape, PredictedSpeed]
 
 
 def _chain_against_tree(shapes: Shapes) -> str:
@@ -141,7 +141,7 @@ def between(concurrencies: Sequence[int]) -> list[int]:
     return [power for power in powers if low < power < high and power not in concurrencies]
 
 
-def predicted_point(predictions: Mapping[Setting, Prediction], tried: Sequence[Setting]) -> OperatingPoint:
+def predicted_point(predictions: Mapping[Setting, PredictedSpeed], tried: Sequence[Setting]) -> OperatingPoint:
     """The best setting at a concurrency that was not raced, among the settings measured at another."""
     best = max((predictions[setting] for setting in tried if setting != OFF), key=lambda prediction: prediction.speedup,
                default=predictions[OFF])

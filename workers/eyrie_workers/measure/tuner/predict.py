@@ -221,7 +221,7 @@ def _line(points: Mapping[int, float], at: float) -> float:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedSpeed:
     """The predicted speed of one setting at one concurrency."""
 
     setting: Setting
@@ -252,7 +252,7 @@ def distribution_of_largest(passes: Mapping[int, int], num_rows: int) -> dict[in
 
 
 def predict(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrency: int, costs: Costs,
-            off: Setting) -> dict[Setting, Prediction]:
+            off: Setting) -> dict[Setting, PredictedSpeed]:
     """Every setting at one concurrency, from its replays by temperature. Speed-ups are relative to `off`."""
     plain = {temperature: tokens_per_s(off, replayed, concurrency, temperature, costs)
              for temperature, replayed in done[off].items()}
@@ -260,7 +260,7 @@ def predict(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrency:
     for setting, by_temperature in done.items():
         rates = {temperature: tokens_per_s(setting, replayed, concurrency, temperature, costs)
                  for temperature, replayed in by_temperature.items()}
-        predictions[setting] = Prediction(
+        predictions[setting] = PredictedSpeed(
             setting, concurrency, fmean(rates.values()), fmean(rates[t] / plain[t] for t in rates),
             fmean(replayed.tau for replayed in by_temperature.values()))
     return predictions

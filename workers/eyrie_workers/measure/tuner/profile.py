@@ -37,7 +37,7 @@ from eyrie_workers.measure.tuner import anchors
 from eyrie_workers.measure.tuner.predict import (
     ContinuationNodes,
     Costs,
-    Prediction,
+    PredictedSpeed,
     ReplayedRounds,
     Trace,
     locate,
@@ -285,7 +285,7 @@ class TuningProfile(Frozen):
 
     seconds: float
 
-    def predictions(self, concurrency: int) -> dict[Setting, Prediction]:
+    def predictions(self, concurrency: int) -> dict[Setting, PredictedSpeed]:
         done: dict[Setting, dict[float, ReplayedRounds]] = {}
         for replayed in self.replays:
             done.setdefault(replayed.setting, {})[replayed.temperature] = replayed.done

@@ -27,7 +27,7 @@ from statistics import fmean, pstdev
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_workers.measure.intervals import Tally, mean_speed_ratio, speed_interval, student_quantile
-from eyrie_workers.measure.tuner.predict import Prediction
+from eyrie_workers.measure.tuner.predict import PredictedSpeed
 
 MARGIN = 0.08  # relative half-width of a prediction before any measurement
 TIE = 0.01  # relative speed difference below which two settings count as equal
@@ -41,7 +41,7 @@ _FEW_BLOCKS = 3
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSetting:
     """Tokens and seconds of one setting on one block."""
 
     tokens: int
@@ -55,9 +55,9 @@ BlockKey = tuple[float, int]  # temperature and rung
 class Race:
     """The race at one concurrency. Its state is a function of the predictions and of the recorded blocks, in order."""
 
-    predictions: Mapping[Setting, Prediction]
+    predictions: Mapping[Setting, PredictedSpeed]
     most_trials: int  # settings that may be measured here, off included
-    blocks: dict[Setting, dict[BlockKey, Measured]] = field(default_factory=dict)
+    blocks: dict[Setting, dict[BlockKey, MeasuredSetting]] = field(default_factory=dict)
     """Results of every measured setting."""
 
     active: list[Setting] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Race:
 
     _intervals: dict[tuple[Setting, Setting, int, int], Interval | None] = field(default_factory=dict)
 
-    def record(self, setting: Setting, block: BlockKey, measured: Measured) -> None:
+    def record(self, setting: Setting, block: BlockKey, measured: MeasuredSetting) -> None:
         self.blocks.setdefault(setting, {})[block] = measured
 
     # Admission
@@ -144,7 +144,7 @@ class Race:
                  for key in keys if key[0] == temperature] for temperature in sorted({key[0] for key in keys})]
 
     def speedup(self, setting: Setting, against: Setting = OFF) -> float:
-        """Measured, mean over temperatures, on common blocks."""
+        """MeasuredSetting, mean over temperatures, on common blocks."""
         return 1.0 if setting == against else mean_speed_ratio(self._groups(setting, against))
 
     def interval(self, setting: Setting, against: Setting = OFF, seed: int = 0) -> Interval | None:
