@@ -80,13 +80,7 @@ from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear, Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
 from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, round_up_rows
-from eyrie_workers.training.objective import (
-    Objective,
-    Outcome,
-    Prediction,
-    StepContext,
-    TargetDistribution,
-)
+from eyrie_workers.training.objective import Objective, Outcome, Prediction, StepContext, TargetDistribution
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["eagle1"].architecture

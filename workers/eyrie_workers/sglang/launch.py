@@ -31,12 +31,7 @@ from typing import Any
 from eyrie_api.contract.families import SGLangAlgorithm
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import OFF, OperatingMap, Setting
-from eyrie_api.planning.sglang_support import (
-    PLUGIN_ARCHITECTURES,
-    Unlaunchable,
-    require_block_capture,
-    require_capture,
-)
+from eyrie_api.planning.sglang_support import PLUGIN_ARCHITECTURES, Unlaunchable, require_block_capture, require_capture
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.sglang.plugin_files import PACKAGE
 from eyrie_workers.sglang.profiles import (

@@ -79,14 +79,7 @@ from eyrie_workers.hidden_states.row_sources import row_sources_are_whole, write
 from eyrie_workers.hidden_states.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
 from eyrie_workers.hidden_states.storage_backend import open_backend
 from eyrie_workers.hidden_states.store import EarlierStates, open_features
-from eyrie_workers.hidden_states.streaming import (
-    STREAM,
-    TOKENS,
-    TargetPass,
-    compute_pass,
-    plan_is_whole,
-    write_plan,
-)
+from eyrie_workers.hidden_states.streaming import STREAM, TOKENS, TargetPass, compute_pass, plan_is_whole, write_plan
 from eyrie_workers.hidden_states.writer import BackgroundWriter, FeatureWriter
 from eyrie_workers.hidden_states.writer import is_whole as store_is_whole
 from eyrie_workers.machine import cpu_count

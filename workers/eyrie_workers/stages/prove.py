@@ -49,34 +49,15 @@ from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.losslessness import explain
-from eyrie_workers.measure.benchmark.session import (
-    REPORT,
-    Suites,
-    measuring,
-    open_ledger,
-    read_suites,
-    round_robin,
-)
+from eyrie_workers.measure.benchmark.session import REPORT, Suites, measuring, open_ledger, read_suites, round_robin
 from eyrie_workers.measure.benchmark.variants import first_difference
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.measure.load.report_statistics import crossover
 from eyrie_workers.measure.load.run import run_load, run_load_in_turn
-from eyrie_workers.measure.parity import (
-    Served,
-    compare_answers,
-    report_without_answers,
-    request_answers,
-)
+from eyrie_workers.measure.parity import Served, compare_answers, report_without_answers, request_answers
 from eyrie_workers.measure.parity_reference import Reference, why_not_held
 from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
-from eyrie_workers.sglang.servers import (
-    DrafterUses,
-    ManagedServer,
-    ServerHistory,
-    ServerPlan,
-    ServerPool,
-    command_line,
-)
+from eyrie_workers.sglang.servers import DrafterUses, ManagedServer, ServerHistory, ServerPlan, ServerPool, command_line
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve

@@ -51,10 +51,7 @@ from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.hidden_states.row_sources import read_row_sources
 from eyrie_workers.hidden_states.storage_backend import open_backend
 from eyrie_workers.machine import cpu_count
-from eyrie_workers.stage_program import (
-    Result,
-    Stage,
-)
+from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.stages.rank_program import run_ranks
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config

@@ -328,12 +328,19 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         measured = measure_units(session, units, variants, final_ledger, stage)
         final = benchmark_report(session, spec, [entry for _, entry in measured],
                                  report_cells(session, measured, variants[1]), time.monotonic() - began_final)
+    # Whether the final figures are from prompts that also chose the setting.
+    used = {(prompt.suite, prompt.id) for prompt in [*prompts.probed, *prompts.raced]}
+    last = {(prompt.suite, prompt.id) for chosen in prompts.final.values() for prompt in chosen}
+    again = len(used & last)
+    source = f"The final figures are from {len(last)} prompts" + (
+        f", of which {again} were also used to choose the setting (the suites have no more), which flatters them."
+        if again else " the tuner had not used.")
     return TuneReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir,
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
                     if setting.method == "drafter"),
         winner=winner.tree, map=map_, trials=trials, step_times=profile.step_times,
-        draft_times=profile.draft_times, finding=f"{map_.finding} {_source(prompts)}", final=final, engine=final.engine,
+        draft_times=profile.draft_times, finding=f"{map_.finding} {source}", final=final, engine=final.engine,
         environment=environment(session.dtype), seconds=time.monotonic() - started), [
             stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER)]
 
@@ -417,17 +424,6 @@ def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[O
     shape = depth_against_width(list(races[lowest].predictions.values()))
     remark = f"Predicted at concurrency {lowest}: {shape}." if shape else ""
     return compile_map(points, trials, seconds, remark), tuple(trials)
-
-
-def _source(prompts: Prompts) -> str:
-    """A sentence on the prompts of the final figures."""
-    used = {(p.suite, p.id) for p in [*prompts.probed, *prompts.raced]}
-    final = {(p.suite, p.id) for of in prompts.final.values() for p in of}
-    again = len(used & final)
-    if not again:
-        return f"The final figures are from {len(final)} prompts the tuner had not used."
-    return (f"The final figures are from {len(final)} prompts, of which {again} were also used to choose the setting "
-            "(the suites have no more), which flatters them.")
 
 
 if __name__ == "__main__":

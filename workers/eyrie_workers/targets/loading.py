@@ -32,12 +32,7 @@ from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import read_json, read_reference_config
 from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.model_cache import (
-    WANTED_FILES,
-    cache_of_this_pod,
-    recorded_digests,
-    require_cached,
-)
+from eyrie_workers.targets.model_cache import WANTED_FILES, cache_of_this_pod, recorded_digests, require_cached
 
 QUICKSTART = "quickstart"
 _QUICKSTART_DIR = Path(__file__).resolve().parents[1] / "quickstart" / "target"

@@ -1,4 +1,4 @@
-"""MeasuredBlocks of prompts through one setting at one concurrency, and the benchmark's higher concurrencies in blocks.
+"""Blocks of prompts through one setting at one concurrency, and the benchmark's higher concurrencies in blocks.
 
 A closed loop: as soon as an answer ends the next request is admitted, so the concurrency stays constant. The block ends
 when no request waits and a slot is empty; answers still being decoded are truncated and their tokens so far are
@@ -24,7 +24,7 @@ from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import ConcurrencyReport
 from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.engines.decoding_engine import DecodingEngine, EngineRun
+from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import Session
@@ -94,7 +94,13 @@ class BlockRunner:
     def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
         run = self.session.bench.engine.generate(
             setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
-        return block_run(setting, concurrency, temperature, rung, run)
+        depth = setting.tree.num_steps if setting.tree is not None else 0
+        histogram = add_histograms([(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)])
+        return BlockRun(
+            concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
+            tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
+            answers={answer.id: answer.token_ids for answer in run.answers},
+            whole=tuple(answer.id for answer in run.answers if answer.whole))
 
     def warm_up(self, setting: Setting, concurrency: int, temperatures: Sequence[float]) -> None:
         """Run the beginning of a block without timing it: kernels are selected, memory is mapped."""
@@ -129,16 +135,6 @@ class MeasuredBlocks:
 def block_size(concurrency: int) -> int:
     """Requests of a block: two at concurrency 1, so that two suites contribute; above, every slot is filled twice."""
     return 2 * concurrency
-
-
-def block_run(setting: Setting, concurrency: int, temperature: float, rung: int, run: EngineRun) -> BlockRun:
-    depth = setting.tree.num_steps if setting.tree is not None else 0
-    histogram = add_histograms([(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)])
-    return BlockRun(
-        concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
-        tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
-        answers={answer.id: answer.token_ids for answer in run.answers},
-        whole=tuple(answer.id for answer in run.answers if answer.whole))
 
 
 def comparable(first: BlockRun, second: BlockRun, request_id: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -180,7 +176,7 @@ class ConcurrentBenchmark:
     def __init__(self, spec: BenchmarkSpec, setting: Setting, blocks: MeasuredBlocks) -> None:
         self._spec, self._setting, self._blocks = spec, setting, blocks
         self._concurrencies = [concurrency for concurrency in spec.concurrencies if concurrency > 1]
-        # MeasuredBlocks of each temperature and variant: as many as ask every request once. One block has no interval.
+        # Blocks of each temperature and variant: as many as ask every request once. One block has no interval.
         num_requests = len(blocks.runner.prompts) * spec.repeats
         self._rungs = {concurrency: max(2, math.ceil(num_requests / block_size(concurrency)))
                        for concurrency in self._concurrencies}

@@ -15,14 +15,7 @@ from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measure.benchmark.session import Session
-from eyrie_workers.measure.benchmark.variants import (
-    BASELINE,
-    Entry,
-    Sample,
-    Unit,
-    Variant,
-    unit_seed,
-)
+from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, Unit, Variant, unit_seed
 from eyrie_workers.measure.intervals import (
     Tally,
     acceptance_length,

@@ -196,7 +196,13 @@ class ConnectionPool:
                                          timeout=timeout, allow_redirects=False, trace_request_ctx=exchange,
                                          **proxy) as response:
             try:
-                chunks = await _read_body(response)
+                chunks, size, read = list[tuple[float, bytes]](), 0, response.content.readany
+                while chunk := await read():
+                    chunks.append((time.perf_counter(), chunk))
+                    size += len(chunk)
+                    if size > MAX_BODY_BYTES:
+                        response.close()  # the rest is not read: the connection cannot be used again
+                        raise RequestFailed("Oversized", f"the response is larger than {MAX_BODY_BYTES >> 20} MiB")
             except _DISCONNECTED as error:
                 raise self._failure(error, timeout_s) from error  # part of a response was received: not sent again
             headers = {name.lower(): value for name, value in response.headers.items()}
@@ -238,14 +244,3 @@ def _tracing() -> aiohttp.TraceConfig:
     config.on_connection_reuseconn.append(reuse)
     config.on_request_headers_sent.append(headers_sent)
     return config
-
-
-async def _read_body(response: aiohttp.ClientResponse) -> list[tuple[float, bytes]]:
-    chunks, size, read = list[tuple[float, bytes]](), 0, response.content.readany
-    while chunk := await read():
-        chunks.append((time.perf_counter(), chunk))
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            response.close()  # the rest is not read: the connection cannot be used again
-            raise RequestFailed("Oversized", f"the response is larger than {MAX_BODY_BYTES >> 20} MiB")
-    return chunks

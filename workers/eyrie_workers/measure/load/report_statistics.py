@@ -69,12 +69,6 @@ def meets_slo(result: RequestResult, slo: ServiceLevel) -> bool:
     return all(value is not None and value <= bound for value, bound in pairs if bound is not None)
 
 
-def uses_speculation(results: Iterable[RequestResult]) -> bool:
-    """Whether a variant drafts. An engine that does not may still report rounds, all without accepted tokens, and a
-    single response of an engine that drafts may have none accepted. So all responses are considered."""
-    return any(s.proposed or (s.histogram is not None and len(s.histogram) > 1) for s in results)
-
-
 def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
     """Statistics of one variant at one level, of one category or all. `drafting`: whether the variant drafts."""
     completed = [result for result in results if result.failure is None]
@@ -104,7 +98,10 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
 def level_report(level: LevelResults, spec: LoadSpec) -> LoadLevel:
     """The report of one variant at one level, with its categories."""
     categories = dict.fromkeys(result.category for result in level.results)
-    drafting = uses_speculation(level.results)
+    # An engine that does not draft may report rounds too, all without accepted tokens, and a single response of one
+    # that drafts may have none accepted: all responses are considered.
+    drafting = any(result.proposed or (result.histogram is not None and len(result.histogram) > 1)
+                   for result in level.results)
     return LoadLevel(
         variant=level.variant, mode=level.level.mode, level=level.level.value,
         total=load_cell(level.results, level.seconds, spec, drafting=drafting),
@@ -116,7 +113,13 @@ def level_report(level: LevelResults, spec: LoadSpec) -> LoadLevel:
 
 def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) -> LoadComparison | None:
     """A variant compared with the baseline at one level; None unless both completed a common prompt."""
-    pairs = _by_prompt(variant.results, baseline.results)
+    # Results of both variants by prompt, without prompts that one variant never completed.
+    by_prompt: dict[PromptKey, Pair] = {}
+    for side, results in enumerate((variant.results, baseline.results)):
+        for result in results:
+            if result.failure is None:
+                by_prompt.setdefault((result.category, result.prompt_id), ([], []))[side].append(result)
+    pairs = [pair for pair in by_prompt.values() if pair[0] and pair[1]]
     if not pairs:
         return None
     ours, theirs = level_report(variant, spec), level_report(baseline, spec)
@@ -124,14 +127,14 @@ def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) ->
     user = _ratio(ours.total, theirs.total)
     if not throughput or not user:
         return None
-    compared, identical = _identical(pairs.values())
+    compared, identical = _identical(pairs)
     by_category = {name: _ratio(ours.by_category[name], theirs.by_category[name])
                    for name in ours.by_category.keys() & theirs.by_category.keys()}
     return LoadComparison(
         variant=variant.variant, baseline=baseline.variant, mode=variant.level.mode, level=variant.level.value,
         throughput_ratio=throughput,
-        throughput_interval=_interval(throughput, pairs.values(), _tokens_and_seconds, spec.seed),
-        user_ratio=user, user_interval=_interval(user, pairs.values(), _rates, spec.seed),
+        throughput_interval=_interval(throughput, pairs, _tokens_and_seconds, spec.seed),
+        user_ratio=user, user_interval=_interval(user, pairs, _rates, spec.seed),
         ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
         if ours.total.ttft_s is not None and theirs.total.ttft_s is not None and theirs.total.ttft_s.p99 > 0 else None,
         by_category={name: by_category[name] for name in ours.by_category if by_category.get(name)},
@@ -164,16 +167,6 @@ def _ratio(ours: LoadCell, theirs: LoadCell) -> float | None:
 
 
 Pair = tuple[list[RequestResult], list[RequestResult]]
-
-
-def _by_prompt(ours: Sequence[RequestResult], theirs: Sequence[RequestResult]) -> dict[PromptKey, Pair]:
-    """Results of both variants by prompt, without prompts that one variant never completed."""
-    pairs: dict[PromptKey, Pair] = {}
-    for side, results in enumerate((ours, theirs)):
-        for result in results:
-            if result.failure is None:
-                pairs.setdefault((result.category, result.prompt_id), ([], []))[side].append(result)
-    return {key: pair for key, pair in pairs.items() if pair[0] and pair[1]}
 
 
 def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
