@@ -174,10 +174,6 @@ class OpenStage(Generic[SpecT]):
             candidate=getattr(spec, "candidate", None), spec_digest=digest_model(spec), code_version=code_version(),
             started_at=self._started.isoformat(), finished_at=_now().isoformat(), files=files, report=result.report))
 
-    def fail(self, error: EyrieError) -> None:
-        """Write `failure.json`."""
-        write_failure(self.stage, error)
-
 
 @contextmanager
 def open_stage(kind: type[SpecT], stage: Stage, spec_file: Path, out: Path,
@@ -201,7 +197,15 @@ def open_stage(kind: type[SpecT], stage: Stage, spec_file: Path, out: Path,
                 raise Conflict(f"another program works in {stage.out_dir}",
                                "wait for it, or cancel its job") from None
             # Only under the lock: another program may be writing the manifest until then.
-            spec = _read_spec(kind, spec_file)
+            try:
+                spec = kind.model_validate_json(spec_file.read_text())
+            except FileNotFoundError:
+                raise InvalidInput(f"--spec {spec_file} does not exist", "give the path of a stage spec") from None
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise InvalidInput(
+                    f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {rule_of(first)} "
+                    f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.contract.stages") from error
             before = read_manifest(out) if out.exists() else None
             if before is not None and before.spec_digest != digest_model(spec):
                 raise Conflict(f"{out} was made from another spec",
@@ -287,17 +291,6 @@ def verify_inputs(spec: Frozen) -> None:
             verify_part(Path(path), leave_out=(ROWS_FILE,) if stored else ())
     if isinstance(spec, HardwareStage):
         verify_inputs(spec.proof)
-
-
-def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
-    try:
-        return kind.model_validate_json(spec_file.read_text())
-    except FileNotFoundError:
-        raise InvalidInput(f"--spec {spec_file} does not exist", "give the path of a stage spec") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {rule_of(first)} "
-                           f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.contract.stages") from error
 
 
 def write_failure(stage: Stage, error: EyrieError) -> None:

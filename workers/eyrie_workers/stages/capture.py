@@ -75,11 +75,11 @@ from eyrie_workers.data.rows import META, ROWS, AnsweredRow, read_meta, read_row
 from eyrie_workers.drafters.family import layers_of
 from eyrie_workers.drafters.published import layers_of_head
 from eyrie_workers.hidden_states.codecs import relative_error, zero_share
-from eyrie_workers.hidden_states.row_sources import row_sources_are_whole, write_row_sources
+from eyrie_workers.hidden_states.row_sources import read_row_sources, write_row_sources
 from eyrie_workers.hidden_states.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
 from eyrie_workers.hidden_states.storage_backend import open_backend
 from eyrie_workers.hidden_states.store import EarlierStates, open_features
-from eyrie_workers.hidden_states.streaming import STREAM, TOKENS, TargetPass, compute_pass, plan_is_whole, write_plan
+from eyrie_workers.hidden_states.streaming import STREAM, TOKENS, TargetPass, compute_pass, read_plan, write_plan
 from eyrie_workers.hidden_states.writer import BackgroundWriter, FeatureWriter
 from eyrie_workers.hidden_states.writer import is_whole as store_is_whole
 from eyrie_workers.machine import cpu_count
@@ -395,7 +395,8 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         elif dist.is_main:
             states.write_stream_plan()
     tokens = sum(plan.lengths)
-    sources = write_row_sources(stage.out_dir, [row.source_name for row in plan.rows]) if dist.is_main else None
+    if dist.is_main:
+        states.files.append(write_row_sources(stage.out_dir, [row.source_name for row in plan.rows]))
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
@@ -408,13 +409,17 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
         tokens_per_s=work.tokens / states.seconds if states.seconds else 0.0,
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0),
-        states.files if sources is None else [*states.files, sources])
+        states.files)
 
 
 def is_whole(directory: Path) -> bool:
     """Whether a finished store without damage notes, or a plan, exists, and the sources of its rows are readable."""
     backend = open_backend(directory)
-    return (store_is_whole(directory) or plan_is_whole(backend)) and row_sources_are_whole(backend)
+    try:
+        read_row_sources(backend)
+        return store_is_whole(directory) or read_plan(backend) is not None
+    except ArtifactCorrupt:
+        return False
 
 
 def _fits_device(path: Path) -> bool:

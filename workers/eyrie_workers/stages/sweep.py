@@ -52,6 +52,7 @@ from eyrie_workers.stage_program import (
     end_on_full_disk,
     open_stage,
     stop_on_signals,
+    write_failure,
 )
 from eyrie_workers.stages.rank_program import end_with_launcher, refuse
 from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
@@ -104,27 +105,24 @@ class CandidateGroup:
         num_steps = max(dist.gather(0 if longest is None else longest.trainer.schedule.num_steps))
         self._rungs, self._num_steps = rung_steps(num_steps, rungs), num_steps
         for run in runs.values():
-            run.evaluate_also_at(self._rungs)
+            run.evaluation_steps |= set(self._rungs)
 
     def train(self) -> None:
         """Train until every candidate has finished or failed. Raises Interrupted once each has saved its state."""
         for stop in (*self._rungs, self._num_steps):
-            self._train_to(stop)
+            # Until every candidate of this process has done `stop` steps, has finished or failed.
+            while active := self._active():
+                # Interrupted runs resume at the step of their last save, which differs: those behind catch up first.
+                step = min(run.trainer.counters.step for run in active.values())
+                if step >= stop:
+                    break
+                try:
+                    self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
+                except EyrieError as error:  # of what the group shares: reading its batches
+                    # Not raised: the other processes wait for this one at the next rung.
+                    self.failed |= dict.fromkeys(active, error)
             if stop in self._rungs:
                 self._halve(stop)
-
-    def _train_to(self, stop: int) -> None:
-        """Train until every candidate of this process has done `stop` steps, has finished or failed."""
-        while active := self._active():
-            # Interrupted runs resume at the step of their last save, which differs: those behind catch up first.
-            step = min(run.trainer.counters.step for run in active.values())
-            if step >= stop:
-                return
-            try:
-                self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
-            except EyrieError as error:  # of what the group shares: reading its batches
-                # Not raised: the other processes wait for this one at the next rung.
-                self.failed |= dict.fromkeys(active, error)
 
     def _active(self) -> dict[str, TrainingRun]:
         return {name: run for name, run in self._runs.items() if not run.finished and name not in self.failed}
@@ -174,7 +172,7 @@ class CandidateGroup:
             except EyrieError as error:
                 self.failed[name] = error
         # 3. Shared: evaluate the runs whose schedule asks for it.
-        due = {name: runs[name] for name in reports if runs[name].is_evaluated_at(step + 1)}
+        due = {name: runs[name] for name in reports if step + 1 in runs[name].evaluation_steps}
         evaluations = evaluate_together(due) if due else {}
         # 4. Each run exports and saves. Interrupted is raised after the last of them, so that every run has saved.
         interrupted = False
@@ -244,7 +242,7 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = (), dist: DistCo
                         opened[name] = candidate
             for name, outcome in _train_all(opened, rungs, dist, order).items():
                 if isinstance(outcome, EyrieError):
-                    opened[name].fail(outcome)
+                    write_failure(opened[name].stage, outcome)
                     codes[name] = report_error(outcome)
                 else:
                     opened[name].finish(outcome)
@@ -266,7 +264,7 @@ def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[floa
     targets = {key: opened[names[0]].spec.target for key, names in groups.items()}
     digest_once = cache(lambda target: target_digest(resolve(target)))
     # All processes go through all groups in the same order: they meet at each group's rungs.
-    for key, target in {key: target for found in dist.gather(targets) for key, target in found.items()}.items():
+    for key, target in {key: target for own in dist.gather(targets) for key, target in own.items()}.items():
         names = groups.get(key, ())
         try:  # on rank 0 alone, whether or not it has a candidate of this group
             digest = dist.on_main(partial(digest_once, target))

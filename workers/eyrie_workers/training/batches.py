@@ -85,8 +85,8 @@ def choose_rows(draw: RowDraw | None, sources: Sequence[str] | None, num_rows: i
     if draw is None:
         return rows, held_out
     if sources is None:
-        raise NoUsableData("data.mix is set, and the capture does not name the sources of its rows: it is of an "
-                           "earlier version", "delete the stages regenerate and capture of the job and retry it")
+        raise NoUsableData("data.mix is set, and the capture does not name the sources of its rows",
+                           "delete the stages regenerate and capture of the job and retry it")
     # All candidates train on as many rows: the most that the mix of every one of them can have.
     available = {seed: Counter(sources[row] for row in split_rows(num_rows, seed)[0])
                  for seed in {candidate.train_seed for candidate in draw.compared}}
