@@ -185,8 +185,7 @@ def create_app(service: Service, *, is_loopback: bool = False) -> FastAPI:
         check_origin(request.method, request.headers)
         check_json(request.method, request.headers)
 
-    app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None,
-                  redirect_slashes=False,
+    app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False,
                   dependencies=[Depends(refuse_web_pages)])
 
     @app.post("/v1/chat/completions")

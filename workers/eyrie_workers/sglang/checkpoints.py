@@ -5,7 +5,6 @@ windows, experts, quantisation and context length; for a drafter also the specul
 architecture.
 """
 
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

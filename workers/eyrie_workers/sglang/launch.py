@@ -299,26 +299,20 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
         raise Unlaunchable(f"the drafter has a sliding window, which SGLang does not apply as trained with {algorithm}",
                            "train it without drafter.sliding_window")
     if algorithm == "DFLASH":
-        _check_blocks(plan, drafter)
+        tree = plan.setting.tree
+        if plan.machine.platform == "cpu":
+            raise Unlaunchable("DFLASH does not run on cpu", "serve it on a GPU, or with the embedded engine")
+        require_block_capture(plan.target.architecture)
+        if tree is not None and tree.top_k > 1:
+            raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
+                               "use top_k 1, or serve the tree with the embedded engine")
+        if tree is not None and drafter.block_size not in (None, tree.num_draft_tokens):
+            raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not the drafter's block size, "
+                               f"{drafter.block_size}: SGLang would draft blocks of another length and only log it",
+                               f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")
     if drafter.context_length < shared.context_length:
         raise Unlaunchable(
             f"the drafter has {drafter.context_length} positions (max_position_embeddings), fewer than the "
             f"context_length {shared.context_length} to serve",
             f"serve context_length {drafter.context_length}, or train with drafter.max_position_embeddings "
             f"{shared.context_length}")
-
-
-def _check_blocks(plan: LaunchPlan, drafter: DrafterCheckpoint) -> None:
-    if plan.machine.platform == "cpu":
-        raise Unlaunchable("DFLASH does not run on cpu", "serve it on a GPU, or with the embedded engine")
-    require_block_capture(plan.target.architecture)
-    tree = plan.setting.tree
-    if tree is None:
-        return
-    if tree.top_k > 1:
-        raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
-                           "use top_k 1, or serve the tree with the embedded engine")
-    if drafter.block_size is not None and drafter.block_size != tree.num_draft_tokens:
-        raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not the drafter's block size, "
-                           f"{drafter.block_size}: SGLang would draft blocks of another length and only log it",
-                           f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")

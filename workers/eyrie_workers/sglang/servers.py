@@ -274,10 +274,8 @@ class ServerPool:
         self._groups = self.plan.gpu_groups or ((),)
         # SGLang measures a GPU's free memory at start, so there servers start one after the other.
         self._one_by_one = self.plan.kind == "sglang" and self.plan.hardware.platform != "cpu"
-        if not self.capacity:
-            self.capacity = self._servers_per_group() * len(self._groups)
-
-    def _servers_per_group(self) -> int:
+        if self.capacity:
+            return
         machine, target = self.plan.hardware, resolve(self.plan.target)
         drafters = {use.drafter_dir for use in self.uses.values() if use.drafter_dir is not None}
         weights = weights_on_disk(target) + max((weights_on_disk(Path(drafter)) for drafter in drafters), default=0)
@@ -289,7 +287,8 @@ class ServerPool:
         if machine.platform == "cpu":
             available -= weights  # of the reference implementation, which replays or explains answers
         ngram = any(use.setting.method == "ngram" for use in self.uses.values())
-        return num_that_fit(available, server_bytes(self.plan.kind, machine.platform, weights, kv_bytes, ngram))
+        one_server = server_bytes(self.plan.kind, machine.platform, weights, kv_bytes, ngram)
+        self.capacity = num_that_fit(available, one_server) * len(self._groups)
 
     @property
     def resident(self) -> tuple[str, ...]:

@@ -285,20 +285,17 @@ class Engine:
         if row.ended:
             self._leave(slot)
         elif self._max_shape is not None:
-            self._begin_drafting(row, aux)
+            row.drafting = self._may_draft(row)
+            if row.drafting:
+                assert self.drafter is not None
+                self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
+                # The drafter's inputs are pairs: the target's state at i with token i + 1. The last is the new token.
+                self.drafter.extend(self._state(), CommittedTokens(
+                    rows=[row.drafter_row], starts=[0], tokens=[row.tokens[1:]], aux=aux[None]))
         # The row may have left its slot; its log probabilities are read from the logits of this pass, not from it.
         [logprobs] = _logprobs([row], logits, [[0]], [taken])
         self._clock.count("prefill_s", began, self._clock.mark())
         return row.progress(taken, [], [], logprobs, [TracedRound([], [], [], taken)] if request.trace else [])
-
-    def _begin_drafting(self, row: RequestState, aux: Tensor) -> None:
-        row.drafting = self._may_draft(row)
-        if row.drafting:
-            assert self.drafter is not None
-            self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
-            # The drafter's inputs are pairs: the target's state at i with token i + 1. The last one is the new token.
-            self.drafter.extend(self._state(), CommittedTokens(
-                rows=[row.drafter_row], starts=[0], tokens=[row.tokens[1:]], aux=aux[None]))
 
     # A round
 

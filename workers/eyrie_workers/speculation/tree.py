@@ -54,9 +54,6 @@ from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.targets.device import upload
 
-# B rows, N nodes of the final tree, C candidate nodes, K top-k, D draft vocabulary, H hidden, M scratch keys
-
-
 BranchKeys = Literal["ancestors", "frontier_slots"]
 """Which scratch keys a node sees: those of its ancestors, or those written at its slot of the frontier (SGLang)."""
 
@@ -336,25 +333,22 @@ def build_tree_from_marginals(logits_BSD: Tensor, shape: DraftTreeShape, vocabul
     vocabulary  [D] int64 target id of each draft id; None when both vocabularies are the same.
     noise       of the same rows; None when all are greedy.
     """
-    best_BSK, tokens_BSK = _ranked(logits_BSD[:, : shape.num_steps], shape.top_k, vocabulary, noise)
-    if shape.top_k == 1:
-        return _chain(best_BSK[:, :, 0], tokens_BSK[:, :, 0], shape.num_draft_tokens)
-    if shape.static:
-        return _static(best_BSK, tokens_BSK, static_topology(shape))
-    return _most_probable(best_BSK, tokens_BSK, shape.num_draft_tokens)
-
-
-def _ranked(logits_BSD: Tensor, top_k: int, vocabulary: Tensor | None,
-            noise: RowNoise | None) -> tuple[Tensor, Tensor]:
-    """Log-confidences and target ids of each depth's best tokens, best first: [B, S, K] each."""
-    logits_BSD = logits_BSD.float()  # in half precision many of the top tokens would tie
+    # 1. Each depth's best tokens, best first. In half precision many of them would tie.
+    logits_BSD = logits_BSD[:, : shape.num_steps].float()
     if noise is None:
         confidence_BSD = logits_BSD.log_softmax(-1)
     else:
         confidence_BSD = torch.cat([noise.confidence(logits_BSD[:, depth - 1: depth], depth, vocabulary)
                                     for depth in range(1, logits_BSD.shape[1] + 1)], 1)
-    best_BSK, ids_BSK = confidence_BSD.topk(min(top_k, logits_BSD.shape[-1]), -1)
-    return best_BSK, ids_BSK if vocabulary is None else vocabulary[ids_BSK]
+    best_BSK, tokens_BSK = confidence_BSD.topk(min(shape.top_k, logits_BSD.shape[-1]), -1)
+    if vocabulary is not None:
+        tokens_BSK = vocabulary[tokens_BSK]
+    # 2. The tree over them.
+    if shape.top_k == 1:
+        return _chain(best_BSK[:, :, 0], tokens_BSK[:, :, 0], shape.num_draft_tokens)
+    if shape.static:
+        return _static(best_BSK, tokens_BSK, static_topology(shape))
+    return _most_probable(best_BSK, tokens_BSK, shape.num_draft_tokens)
 
 
 def _chain(best_BS: Tensor, tokens_BS: Tensor, num_nodes: int) -> DraftTree:

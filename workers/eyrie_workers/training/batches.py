@@ -15,8 +15,7 @@ iterator state is saved, and a run interrupted anywhere repeats no document and 
 wrote:
 
     store      `hidden_states.store`: read from a directory, or from S3 by ranges, and decoded while the previous batch
-    is
-               trained on
+               is trained on
     stream     `hidden_states.streaming`: nothing is stored; the target computes states just ahead of the trainer
 
 Several trainers may share a `BatchLoader` (`stages.sweep`): one read, or one forward pass of the target, for all.
@@ -55,7 +54,6 @@ from eyrie_workers.targets.state_source import open_source
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
 
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
