@@ -328,16 +328,6 @@ def _key_spans(ranges: KeyRanges, size: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _query_spans(ranges: KeyRanges, num_keys: int, size: int) -> tuple[Tensor, Tensor]:
-    """The queries [low, high), in order, that read each block of `size` keys."""
-    # `last_R` and `first_R` both ascend: skip queries whose last key comes before the block, stop at the first query
-    # whose first key comes after it.
-    begin = torch.arange(0, num_keys, size, device=ranges.last_R.device, dtype=torch.int32)
-    low = torch.searchsorted(ranges.last_R, begin, out_int32=True)
-    high = torch.searchsorted(ranges.first_R, (begin + size - 1).clamp(max=num_keys - 1), right=True, out_int32=True)
-    return low, high
-
-
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, ranges: KeyRanges) -> Tensor:
@@ -407,8 +397,14 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_
     launch(_own_grad_kernel, (-(-num_roots // _OWN_QUERIES), kv_heads, num_own), q, own_k, own_v, lse, grad, delta,
            grad_own_k, grad_own_v, num_roots, own_k.stride(0), **_constants(q), BLOCK_M=_OWN_QUERIES)
     blocks, settings = _settings(q, "key_grad")
+    # The queries [low, high), in order, that read each block of keys. `last_R` and `first_R` both ascend: skip queries
+    # whose last key comes before the block, stop at the first query whose first key comes after it.
+    begin = torch.arange(0, num_keys, blocks.keys, device=ranges.last_R.device, dtype=torch.int32)
+    low = torch.searchsorted(ranges.last_R, begin, out_int32=True)
+    high = torch.searchsorted(ranges.first_R, (begin + blocks.keys - 1).clamp(max=num_keys - 1), right=True,
+                              out_int32=True)
     launch(_key_grad_kernel, (-(-num_keys // blocks.keys), kv_heads), q, k, v, lse, grad, delta, grad_k, grad_v,
-           ranges.last_R, ranges.first_R, *_query_spans(ranges, num_keys, blocks.keys), num_keys, **settings)
+           ranges.last_R, ranges.first_R, low, high, num_keys, **settings)
     return grad_q, grad_k, grad_v, grad_own_k, grad_own_v
 
 

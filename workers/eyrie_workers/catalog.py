@@ -52,8 +52,6 @@ where the stage puts them and later ones read them. Hidden, since it concerns th
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage program."""
-
     name: StageName
     module: str
     inputs: tuple[StageName, ...]

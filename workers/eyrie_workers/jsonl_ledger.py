@@ -95,7 +95,6 @@ class JsonlLedger(Generic[EntryT]):
 
     @property
     def entries(self) -> list[EntryT]:
-        """All entries, read from the file."""
         return [self.read(extent) for extent in self._extents]
 
     def append(self, entry: EntryT) -> None:

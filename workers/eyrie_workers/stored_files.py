@@ -96,7 +96,6 @@ class RangeReader:
 
 
 def open_object(reader: RangeReader, key: str, size_bytes: int) -> BinaryIO:
-    """An object of a store as a file to read."""
     return cast("BinaryIO", io.BufferedReader(_ObjectFile(reader, key, size_bytes), _BUFFER_BYTES))
 
 

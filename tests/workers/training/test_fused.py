@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.targets.device import CPU
-from eyrie_workers.targets.operators import rotate
 from eyrie_workers.training.numerics import (
     apply_rotary,
     linear,
@@ -13,7 +12,6 @@ from eyrie_workers.training.numerics import (
     mlp,
     normed_linear,
     pad_rows,
-    reference_mlp,
     reference_normed_linear,
     rms_norm,
     round_up_rows,
@@ -38,6 +36,19 @@ def agree(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], same_inputs:
                      for out, variables in ((ours, inputs), (theirs, same_inputs)))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def reference_mlp(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float) -> Tensor:
+    """x + (silu(g) * u) D' as a formula."""
+    gate, up = reference_normed_linear(x, norm, gate_up, eps).chunk(2, -1)
+    return x + torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, ..., E], row t rotated by cos_sin[t] of [T, 2, E / 2]."""
+    cos, sin = cos_sin.view(x.shape[0], 2, *(1,) * (x.dim() - 2), -1).to(x.dtype).unbind(1)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 32, 123])

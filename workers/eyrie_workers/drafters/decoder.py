@@ -28,8 +28,6 @@ from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear,
 
 
 class Norm(nn.Module):
-    """The weight of one RMSNorm."""
-
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -47,8 +45,6 @@ class AttentionProjections(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Gate, up and down projection of a gated MLP."""
-
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -85,7 +81,6 @@ class DecoderLayer(nn.Module):
             post_attention=self.post_attention(dtype))
 
     def post_attention(self, dtype: torch.dtype) -> PostAttention:
-        """The part of the layer after attention."""
         return PostAttention(
             out=self.self_attn.o_proj.weight.to(dtype), norm=self.post_attention_layernorm.weight,
             gate_up=torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight]).to(dtype),

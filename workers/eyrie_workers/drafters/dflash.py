@@ -106,8 +106,6 @@ class DFlashConfig:
 
 
 class DFlashDrafter(nn.Module):
-    """The parameters, under the names SGLang loads."""
-
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config, hidden = config, config.decoder.hidden_size
@@ -271,14 +269,8 @@ class DFlashProposer:
         return build_tree_from_marginals(self._target.logits(masks), shape, None, noise)
 
 
-def _create(
-    spec: DrafterSpec,
-    target: TargetConfig,
-    embeddings: TargetEmbeddings,
-    layers: Layers,
-    _vocabulary: DraftVocabulary,
-    seed: int,
-) -> DFlashDrafter:
+def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, layers: Layers,
+            _vocabulary: DraftVocabulary, seed: int) -> DFlashDrafter:
     refuse_variants(spec, "dflash")
     assert spec.max_draft_tokens is not None
     if min(layers) < 1 or max(layers) >= target.num_layers:

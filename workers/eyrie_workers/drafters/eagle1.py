@@ -292,14 +292,8 @@ class Eagle1Proposer(LayerProposer):
         super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
 
-def _create(
-    spec: DrafterSpec,
-    target: TargetConfig,
-    _embeddings: TargetEmbeddings,
-    _layers: Layers,
-    _vocabulary: DraftVocabulary,
-    seed: int,
-) -> Eagle1Drafter:
+def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddings, _layers: Layers,
+            _vocabulary: DraftVocabulary, seed: int) -> Eagle1Drafter:
     refuse_variants(spec, "eagle1")
     drafter = Eagle1Drafter(decoder_config(spec, target, "llama", 1))
     initialise_parameters(drafter, seed)
@@ -308,7 +302,6 @@ def _create(
 
 
 def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing an existing one, atomically."""
     write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
                      as_stored(drafter.state_dict(), dtype), card)
 

@@ -80,7 +80,6 @@ HeadsT = TypeVar("HeadsT", bound=HeadsDrafter)
 
 
 def residual_silu(x: Tensor, inner: Tensor) -> Tensor:
-    """x + SiLU(inner), in x's dtype."""
     return x + F.silu(inner.to(x.dtype))
 
 
@@ -119,7 +118,6 @@ class HeadsProposer:
 
 
 def save_heads(directory: Path, drafter: HeadsDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing an existing one, atomically."""
     config, stored = drafter.config, as_stored(drafter.state_dict(), dtype)
     if config.draft_vocab_size < config.vocab_size:
         stored |= as_stored({TOKEN_MAP: drafter.vocabulary.ids}, dtype)

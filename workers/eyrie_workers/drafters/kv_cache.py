@@ -1,5 +1,4 @@
-"""### eyrie_workers.drafters.kv_cache
-The KV cache of drafters with several decoder layers, and attention of new tokens over it.
+"""The KV cache of drafters with several decoder layers, and attention of new tokens over it.
 
 One buffer for all layers: [layer, row, index, key and value heads, head]. Settled keys start at index 0, ordered by
 position; scratch keys of a drafting round follow them and are overwritten by the next settled ones. `NewTokens` is the
@@ -78,7 +77,6 @@ class DrafterKVCache:
                                 config.head_dim, dtype=dtype)
 
     def reserve(self, length: int) -> None:
-        """Grow the buffer to at least `length` indices per row."""
         self.data = grown(self.data, 2, length)
 
     def write(self, layer: int, chosen: RowLengths, kv: Tensor, offset: int = 0) -> None:

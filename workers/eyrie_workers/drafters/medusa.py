@@ -168,7 +168,6 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
 
 
 def load(directory: Path, target: TargetConfig | None) -> MedusaDrafter:
-    """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
     return load_heads(MedusaDrafter, directory, target)
 
 

@@ -229,14 +229,8 @@ class StandaloneProposer:
         return build_draft_tree(first, step, shape, None, noise, self.branch_keys)
 
 
-def _create(
-    spec: DrafterSpec,
-    target: TargetConfig,
-    embeddings: TargetEmbeddings,
-    _layers: Layers,
-    _vocabulary: DraftVocabulary,
-    seed: int,
-) -> StandaloneDrafter:
+def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, _layers: Layers,
+            _vocabulary: DraftVocabulary, seed: int) -> StandaloneDrafter:
     refuse_variants(spec, "standalone")
     head_dim = target.head_dim
     hidden = spec.hidden_size or max(1, round(target.hidden_size / 2 / head_dim)) * head_dim

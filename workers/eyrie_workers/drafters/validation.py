@@ -37,20 +37,12 @@ class Finding:
     hint: str
 
 
-
 def error(code: str, what: str, hint: str) -> Finding:
-    """A finding with which the drafter must not be served."""
     return Finding("error", code, what, hint)
 
 
 def warning(code: str, what: str, hint: str) -> Finding:
-    """A finding that does not prevent serving."""
     return Finding("warning", code, what, hint)
-
-
-def errors_first(findings: list[Finding]) -> tuple[Finding, ...]:
-    """The findings ordered by severity, errors first; the order within a severity is kept."""
-    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
 
 
 def value_rules(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:

@@ -51,8 +51,6 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class LogprobEntry:
-    """One emitted token."""
-
     token: TokenText
     logprob: float
     top: tuple[tuple[TokenText, float], ...]

@@ -56,7 +56,6 @@ class PackedBatch:
         return replace(self, last=self.last[:, :0], topk_logits=None)
 
     def states(self) -> Iterator[Tensor]:
-        """The tensors that hold states."""
         yield from (self.aux, self.last)
         if self.topk_logits is not None:
             yield from vars(self.topk_logits).values()

@@ -34,7 +34,6 @@ class RowSources(Frozen):
 
 
 def write_row_sources(directory: Path, of_rows: Sequence[str]) -> Path:
-    """Write the source of each row; returns the file."""
     index = {name: number for number, name in enumerate(dict.fromkeys(of_rows))}
     path = directory / SOURCES
     write_sealed(path, RowSources(names=tuple(index), rows=tuple(index[name] for name in of_rows)))

@@ -49,8 +49,6 @@ IDS_FIELDS: tuple[str | None, ...] = ("return_token_ids", "return_output_ids_in_
 
 @dataclass
 class RequestRoute:
-    """The state of one endpoint."""
-
     url: str
     in_flight: int = 0
     answered: int = 0
@@ -70,8 +68,6 @@ class RequestRoute:
 
 
 class RequestRoutes:
-    """All endpoints of a job."""
-
     def __init__(self, urls: Sequence[str]) -> None:
         self.all = [RequestRoute(url) for url in urls]
 

@@ -199,7 +199,6 @@ class ShardedClient:
             self.queue.send(order)
 
     def publish_tokenizer(self) -> None:
-        """Upload the files of the tokenizer for the workers."""
         for path in sorted(path for pattern in _TOKENIZER_FILES for path in self.tokenizer_dir.glob(pattern)):
             if path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
                 self.store.upload(f"{self.order.prefix}/tokenizer/{path.name}", path)
@@ -268,7 +267,6 @@ def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: 
 
 
 def write_outcomes(report: ShardReport, outcomes: list[GenerationOutcome]) -> bytes:
-    """The content of a `done` object."""
     lines = [report.model_dump_json(), *(
         json.dumps({"answered": isinstance(outcome, GeneratedAnswer), **asdict(outcome)}) for outcome in outcomes)]
     return "".join(line + "\n" for line in lines).encode()

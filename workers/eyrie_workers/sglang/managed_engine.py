@@ -125,7 +125,6 @@ async def _closed_loop(url: str, requests: Sequence[Request], concurrency: int, 
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, stream: _Stream, body: bytes) -> None:
-    """Fill `stream` from the response."""
     stream.sent_at = time.perf_counter()
     name = stream.request.id
     try:

@@ -116,8 +116,6 @@ class ServerPlan:
 
 @dataclass(frozen=True)
 class ManagedServer:
-    """The server of one variant."""
-
     name: str
     server: ServerProcess
 

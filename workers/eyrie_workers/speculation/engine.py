@@ -112,7 +112,6 @@ class PhaseClock:
         self._pending: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
 
     def mark(self) -> Mark:
-        """This point of the work launched so far."""
         if not self._by_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

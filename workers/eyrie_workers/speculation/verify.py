@@ -119,8 +119,6 @@ def accept_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities at the position of one emitted token."""
-
     logprob: float
     """Of the token itself."""
 

@@ -105,8 +105,6 @@ class CheckResult(Frozen):
 
 @dataclass(frozen=True)
 class _Check:
-    """One check of the servers."""
-
     name: str
     num_requests: int  # approximate; for the progress
     run: Callable[["Proof"], CheckResult]
@@ -147,7 +145,6 @@ class Proof:
         return LoadEndpoint(name, self.server(name).url, self.plan.model, what=describe_use(self.uses[name]))
 
     def report_progress(self, done: int, total: int, message: str) -> None:
-        """Report the progress of the running check, given by its own count."""
         share = min(1.0, done / max(1, total))
         self.stage.progress(self.done + round(self.current * share), self.total, "requests", message)
 
@@ -505,7 +502,6 @@ def _check_changed_prompt(proof: Proof) -> CheckResult:
 
 
 def describe_use(use: DrafterUse) -> str:
-    """A setting, and whether it follows the load."""
     return use.setting.label() + (" by load" if use.map is not None else "")
 
 

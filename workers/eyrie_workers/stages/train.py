@@ -86,7 +86,6 @@ _NO_PART_OF_THE_RESULT = ("threads", "trackers", "save_every_s", "save_every_ste
 
 
 def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
-    """Train a drafter on captured hidden states."""
     run = prepare(spec, stage, dist)
     run.run()
     return run.result()
@@ -344,7 +343,6 @@ class TrainingRun:
         return counters.flops / max(counters.seconds, 1e-9) / (self._peak * self._dist.size)
 
     def resume(self) -> None:
-        """Resume from the saved state if there is one."""
         notes: dict[str, Any] | None = None
         moments: Moments = [{} for _ in trainable_parameters(self.drafter)]
         if self._dist.is_main:

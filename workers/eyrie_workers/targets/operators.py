@@ -35,9 +35,6 @@ from torch import Tensor
 
 from eyrie_workers.targets.config import RopeConfig
 
-# M rows, I inputs, O outputs
-
-
 # Packing for one row makes oneDNN choose a different kernel when M is 1 (measured); 16 holds for all M.
 _PACKED_ROWS = 16
 
@@ -84,9 +81,6 @@ def rms_normalise(x: Tensor, eps: Tensor) -> Tensor:
     return x * torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
-# V vocabulary, H hidden
-
-
 @dataclass(frozen=True)
 class OutputHead:
     """Output matrix [V, H], its scale included, and the bound of the logits; None: no bound."""
@@ -123,10 +117,3 @@ class Rotary:
     def at(self, positions_T: Tensor) -> Tensor:
         """[T] -> [T, 2, E / 2] cosines and sines."""
         return self._table.index_select(0, positions_T)
-
-
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate x [T, ..., E], row t by cos_sin[t] of [T, 2, E / 2]."""
-    cos, sin = cos_sin.view(x.shape[0], 2, *(1,) * (x.dim() - 2), -1).to(x.dtype).unbind(1)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

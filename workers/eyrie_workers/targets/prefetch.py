@@ -68,7 +68,7 @@ _POLL_S = 0.5
 _WAIT_S = 1.0
 _SAY_AGAIN_S = 60.0
 _ABANDONED_S = 3600.0
-"""A partial file that nobody has written to for so long belongs to a task that was killed."""
+"""A partial file last written to so long ago belongs to a task that was killed."""
 
 _PASSES = 3
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -242,12 +242,9 @@ class _Filling:
     def _download(self, names: list[str]) -> bool:
         """Download files. False where the volume became full meanwhile: there is to be a next call."""
         self._await_space()
-
-        def attempt() -> None:
-            self._run_beside(lambda: _download(self._cache, self._target.model, self._commit, names))
-
         try:
-            self._with_retries(attempt)
+            self._with_retries(lambda: self._run_beside(
+                lambda: _download(self._cache, self._target.model, self._commit, names)))
         except OSError as error:
             if not is_full(error):
                 raise
@@ -382,8 +379,6 @@ def _hub_errors(target: JobTarget) -> Iterator[None]:
 
 
 class _Printed:
-    """News of the init container, on stdout."""
-
     def __init__(self) -> None:
         self._began: tuple[str, float, float] | None = None
         self._last_s = 0.0

@@ -62,7 +62,6 @@ Moments = Sequence[Mapping[str, Tensor]]
 
 
 def trainable_parameters(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are trained, and their names."""
     return [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
 
 

@@ -398,7 +398,6 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
         projections = shared_projections(weights, self._angles_P, self._embed_VH, documents, positions_T)
 
         def loss_of(number: int, projections: SharedProjections, weights: Eagle3Weights) -> Tensor:
-            """The loss of one part of the roots."""
             predictions = slice(ends[number], ends[number + 1])
             part = plans[number].to(self.device)
             states_NH = torch.cat([*unroll(weights, self._angles_P, projections, part, self._recompute)])

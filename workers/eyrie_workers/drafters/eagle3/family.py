@@ -176,10 +176,8 @@ class _InferenceLayer:
         self._post_attention = InferencePostAttention(weights.post_attention, dtype)
         self._norm = weights.norm.to(dtype) if config.norm_output else None
         self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
-        self._token_qkv = TokenProjection(embed_VH, self._embed_half, embed_qkv.shape[0])
-
-    def _embed_half(self, embed_TH: Tensor) -> Tensor:
-        return self._embed_qkv(rms_normalise(embed_TH, self._eps))
+        self._token_qkv = TokenProjection(
+            embed_VH, lambda embed_TH: self._embed_qkv(rms_normalise(embed_TH, self._eps)), embed_qkv.shape[0])
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         aux_TAH = aux_TAH.to(self._eps.dtype)

@@ -263,17 +263,13 @@ def findings(report: LoadReport) -> list[str]:
         variant, baseline = closed[0].variant, closed[0].baseline
         loads = sorted(comparison.level for comparison in closed if comparison.variant == variant)
         if report.crossover is None:
-            lines.append(
-                f"{variant} gives all users together at least as many tokens per second as {baseline} at every "
-                f"load measured ({loads[0]:g} to {loads[-1]:g} users)."
-            )
+            lines.append(f"{variant} gives all users together at least as many tokens per second as {baseline} at "
+                         f"every load measured ({loads[0]:g} to {loads[-1]:g} users).")
         elif report.crossover <= loads[0]:
             lines.append(f"{variant} is slower than {baseline} for all users together already at {loads[0]:g} users.")
         else:
-            lines.append(
-                f"{variant} falls below {baseline} for all users together at about {report.crossover:.1f} users: "
-                "the crossover."
-            )
+            lines.append(f"{variant} falls below {baseline} for all users together at about "
+                         f"{report.crossover:.1f} users: the crossover.")
     if report.spec.temperature == 0.0:
         differ = [comparison for comparison in report.comparisons if comparison.identical < comparison.compared]
         if differ:

@@ -40,8 +40,6 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LoadEndpoint:
-    """A server under load, and the name of the variant it serves."""
-
     name: str
     url: str
     """Up to and including /v1."""

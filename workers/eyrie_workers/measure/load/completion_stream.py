@@ -37,8 +37,6 @@ _UNFINISHED = ("abort", "error")
 
 @dataclass(frozen=True, eq=False)
 class StreamedCompletion:
-    """A complete completion."""
-
     id: str
     tokens: int
     counting: TokenCounting

@@ -186,7 +186,6 @@ def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
 
 
 def _tokens_and_seconds(results: Sequence[RequestResult]) -> tuple[float, float]:
-    """Tokens, and the time until they were complete."""
     return float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)
 
 

@@ -125,8 +125,6 @@ def load_report(model: str, run: "LoadTestResults", spec: LoadSpec, baseline: st
 
 @dataclass
 class LoadTestResults:
-    """The results of a load test before the report is computed."""
-
     variants: dict[str, str]
     levels: list[LevelResults] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -378,8 +378,6 @@ def measure_from_outside(
 
 
 class _Profiler:
-    """Collects the parts of a profile."""
-
     def __init__(self, runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
                  between: Callable[[], None]) -> None:
         self.runner, self.engines = runner, engines
