@@ -224,7 +224,7 @@ def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, las
     norm = tl.load(lse + root * KV_HEADS * PER_KV + head, real, other=0.0)
     less = tl.sum(upstream.to(WIDE) * produced.to(WIDE), 1)
     tl.store(delta + root * KV_HEADS * PER_KV + head, less, real)
-    found = tl.zeros([BLOCK_M, BLOCK_E], WIDE)
+    to_query = tl.zeros([BLOCK_M, BLOCK_E], WIDE)
     begin = tl.load(low + block)
     end = tl.load(high + block)
     for start in range(begin, end, BLOCK_N):
@@ -238,15 +238,15 @@ def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, las
         # Masked scores are replaced before `exp`, which could overflow on them.
         p = tl.where(visible, tl.exp(tl.where(visible, scores, norm[:, None]) - norm[:, None]), 0.0)
         slope = p * (dot(upstream, tl.trans(values), INTERPRETED) - less[:, None]) * SCALE
-        found += dot(slope.to(k.dtype.element_ty), keys, INTERPRETED)
+        to_query += dot(slope.to(k.dtype.element_ty), keys, INTERPRETED)
     for own in range(num_own):
         at = own * own_stride + own_row
         key = tl.load(own_k + at[:, None] + e[None, :], cell, other=0.0).to(WIDE)
         value = tl.load(own_v + at[:, None] + e[None, :], cell, other=0.0).to(WIDE)
         p = tl.exp(tl.sum(queries.to(WIDE) * key, 1) * SCALE - norm)
         slope = p * (tl.sum(upstream.to(WIDE) * value, 1) - less) * SCALE
-        found += slope[:, None] * key
-    tl.store(grad_q + row[:, None] + e[None, :], found.to(grad_q.dtype.element_ty), cell)
+        to_query += slope[:, None] * key
+    tl.store(grad_q + row[:, None] + e[None, :], to_query.to(grad_q.dtype.element_ty), cell)
 
 
 @jit

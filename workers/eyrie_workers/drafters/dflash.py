@@ -49,16 +49,9 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.target_config import FULL
+from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
-    CheckpointInvalid,
-    as_stored,
-    check_tensors,
-    parse_decoder,
-    read_config,
-    read_tensors,
-    write_checkpoint,
-)
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import (
     DecoderLayer,
     Norm,
@@ -301,7 +294,7 @@ def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None
             "block_size": config.block_size, "mask_token_id": config.mask_token_id,
             "num_target_layers": config.num_target_layers,
             "target_layer_ids": [layer - 1 for layer in config.aux_layers]}}  # "output of layer v", from 0
-    write_checkpoint(directory, written, as_stored(drafter.state_dict(), dtype), card)
+    checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
 def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
@@ -309,7 +302,7 @@ def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     def refuse(fault: str, hint: str = "export the drafter again") -> CheckpointInvalid:
         return CheckpointInvalid(f"drafter {name}: {fault}", hint)
 
-    decoder = parse_decoder(name, config)
+    decoder = checkpoint.parse_decoder(name, config)
     own = config.get("dflash_config")
     if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
         raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")
@@ -340,10 +333,11 @@ def _whole(value: object, least: int, most: int | None) -> bool:
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    config, tensors = read_dflash_config(directory.name, read_config(directory)), read_tensors(directory)
+    config = read_dflash_config(directory.name, checkpoint.read_config(directory))
+    tensors = checkpoint.read_tensors(directory)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in DFlashDrafter(config).state_dict().items()}
-    check_tensors(directory.name, tensors, expected)
+    checkpoint.check_tensors(directory.name, tensors, expected)
     got = (config.decoder.hidden_size, config.decoder.vocab_size, config.num_target_layers)
     if target is not None and got != (wanted := (target.hidden_size, target.vocab_size, target.num_layers)):
         raise CheckpointInvalid(f"drafter {directory.name} is for a target of width, vocabulary and layers {got}; "

@@ -51,26 +51,12 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
+from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
-    CheckpointInvalid,
-    as_stored,
-    check_tensors,
-    parse_decoder,
-    read_config,
-    read_tensors,
-    refuse_other_sizes,
-    write_checkpoint,
-)
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, refuse_variants
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layer_proposer import (
-    InferencePostAttention,
-    LayerProposer,
-    TokenProjection,
-    adjacent_rotary_pairs,
-)
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
@@ -255,15 +241,15 @@ class _Eagle1InferenceLayer:
 
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
         weights, config, dtype = drafter.weights(torch.float32), drafter.config, target.dtype
-        qkv_QH = adjacent_rotary_pairs(torch.cat([weights.query, weights.key_value]),
-                                       config.num_heads + config.num_kv_heads, config.head_dim)
+        qkv_QH = layer_proposer.adjacent_rotary_pairs(torch.cat([weights.query, weights.key_value]),
+                                                      config.num_heads + config.num_kv_heads, config.head_dim)
         to_outputs = torch.cat([torch.eye(config.hidden_size), qkv_QH])  # from x to x and its q, k, v
         self._dtype, self._widths = dtype, [config.hidden_size, qkv_QH.shape[0]]
         # Products of the matrices in float32, once, when the drafter is loaded; then rounded to the compute dtype.
         self._state = Linear((to_outputs @ weights.state).to(dtype))
         token = Linear((to_outputs @ weights.token).to(dtype), (to_outputs @ weights.bias.float()).to(dtype))
-        self._token = TokenProjection(target.embed_weight, token, sum(self._widths))
-        self._post_attention = InferencePostAttention(weights.post_attention, dtype)
+        self._token = layer_proposer.TokenProjection(target.embed_weight, token, sum(self._widths))
+        self._post_attention = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
         self._target = target
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
@@ -282,7 +268,7 @@ class _Eagle1InferenceLayer:
         return self._target.logits(hidden_TH), hidden_TH
 
 
-class Eagle1Proposer(LayerProposer):
+class Eagle1Proposer(layer_proposer.LayerProposer):
     """An Eagle1Drafter with its target's embedding and output matrix, for decoding."""
 
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
@@ -302,14 +288,14 @@ def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddin
 
 
 def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: Card | None = None) -> None:
-    write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
-                     as_stored(drafter.state_dict(), dtype), card)
+    checkpoint.write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
+                                checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
 def load(directory: Path) -> Eagle1Drafter:
     """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
-    written = read_config(directory)
-    config = parse_decoder(directory.name, written)
+    written = checkpoint.read_config(directory)
+    config = checkpoint.parse_decoder(directory.name, written)
     expected = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
                 "attention_bias": False, "mlp_bias": False}
     faults = [f"{name} is {written[name]!r}, not {value!r}" for name, value in expected.items()
@@ -321,10 +307,11 @@ def load(directory: Path) -> Eagle1Drafter:
     if faults:
         raise CheckpointInvalid(f"drafter {directory.name}: {'; '.join(faults)}",
                                 "serve this one in SGLang, or train one")
-    tensors = read_tensors(directory)
+    tensors = checkpoint.read_tensors(directory)
     with torch.device("meta"):
         drafter = Eagle1Drafter(config)
-    check_tensors(directory.name, tensors, {name: tuple(x.shape) for name, x in drafter.state_dict().items()})
+    expected_shapes = {name: tuple(x.shape) for name, x in drafter.state_dict().items()}
+    checkpoint.check_tensors(directory.name, tensors, expected_shapes)
     drafter.load_state_dict(tensors, strict=True, assign=True)
     return drafter
 
@@ -343,17 +330,18 @@ def import_original(directory: Path, config: Mapping[str, Any], tensors: Mapping
                                 "drafter", "an EAGLE-3 drafter only needs another architecture name; see "
                                 "`eyrie check-drafter`")
     stored.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
-    parsed = replace(parse_decoder(directory.name, config), tie_word_embeddings=False)
+    parsed = replace(checkpoint.parse_decoder(directory.name, config), tie_word_embeddings=False)
     with torch.device("meta"):
         expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
-    check_tensors(directory.name, stored, expected)
+    checkpoint.check_tensors(directory.name, stored, expected)
     dtype = str(fc.dtype).removeprefix("torch.")
-    write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype), as_stored(stored, dtype), None)
+    checkpoint.write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype),
+                                checkpoint.as_stored(stored, dtype))
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     drafter = load(directory)
-    refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
+    checkpoint.refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
     return Eagle1Proposer(drafter, target)
 
 

@@ -25,16 +25,11 @@ from eyrie_api.artifacts import write_atomically
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import EyrieError, report_error
 from eyrie_api.processes import free_port
+from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, adaptive_config, launch_arguments, launch_environment
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import launcher_command, merged_environment, plugin_root
-from eyrie_workers.sglang.profiles import (
-    available_bytes,
-    kv_bytes_per_token,
-    requests_that_fit,
-    weights_on_disk,
-)
 from eyrie_workers.targets.config import read_json
 
 
@@ -48,12 +43,14 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     target = read_target(options.target, config)
     max_requests = options.max_concurrency
     if not max_requests:  # as many as this machine's memory holds next to the weights
-        weights = sum(weights_on_disk(Path(model)) for model in (options.target, use.drafter_dir) if model is not None)
-        memory = available_bytes(machine, options.tp_size)
+        weights = sum(profiles.weights_on_disk(Path(model))
+                      for model in (options.target, use.drafter_dir) if model is not None)
+        memory = profiles.available_bytes(machine, options.tp_size)
         if machine.platform == "cpu":  # the share that SGLang takes of main memory
             memory = int(machine.mem_fraction * memory)
-        max_requests = requests_that_fit(max(0, memory - weights), kv_bytes_per_token(config, options.dtype),
-                                         use.context_length or target.context_length)
+        max_requests = profiles.requests_that_fit(
+            max(0, memory - weights), profiles.kv_bytes_per_token(config, options.dtype),
+            use.context_length or target.context_length)
     return LaunchPlan(
         target=target, machine=machine, served_model_name=options.model, drafter=drafter, setting=use.setting,
         map=use.map, adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,

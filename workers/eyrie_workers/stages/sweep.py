@@ -42,18 +42,8 @@ import torch
 
 from eyrie_api.contract.stages import TrainStage
 from eyrie_api.errors import DiskFull, EyrieError, report_error
+from eyrie_workers import stage_program
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.stage_program import (
-    INTERRUPTED_EXIT_CODE,
-    Interrupted,
-    OpenStage,
-    Result,
-    Stage,
-    end_on_full_disk,
-    open_stage,
-    stop_on_signals,
-    write_failure,
-)
 from eyrie_workers.stages.rank_program import end_with_launcher, refuse
 from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
 from eyrie_workers.targets.loading import resolve, target_digest
@@ -179,12 +169,12 @@ class CandidateGroup:
         for name, report in reports.items():
             try:
                 runs[name].after_step(report, evaluations.get(name))
-            except Interrupted:
+            except stage_program.Interrupted:
                 interrupted = True
             except EyrieError as error:
                 self.failed[name] = error
         if interrupted:
-            raise Interrupted
+            raise stage_program.Interrupted
 
 
 def shared_targets(objectives: Mapping[str, Objective[Any]], documents: PackedBatch,
@@ -225,15 +215,15 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = (), dist: DistCo
     program ran alone.
     """
     order = [str(directory.resolve()) for directory in directories]
-    stages = [Stage(Path(name)) for name in order[dist.rank::dist.size]]
-    opened: dict[str, OpenStage[TrainStage]] = {}
+    stages = [stage_program.Stage(Path(name)) for name in order[dist.rank::dist.size]]
+    opened: dict[str, stage_program.OpenStage[TrainStage]] = {}
     codes: dict[str, int] = {}
     try:
-        with stop_on_signals(*stages), ExitStack() as stack:
+        with stage_program.stop_on_signals(*stages), ExitStack() as stack:
             for stage in stages:
                 name = str(stage.out_dir)
                 try:
-                    candidate = stack.enter_context(open_stage(
+                    candidate = stack.enter_context(stage_program.open_stage(
                         TrainStage, stage, stage.out_dir / "spec.json", stage.out_dir / "manifest.json"))
                 except EyrieError as error:  # locked, or its spec is invalid: the other candidates are trained
                     codes[name] = report_error(error)
@@ -242,23 +232,23 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = (), dist: DistCo
                         opened[name] = candidate
             for name, outcome in _train_all(opened, rungs, dist, order).items():
                 if isinstance(outcome, EyrieError):
-                    write_failure(opened[name].stage, outcome)
+                    stage_program.write_failure(opened[name].stage, outcome)
                     codes[name] = report_error(outcome)
                 else:
                     opened[name].finish(outcome)
-    except Interrupted:  # each open stage has logged it
-        return INTERRUPTED_EXIT_CODE
+    except stage_program.Interrupted:  # each open stage has logged it
+        return stage_program.INTERRUPTED_EXIT_CODE
     except DiskFull as error:
-        return end_on_full_disk(error)
+        return stage_program.end_on_full_disk(error)
     # Every process ends with the same code, and only now: torchrun stops all as soon as one ends with another than 0.
     codes = {name: code for gathered in dist.gather(codes) for name, code in gathered.items()}
     return next((codes[name] for name in order if name in codes), 0)
 
 
-def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[float], dist: DistContext,
-               order: Sequence[str]) -> dict[str, Result | EyrieError]:
+def _train_all(opened: Mapping[str, stage_program.OpenStage[TrainStage]], rungs: Sequence[float], dist: DistContext,
+               order: Sequence[str]) -> dict[str, stage_program.Result | EyrieError]:
     """Train this process's candidates, one group after the other. Raises Interrupted."""
-    outcomes: dict[str, Result | EyrieError] = {}
+    outcomes: dict[str, stage_program.Result | EyrieError] = {}
     groups = {group_key(opened[names[0]].spec): names
               for names in group_candidates({name: candidate.spec for name, candidate in opened.items()})}
     targets = {key: opened[names[0]].spec.target for key, names in groups.items()}

@@ -13,10 +13,9 @@ Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_th
 Aux layers. EAGLE-3 (arXiv:2503.01840, section 3.1) fuses a low, a middle and a high layer. Indices are Hugging Face
 `hidden_states` indices: 0 is the embedding, i + 1 the output of layer i, num_layers the state after the final norm. The
 default (2, num_layers // 2, num_layers - 3) is what SGLang captures for a target without a list of its own. On hybrid
-targets most layers see only a window or a recurrent state; the output of such a layer holds little about distant
-context. There each choice moves to the nearest full-attention layer's output, as the seed on training a drafter for a
-hybrid target found necessary. The last layer is left out: serving engines capture the input of the next layer, and the
-last layer has none.
+targets most layers see only a window or a recurrent state, and their outputs hold little about distant context: there
+each choice moves to the nearest full-attention layer's output. The last layer is left out: serving engines capture the
+input of the next layer, and the last layer has none.
 """
 
 import json

@@ -26,17 +26,11 @@ from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.jsonl_ledger import JsonlLedger
+from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import Session
 from eyrie_workers.measure.benchmark.variants import WARMUP_TOKENS, make_request
-from eyrie_workers.measure.intervals import (
-    Tally,
-    acceptance_length,
-    add_histograms,
-    interleaved,
-    speed_interval,
-    speed_ratio,
-)
+from eyrie_workers.measure.intervals import Tally
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 
@@ -95,7 +89,8 @@ class BlockRunner:
         run = self.session.bench.engine.generate(
             setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
         depth = setting.tree.num_steps if setting.tree is not None else 0
-        histogram = add_histograms([(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)])
+        histograms = [(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)]
+        histogram = intervals.add_histograms(histograms)
         return BlockRun(
             concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
             tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
@@ -163,9 +158,9 @@ def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
     """
     if all_ready:
         return [(setting, block) for turn, block in enumerate(blocks, first_turn)
-                for setting in interleaved(active, turn)]
+                for setting in intervals.interleaved(active, turn)]
     half = (len(blocks) + 1) // 2
-    others = interleaved([setting for setting in active if setting != OFF], first_turn)
+    others = intervals.interleaved([setting for setting in active if setting != OFF], first_turn)
     return [*((OFF, block) for block in blocks[:half]), *((setting, block) for setting in others for block in blocks),
             *((OFF, block) for block in blocks[half:])]
 
@@ -235,9 +230,9 @@ class ConcurrentBenchmark:
                     ties += divergence.is_tie(session.dtype)
         return ConcurrencyReport(
             concurrency=concurrency, temperature=temperature, requests=sum(len(run.answers) for run in drafted),
-            tau=acceptance_length(add_histograms([run.accepted_histogram for run in drafted])),
-            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=speed_ratio(tallies),
-            speedup_interval=speed_interval([tallies], self._spec.seed),
+            tau=intervals.acceptance_length(intervals.add_histograms([run.accepted_histogram for run in drafted])),
+            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=intervals.speed_ratio(tallies),
+            speedup_interval=intervals.speed_interval([tallies], self._spec.seed),
             identical=sum(num_identical(ours, theirs) for ours, theirs in zip(drafted, plain, strict=True)),
             near_ties=ties, compared=compared, divergences=tuple(lines))
 

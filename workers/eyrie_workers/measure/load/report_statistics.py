@@ -19,13 +19,7 @@ import numpy as np
 
 from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadSpec, Quantiles, ServiceLevel
 from eyrie_api.contract.model import Interval
-from eyrie_workers.measure.intervals import (
-    acceptance_length,
-    add_histograms,
-    conditional_acceptance,
-    interval_around,
-    standard_error,
-)
+from eyrie_workers.measure import intervals
 from eyrie_workers.measure.load.client import RequestResult
 from eyrie_workers.measure.load.completion_stream import FloatArray
 from eyrie_workers.measure.load.schedule import RequestLevel
@@ -79,7 +73,7 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
     tokens = sum(result.tokens for result in completed)
     rates, num_rated = _rates(completed)
     histograms = [result.histogram for result in completed if result.histogram is not None] if drafting else []
-    histogram = add_histograms(histograms)
+    histogram = intervals.add_histograms(histograms)
     has_rounds = sum(histogram) > 0
     return LoadCell(
         requests=len(results), completed=len(completed), failed=dict(sorted(failed.items())), output_tokens=tokens,
@@ -90,9 +84,9 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
         end_to_end_s=quantiles(np.array([result.end_to_end_s for result in completed])),
         goodput_per_s=sum(meets_slo(result, spec.slo) for result in results) / seconds
         if spec.slo is not None and seconds > 0 else None,
-        tau=acceptance_length(histogram) if has_rounds else None,
+        tau=intervals.acceptance_length(histogram) if has_rounds else None,
         tau_interval=_tau_interval(completed, spec.seed) if has_rounds else None,
-        acceptance=conditional_acceptance(histogram), accepted_histogram=histogram)
+        acceptance=intervals.conditional_acceptance(histogram), accepted_histogram=histogram)
 
 
 def level_report(level: LevelResults, spec: LoadSpec) -> LoadLevel:
@@ -202,8 +196,8 @@ def _interval(value: float, pairs: Iterable[Pair], summed: Callable[[Sequence[Re
     fields = fields[(fields > 0).all(axis=1)]  # a prompt without tokens has no rate
     if len(fields) < 2:
         return Interval(low=value, high=value)
-    error = standard_error(fields, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed)
-    return interval_around(value, error, len(fields))
+    error = intervals.standard_error(fields, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed)
+    return intervals.interval_around(value, error, len(fields))
 
 
 def _tau_interval(completed: Sequence[RequestResult], seed: int) -> Interval:
@@ -212,11 +206,11 @@ def _tau_interval(completed: Sequence[RequestResult], seed: int) -> Interval:
     for result in completed:
         if result.histogram is not None and sum(result.histogram) > 0:
             by_prompt.setdefault((result.category, result.prompt_id), []).append(result.histogram)
-    summed = [add_histograms(histograms) for histograms in by_prompt.values()]
-    value = acceptance_length(add_histograms(summed))
+    summed = [intervals.add_histograms(histograms) for histograms in by_prompt.values()]
+    value = intervals.acceptance_length(intervals.add_histograms(summed))
     if len(summed) < 2:
         return Interval(low=value, high=value)
     fields = np.array([(sum(k * n for k, n in enumerate(h)), sum(h)) for h in summed], dtype=np.float64)
-    error = standard_error(fields, lambda sums: 1.0 + sums[:, 0] / sums[:, 1], seed)
-    around = interval_around(value, error, len(summed))
+    error = intervals.standard_error(fields, lambda sums: 1.0 + sums[:, 0] / sums[:, 1], seed)
+    around = intervals.interval_around(value, error, len(summed))
     return Interval(low=max(1.0, around.low), high=around.high)
