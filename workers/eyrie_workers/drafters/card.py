@@ -99,7 +99,7 @@ def identify(path: Path, spec: TargetSpec | None = None, *, digest: str | None =
     layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
     architectures = config.get("architectures") or ["unknown"]
     tokenizer = path / TOKENIZER
-    name = path.name if spec is None or Path(spec.model).expanduser().is_dir() else spec.model
+    name = path.name if spec is None or Path(spec.model).expanduser().is_dir() else spec.model  # no paths
     return TargetIdentity(
         name=name, revision=hub_revision(path), architecture=str(architectures[0]), num_layers=int(layers or 0),
         digest=digest or target_digest(path), tokenizer_digest=digest_file(tokenizer) if tokenizer.is_file() else None)

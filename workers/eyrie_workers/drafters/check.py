@@ -23,7 +23,7 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.eagle3.directory import ENGINES, architecture_rules, author_format_rules
 from eyrie_workers.drafters.family import family_of
 from eyrie_workers.drafters.validation import Finding, ValidationRequest, check_mtp_layers, error, read_target, warning
-from eyrie_workers.targets.loading import read_tensors, resolve
+from eyrie_workers.targets.loading import resolve, stored_tensors
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
 _PICKLED = ("pytorch_model.bin", "model.pt", "model.ckpt")
@@ -58,7 +58,7 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         return error("weights-missing", what, "store them as model.safetensors" if pickled
                      else "give the directory of an exported drafter"), *general
     try:
-        tensors = dict(chain.from_iterable(map(read_tensors, files)))
+        tensors = dict(chain.from_iterable(map(stored_tensors, files)))
     except ArtifactCorrupt as fault:
         return error("weights-unreadable", fault.message, "copy or export the drafter again"), *general
     card: Card | None = None

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eyrie_api.errors import ArtifactMissing, Permanent, UnsupportedTarget
 from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
-from eyrie_workers.targets import loading
 from eyrie_workers.targets.config import RopeConfig, TargetConfig, parse_drafter_config
+from eyrie_workers.targets.loading import stored_tensors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,7 +54,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mappin
     if directory.exists():  # the same step exported again after an interruption: the bytes are equal
         shutil.rmtree(directory)
     os.replace(temporary, directory)
-    _flush(directory.parent)
+    _flush(directory.parent)  # the name
 
 
 def as_stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
     tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
-    tensors = dict(chain.from_iterable(map(loading.read_tensors, sorted(directory.glob("*.safetensors")))))
+    tensors = dict(chain.from_iterable(map(stored_tensors, sorted(directory.glob("*.safetensors")))))
     pickled = directory / "pytorch_model.bin"
     if not tensors and pickled.is_file():
         tensors = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code

@@ -103,7 +103,7 @@ class LayerWeights:
     def heads(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [T, K, W, E] and k [T, K, E], and v [T, K, E], of a residual stream; angles [T, 2, E / 2]."""
         config = self.config
-        qkv_TQ = normed_linear(x_TH, self.input_layernorm, self.qkv, config.rms_eps)
+        qkv_TQ = normed_linear(x_TH, self.input_layernorm, self.qkv, config.rms_eps)  # [T, q + 2k]
         q, kv = qkv_TQ.split([config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim], -1)
         q_TKWE = q.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
         if self.head_norms is not None:
@@ -112,7 +112,7 @@ class LayerWeights:
 
     def keys(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated k and v, each [T, K, E], of normalised features outside the residual stream."""
-        first = self.config.num_heads * self.config.head_dim
+        first = self.config.num_heads * self.config.head_dim  # rows of k and v come after those of q
         return self._keys(linear(x_TH, self.qkv[first:]), angles)
 
     def _keys(self, kv_TQ: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,8 +167,8 @@ def layer_flops(config: TargetConfig, num_rows: int, num_visible: int) -> int:
     num_visible  visible keys, summed over all rows
     """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    per_row = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    return 6 * (num_rows * per_row + 2 * num_visible * q)
+    per_row = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)  # q and o, k and v, the MLP
+    return 6 * (num_rows * per_row + 2 * num_visible * q)  # 2 per multiply-add; backward is twice forward
 
 
 def decoder_json(config: TargetConfig, architecture: str, dtype: str) -> dict[str, Any]:

@@ -239,7 +239,7 @@ class DFlashProposer:
         """Write the keys and values of the pairs' features; attention and MLP are not run."""
         assert isinstance(state, DFlashState)
         chosen, num_pairs = RowLengths.of(pairs.rows, pairs.starts), pairs.aux.shape[1]
-        index_BT = chosen.lengths_B1 + torch.arange(num_pairs)
+        index_BT = chosen.lengths_B1 + torch.arange(num_pairs)  # also the positions
         kv = self._features.keys(pairs.aux.flatten(0, 1).to(self._model.dtype), index_BT.flatten())
         state.cache.reserve(max(pairs.starts) + num_pairs)
         for layer, of_layer in enumerate(kv.unflatten(0, (-1, num_pairs)).unbind(2)):
@@ -258,7 +258,7 @@ class DFlashProposer:
         positions_BC = chosen.lengths_B1 + torch.arange(size)
         attend = NewTokens(state.cache, chosen, size, all_scratch_mask(chosen, size, size))
         _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
-        masks = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]
+        masks = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]  # without the settled token
         return build_tree_from_marginals(self._target.logits(masks), shape, None, noise)
 
 

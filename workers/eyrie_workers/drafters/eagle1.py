@@ -182,9 +182,9 @@ class FeatureRegression(Objective[Eagle1Drafter]):
         """The inputs of fc at step 0 and the output matrix have no gradient."""
         config, tokens, hidden = self.drafter.config, plan.positions.numel(), self.drafter.config.hidden_size
         q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
-        once = tokens * hidden * (2 * 2 * hidden + 3 * kv)
+        once = tokens * hidden * (2 * 2 * hidden + 3 * kv)  # fc without a gradient of its inputs; k and v
         per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
-        later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
+        later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)  # the state's half of fc
         unrolled = plan.num_predictions * per_root + 3 * 2 * plan.num_visible * q
         return 2 * (once + later_steps + unrolled + plan.target_positions.numel() * hidden * config.vocab_size)
 

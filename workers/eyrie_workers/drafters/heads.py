@@ -150,7 +150,7 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
         drafter = kind(config, DraftVocabulary(ids, config.vocab_size))
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:
-        expected[TOKEN_MAP] = (config.draft_vocab_size,)
+        expected[TOKEN_MAP] = (config.draft_vocab_size,)  # no buffer of the module
     checkpoint.check_tensors(directory.name, tensors, expected)
     # 3. The vocabulary, and the values.
     if TOKEN_MAP in tensors:

@@ -166,7 +166,7 @@ class HydraProposer(HeadsProposer):
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         assert isinstance(state, HeadsState)
         indices = pairs.indices()
-        chosen_B = indices.tokens.flatten().index_select(0, indices.last)
+        chosen_B = indices.tokens.flatten().index_select(0, indices.last)  # x_{i+1}
         read_BC = torch.cat([last_states(pairs, indices).to(self._dtype), self._embedding(chosen_B)], 1)
         state.read.index_copy_(0, indices.rows, read_BC)
 
@@ -197,7 +197,7 @@ class HydraProposer(HeadsProposer):
 
     def _predict(self, number: int, read_BNC: Tensor) -> DraftStep:
         rows, nodes, _ = read_BNC.shape
-        logits = self._lm_head(head_state(self._heads[number](read_BNC.flatten(0, 1))))
+        logits = self._lm_head(head_state(self._heads[number](read_BNC.flatten(0, 1))))  # [B * N, D]
         return DraftStep(logits.view(rows, nodes, -1), read_BNC)
 
 
@@ -211,7 +211,7 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     generator, hidden = torch.Generator(device="cpu").manual_seed(seed), target.hidden_size
     for number in range(spec.max_draft_tokens):
         skip, inner = (drafter.get_parameter(f"heads.{number}.{part}.weight") for part in ("skip", "inner"))
-        skip.zero_()[:, :hidden].fill_diagonal_(1.0)
+        skip.zero_()[:, :hidden].fill_diagonal_(1.0)  # P_s z = h_i
         inner.copy_(torch.empty(inner.shape, device="cpu").normal_(0.0, _INITIAL_STD, generator=generator))
     drafter.lm_head.weight.copy_(embeddings.lm_head.index_select(0, vocabulary.ids.to(embeddings.lm_head.device)))
     return drafter

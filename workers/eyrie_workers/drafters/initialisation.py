@@ -17,7 +17,7 @@ from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning.target_config import language_model, logit_transform
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
-from eyrie_workers.targets.loading import read_tensors, special_token_ids, weight_files
+from eyrie_workers.targets.loading import special_token_ids, stored_tensors, weight_files
 from eyrie_workers.targets.operators import OutputHead
 
 _INITIAL_STD = 0.02
@@ -74,7 +74,7 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     tensors: dict[str | None, Tensor] = {}
     unread = (None, "head") if tie_word_embeddings else (None,)
     for file in weight_files(path):
-        for name, tensor in read_tensors(file, lambda name: _role(name) not in unread):
+        for name, tensor in stored_tensors(file, lambda name: _role(name) not in unread):
             role = _role(name)
             keeps_dtype = device.type != "cpu" and role != "norm"
             tensors[role] = (tensor if keeps_dtype else tensor.float()).to(device)

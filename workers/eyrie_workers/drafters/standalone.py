@@ -183,7 +183,7 @@ class StandaloneProposer:
         tokens_BT = upload([[*text, *[0] * (num_new - len(text))] for text in texts])
         attend: Attend = (kv_cache.PromptTokens(state.cache, chosen, num_new) if lengths == [0]
                           else kv_cache.NewTokens(state.cache, chosen, num_new, kv_cache.causal_mask(chosen, num_new)))
-        positions_BT = chosen.lengths_B1 + torch.arange(num_new)
+        positions_BT = chosen.lengths_B1 + torch.arange(num_new)  # padding included: it is overwritten
         _, states = self._model.run(tokens_BT.flatten(), positions_BT.flatten(), attend)
         last_B = upload([row * num_new + len(text) - 1 for row, text in enumerate(texts)])
         state.logits.index_copy_(0, chosen.rows_B, self._model.logits(states.index_select(0, last_B)))
@@ -204,7 +204,7 @@ class StandaloneProposer:
             visible = (kv_cache.all_scratch_mask(chosen, num_new, num_scratch) if num_scratch == depth
                        else kv_cache.scratch_mask(chosen, mask))
             attend = kv_cache.NewTokens(cache, chosen, num_new, visible, num_scratch - num_new)
-            positions_BN = (chosen.lengths_B1 + (depth - 1)).expand(-1, num_new)
+            positions_BN = (chosen.lengths_B1 + (depth - 1)).expand(-1, num_new)  # depth 1 follows the text
             _, states = self._model.run(tokens.flatten(), positions_BN.flatten(), attend)
             return DraftStep(self._model.logits(states).view(*tokens.shape, -1), hidden)
 
@@ -217,7 +217,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
             _vocabulary: DraftVocabulary, seed: int) -> StandaloneDrafter:
     refuse_variants(spec, "standalone")
     head_dim = target.head_dim
-    hidden = spec.hidden_size or max(1, round(target.hidden_size / 2 / head_dim)) * head_dim
+    hidden = spec.hidden_size or max(1, round(target.hidden_size / 2 / head_dim)) * head_dim  # whole heads
     # An MLP of the target's width on a narrower stream would be most of the drafter: its width is scaled down alike.
     width = spec.intermediate_size or max(8, round(target.intermediate_size * hidden / target.hidden_size / 8) * 8)
     drafter = StandaloneDrafter(decoder_config(

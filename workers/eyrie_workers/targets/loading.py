@@ -178,7 +178,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def read_tensors(file: Path, wanted: Callable[[str], bool] = lambda _name: True) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(file: Path, wanted: Callable[[str], bool] = lambda _name: True) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file whose names are wanted, one by one, on the CPU. Raises ArtifactCorrupt."""
     with _readable(file), safe_open(file, framework="pt") as handle:
         for name in filter(wanted, handle.keys()):

@@ -47,7 +47,7 @@ from eyrie_workers.drafters.validation import (
     vocabulary_rules,
     warning,
 )
-from eyrie_workers.targets.loading import read_tensors, weight_files
+from eyrie_workers.targets.loading import stored_tensors, weight_files
 
 ARCHITECTURE = FAMILIES["eagle3"].architecture
 ENGINES = {"sglang": "0.5.23", "vllm": "0.32.0"}
@@ -605,7 +605,7 @@ def embedding_rules(tensors: Mapping[str, Tensor], target: Target) -> Iterator[F
         return
     try:
         rows = next((rows for file in weight_files(target.path)
-                     for _, rows in read_tensors(file, _EMBEDDINGS.__contains__)), None)
+                     for _, rows in stored_tensors(file, _EMBEDDINGS.__contains__)), None)
     except EyrieError:
         return
     if rows is None or own.shape[1] != rows.shape[1]:

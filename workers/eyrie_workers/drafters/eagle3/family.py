@@ -56,7 +56,7 @@ def save_drafter(directory: Path, drafter: Eagle3Drafter, dtype: str = "float32"
 
     card   its provenance; names the target architecture that the layer ids are written for. None: no card is written.
     """
-    whole = drafter.config.draft_vocab_size == drafter.config.vocab_size
+    whole = drafter.config.draft_vocab_size == drafter.config.vocab_size  # vLLM then refuses the maps
     tensors = checkpoint.as_stored({name: tensor for name, tensor in drafter.state_dict().items()
                                     if not (whole and name in MAPS)}, dtype)
     config = config_json(drafter.config, dtype, card.target if card else None)
@@ -75,7 +75,7 @@ def load_drafter(directory: Path) -> Eagle3Drafter:
         parsed.vocab_size)
     vocabulary = DraftVocabulary(ids, parsed.vocab_size)
     drafter = Eagle3Drafter(parsed, vocabulary)
-    drafter.to(tensors["fc.weight"].dtype)
+    drafter.to(tensors["fc.weight"].dtype)  # all parameters have one: the validator checks it
     tensors.pop("embed_tokens.weight", None)  # decoding uses the target's, as the engines do
     drafter.load_state_dict(tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, strict=True)
     return drafter
@@ -106,8 +106,8 @@ def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None 
         "rms_norm_eps": config.rms_eps, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "rope_theta": config.rope.theta, "rope_parameters": checkpoint.rope_json(config.rope),
         "num_aux_hidden_states": config.num_aux, LAYER_IDS: list(config.aux_layers),
-        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: ids},
-        "norm_before_residual": False,
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: ids},  # as SGLang numbers them
+        "norm_before_residual": False,  # SGLang always adds the state before its norm
         "bos_token_id": config.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "torch_dtype": dtype, "dtype": dtype,
     }
@@ -149,7 +149,7 @@ class _InferenceLayer:
     """`InferenceLayer`: the matrices with norms folded in, in the order a step uses them."""
 
     def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, dtype: torch.dtype) -> None:
-        weights, config = drafter.weights(torch.float32), drafter.config
+        weights, config = drafter.weights(torch.float32), drafter.config  # folded in float32, rounded once
         num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
         self._eps = torch.tensor(config.rms_eps, dtype=dtype)
         self._fc_norm = torch.stack(weights.fc_norm).to(dtype) if weights.fc_norm else None
