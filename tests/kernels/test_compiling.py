@@ -6,9 +6,9 @@ The second half of `make test-kernels`: a process with EYRIE_COMPILE_KERNELS=1, 
 import pytest
 import torch
 
+from eyrie_kernels.compiler import COMPILING, Compiled, compiling_for
 from eyrie_kernels.packed_attention import key_ranges, packed_attention
 from eyrie_kernels.soft_target_loss import soft_target_loss
-from tests.kernels.ahead_of_time import COMPILING, Compiled, compiling_for
 
 pytestmark = pytest.mark.skipif(not COMPILING, reason="compiles only with EYRIE_COMPILE_KERNELS=1: make test-kernels")
 

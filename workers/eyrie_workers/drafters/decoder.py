@@ -140,7 +140,13 @@ def decoder_config(spec: DrafterSpec, target: TargetConfig, family: str, num_lay
     family             `model_type` of the layers: llama or qwen3
     default_num_heads  query heads where the spec gives none; None: the target's number
     changes            further fields of `TargetConfig`
+
+    Raises InvalidInput for a variant field of `spec` that its family does not have.
     """
+    for name in VARIANT_FIELDS:
+        if getattr(spec, name) and name not in FAMILIES[spec.family].variant_fields:
+            raise InvalidInput(f"drafter.{name} is {getattr(spec, name)}, which a {spec.family} drafter does not have",
+                               f"leave drafter.{name} out, or use an eagle family")
     num_heads, num_kv_heads = head_counts(spec, target, default_num_heads or target.num_heads)
     own = replace(
         target, family=family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
@@ -151,14 +157,6 @@ def decoder_config(spec: DrafterSpec, target: TargetConfig, family: str, num_lay
         residual_scale=1.0,
         max_position_embeddings=spec.max_position_embeddings or target.max_position_embeddings)
     return replace(own, **changes)
-
-
-def refuse_variants(spec: DrafterSpec, family: str) -> None:
-    """Raises InvalidInput for a variant field of `spec` that the family does not have."""
-    for name in VARIANT_FIELDS:
-        if getattr(spec, name) and name not in FAMILIES[family].variant_fields:
-            raise InvalidInput(f"drafter.{name} is {getattr(spec, name)}, which a {family} drafter does not have",
-                               f"leave drafter.{name} out, or use an eagle family")
 
 
 def layer_flops(config: TargetConfig, num_rows: int, num_visible: int) -> int:

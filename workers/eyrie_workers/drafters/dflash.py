@@ -52,14 +52,7 @@ from eyrie_api.planning.target_config import FULL
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
-from eyrie_workers.drafters.decoder import (
-    DecoderLayer,
-    Norm,
-    decoder_config,
-    decoder_json,
-    layer_flops,
-    refuse_variants,
-)
+from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
@@ -264,7 +257,6 @@ class DFlashProposer:
 
 def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, layers: Layers,
             _vocabulary: DraftVocabulary, seed: int) -> DFlashDrafter:
-    refuse_variants(spec, "dflash")
     assert spec.max_draft_tokens is not None
     if min(layers) < 1 or max(layers) >= target.num_layers:
         raise InvalidInput(f"a dflash drafter cannot read layers {list(layers)}: SGLang captures outputs of layers",

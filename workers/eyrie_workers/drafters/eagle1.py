@@ -54,7 +54,7 @@ from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
-from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, refuse_variants
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.validation import validator_by_loading
@@ -280,7 +280,6 @@ class Eagle1Proposer(layer_proposer.LayerProposer):
 
 def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddings, _layers: Layers,
             _vocabulary: DraftVocabulary, seed: int) -> Eagle1Drafter:
-    refuse_variants(spec, "eagle1")
     drafter = Eagle1Drafter(decoder_config(spec, target, "llama", 1))
     initialise_parameters(drafter, seed)
     nn.init.zeros_(drafter.fc.bias)

@@ -43,14 +43,7 @@ from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters import checkpoint, kv_cache
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
-from eyrie_workers.drafters.decoder import (
-    DecoderLayer,
-    Norm,
-    decoder_config,
-    decoder_json,
-    layer_flops,
-    refuse_variants,
-)
+from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.validation import validator_by_loading
@@ -215,7 +208,6 @@ class StandaloneProposer:
 
 def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, _layers: Layers,
             _vocabulary: DraftVocabulary, seed: int) -> StandaloneDrafter:
-    refuse_variants(spec, "standalone")
     head_dim = target.head_dim
     hidden = spec.hidden_size or max(1, round(target.hidden_size / 2 / head_dim)) * head_dim  # whole heads
     # An MLP of the target's width on a narrower stream would be most of the drafter: its width is scaled down alike.

@@ -155,20 +155,19 @@ class SglangStates:
             server.check()
             raise EngineFailed(f"SGLang's server does not answer: {error}",
                                f"read the log in {self._directory}") from error
-        return [self._states_of(name, len(text)) for name, text in zip(names, texts, strict=True)]
-
-    def _states_of(self, name: str, length: int) -> Tensor:
-        parts = sorted(self._files.glob(f"{name}.*.safetensors"), key=lambda path: int(path.name.split(".")[1]))
-        states: list[Tensor] = []
-        for path in parts:
-            with safe_open(path, framework="pt") as handle:
-                states.append(handle.get_tensor("states"))
-            path.unlink()
-        have = sum(len(part) for part in states)
-        if have != length:
-            raise EngineFailed(f"SGLang wrote the states of {have} of the {length} tokens of a text",
-                               f"free memory in {self._files.parent}, or read the log in {self._directory}")
-        return torch.cat(states)
+        of_texts = []
+        for name, text in zip(names, texts, strict=True):
+            states: list[Tensor] = []
+            parts = self._files.glob(f"{name}.*.safetensors")
+            for path in sorted(parts, key=lambda path: int(path.name.split(".")[1])):
+                with safe_open(path, framework="pt") as handle:
+                    states.append(handle.get_tensor("states"))
+                path.unlink()
+            if (have := sum(map(len, states))) != len(text):
+                raise EngineFailed(f"SGLang wrote the states of {have} of the {len(text)} tokens of a text",
+                                   f"free memory in {self._files.parent}, or read the log in {self._directory}")
+            of_texts.append(torch.cat(states))
+        return of_texts
 
 
 def texts_that_fit(lengths: Sequence[int], token_bytes: int, free_bytes: int) -> int:

@@ -58,18 +58,8 @@ from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
-from eyrie_workers.training.batches import (
-    BatchLoader,
-    CutFeatures,
-    Features,
-    Schedule,
-    checkpoint_steps,
-    choose_rows,
-    cut_evenly,
-    open_features,
-    require_one_batch,
-    rows_by_source,
-)
+from eyrie_workers.training import batches
+from eyrie_workers.training.batches import Features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
@@ -102,7 +92,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     require_trackers(spec.train.trackers, os.environ)
     device = default_device()
     torch.set_num_threads(spec.train.threads or threads_of_process(cpu_count(), os.environ))
-    path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
+    path, store = resolve(spec.target), features or batches.open_features(spec.store_dir, spec.target)
     # Rank 0 alone: eight processes would read the target eight times from one disk.
     if store.format.target_digest != (digest or dist.on_main(lambda: target_digest(path))):
         raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
@@ -125,9 +115,9 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     layers = family.layers(fused, config.num_layers)
     columns = _columns(layers, store, spec)
     sources = read_row_sources(open_backend(spec.store_dir), store.num_rows)
-    train_rows, held_out = choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
+    train_rows, held_out = batches.choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
     step_tokens = tokens_per_step(spec.train)
-    require_one_batch(spec.rows, train_rows, store.lengths, step_tokens)
+    batches.require_one_batch(spec.rows, train_rows, store.lengths, step_tokens)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.row.whole_vocabulary,
                                                       kept=head.vocabulary if head is not None else None)
@@ -145,24 +135,25 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     # Rows are cut to what one process computes at a time.
     most = spec.train.max_tokens_per_gpu
     if most is not None and max(store.lengths, default=0) > most:
-        store = cut = CutFeatures(store, most)
+        store = cut = batches.CutFeatures(store, most)
         stage.event("RowsCut", f"{cut.num_cut} of {cut.num_rows} rows are longer than train.max_tokens_per_gpu {most}: "
                     f"the {cut.tokens_left_out} tokens behind it are not trained on", warning=True)
     lengths = store.lengths
-    of_sources = rows_by_source(sources, train_rows, lengths)
+    of_sources = batches.rows_by_source(sources, train_rows, lengths)
     if spec.rows is not None:
         parts = ", ".join(f"{name} {rows.rows} rows of {rows.tokens} tokens" for name, rows in of_sources.items())
         stage.event("RowsDrawn", f"trains on {len(train_rows)} of {store.num_rows - len(held_out)} captured rows, with "
                                  f"the shares of data.mix: {parts}")
-    schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
+    schedule = batches.Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed,
+                                spec.train.max_steps)
     drafter.to(device)
     with device_scope(device):
         objective = family.objective(drafter, embeddings, spec.train, max(lengths), dtype)
 
-    trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, dist), dist, columns)
+    trainer = Trainer(objective, schedule, spec.train, batches.BatchLoader(schedule, store, dist), dist, columns)
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
-    cuts = cut_evenly([lengths[row] for row in evaluation_rows],
-                      min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
+    cuts = batches.cut_evenly([lengths[row] for row in evaluation_rows],
+                              min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
     used = lengths if spec.rows is None else [lengths[row] for row in train_rows]
     run = TrainingRun(spec, stage, family, drafter, trainer,
                digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
@@ -176,7 +167,13 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                sources=of_sources, num_rows=len(train_rows),
                init_digest=head.digest if head is not None else None)
     run.resume()
-    run.start_trackers()
+    if dist.is_main and spec.train.trackers:
+        # The same for a resumed run, and for no other: the digest is that of its state.
+        key = digest_bytes(f"{spec.job_id}/{spec.candidate}/{run.digest}".encode()).removeprefix("sha256:")[:16]
+        run.trackers = Trackers(
+            spec.train.trackers, stage, key=key, job_id=spec.job_id, candidate=spec.candidate,
+            resumed_from=run.resumed_from, settings={
+                "family": family.name, "target": spec.target.model, **spec.train.model_dump(mode="json")})
     return run
 
 
@@ -322,15 +319,15 @@ class TrainingRun:
         """Simulated speed-up at each step that was evaluated."""
 
         self.resumed_from = 0
-        self._exports = set(checkpoint_steps(num_steps, train.num_checkpoints))
-        self.evaluation_steps = set(checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
+        self._exports = set(batches.checkpoint_steps(num_steps, train.num_checkpoints))
+        self.evaluation_steps = set(batches.checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
         self._state_writer = StateWriter(self._state_file)
         self._saved_at = self.clock()
         self._dist = self.trainer.dist
         self._peak, _ = peak_flops(self.dtype, next(self.drafter.parameters()).device)
-        self._trackers: Trackers | None = None
+        self.trackers: Trackers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -368,17 +365,6 @@ class TrainingRun:
         self.resumed_from = self.trainer.counters.step
         self.stage.event("Resumed", f"resuming from step {self.trainer.counters.step}")
 
-    def start_trackers(self) -> None:
-        """Send what is recorded to the trackers of the spec. Call it after `resume`."""
-        spec = self.spec
-        if self._dist.is_main and spec.train.trackers:
-            # The same for a resumed run, and for no other: the digest is that of its state.
-            key = digest_bytes(f"{spec.job_id}/{spec.candidate}/{self.digest}".encode()).removeprefix("sha256:")[:16]
-            self._trackers = Trackers(
-                spec.train.trackers, self.stage, key=key, job_id=spec.job_id, candidate=spec.candidate,
-                resumed_from=self.resumed_from, settings={
-                    "family": self.family.name, "target": spec.target.model, **spec.train.model_dump(mode="json")})
-
     @property
     def finished(self) -> bool:
         return self.trainer.finished or self.stopped_early
@@ -397,8 +383,8 @@ class TrainingRun:
         try:
             self._state_writer.close()
         finally:
-            if self._trackers is not None:
-                self._trackers.close(finished=self.finished)
+            if self.trackers is not None:
+                self.trackers.close(finished=self.finished)
 
     def stop_early(self, why: str) -> None:
         """Make the step just done the last: export a checkpoint, save."""

@@ -45,7 +45,10 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [O, I], bias [O] or None."""
         self.bias = bias
-        self.packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
+        # oneDNN computes in bfloat16 only where the processor has AVX-512 or AVX-NE-CONVERT, and raises elsewhere.
+        self.packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and (
+            weight.dtype == torch.float32
+            or (weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())))
         weight = weight.detach().contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS) if self.packed else weight
 
@@ -62,13 +65,6 @@ class Linear:
             y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self.bias, "add")
             return y
         return residual + F.linear(x, self._weight, self.bias)
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    """oneDNN computes in bfloat16 only where the processor has AVX-512 or AVX-NE-CONVERT, and raises elsewhere."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
 def rms_normalise(x: Tensor, eps: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -371,24 +372,23 @@ class BatchLoader:
 
 
 def micro_batches(documents: PackedBatch, most_tokens: int | None) -> list[tuple[range, PackedBatch]]:
-    """The batch in as few parts as `most_tokens` allows: the numbers of each part's documents, and the part."""
+    """The batch in as few parts as `most_tokens` allows: the numbers of each part's documents, and the part, whose
+    tensors are views."""
     if most_tokens is None or sum(documents.lengths) <= most_tokens:
         return [(range(len(documents.lengths)), documents)]
-    return [(cut, _some_documents(documents, cut)) for cut in cut_evenly(documents.lengths, most_tokens)]
-
-
-def _some_documents(batch: PackedBatch, chosen: range) -> PackedBatch:
-    """Consecutive documents of a batch; views of its tensors."""
-    starts = list(accumulate(batch.lengths, initial=0))
-    tokens = slice(starts[chosen.start], starts[chosen.stop])
-    topk_logits = batch.topk_logits
-    if topk_logits is not None:
-        # Top-k logits have a row for each supervised position alone: count those of the documents before.
-        before = list(accumulate((int(part.sum()) for part in _supervised(batch)), initial=0))
-        rows = slice(before[chosen.start], before[chosen.stop])
-        topk_logits = topk_logits.map(lambda x: x[rows])
-    return replace(batch, token_ids=batch.token_ids[tokens], loss_mask=batch.loss_mask[tokens], aux=batch.aux[tokens],
-                   last=batch.last[tokens], lengths=batch.lengths[chosen.start:chosen.stop], topk_logits=topk_logits)
+    starts = list(accumulate(documents.lengths, initial=0))
+    parts = []
+    for cut in cut_evenly(documents.lengths, most_tokens):
+        tokens, topk_logits = slice(starts[cut.start], starts[cut.stop]), documents.topk_logits
+        if topk_logits is not None:
+            # Top-k logits have a row for each supervised position alone: count those of the documents before.
+            before = list(accumulate((int(part.sum()) for part in _supervised(documents)), initial=0))
+            topk_logits = topk_logits.map(itemgetter(slice(before[cut.start], before[cut.stop])))
+        parts.append((cut, replace(
+            documents, token_ids=documents.token_ids[tokens], loss_mask=documents.loss_mask[tokens],
+            aux=documents.aux[tokens], last=documents.last[tokens], lengths=documents.lengths[cut.start:cut.stop],
+            topk_logits=topk_logits)))
+    return parts
 
 
 def _supervised(batch: PackedBatch) -> list[Tensor]:

@@ -24,7 +24,7 @@ With r = 1 / sqrt(mean(x^2) + eps), n = x r w and dn the gradient of n,
     d silu(g) = sigma(g) (1 + g (1 - sigma(g)))
 
 Weights may be of lower precision than x: products are computed in the weight's dtype, norms, sums and the residual
-stream in x's. `reference_normed_linear` is the formula; tests compare with it in float64.
+stream in x's. `reference_normed_linear` and `reference_mlp` are the formulas; tests compare with them in float64.
 
 **The loss.** `eyrie_kernels.soft_target_loss` defines the losses and their gradients; its Triton kernel computes CUDA
 tensors. The CPU form here computes the same formulas in chunks whose logits fit the last-level cache. The
@@ -130,6 +130,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def reference_normed_linear(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms(x) W' as a formula."""
     return F.linear(F.rms_norm(x, (x.shape[-1],), norm, eps).to(weight.dtype), weight)
+
+
+def reference_mlp(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float) -> Tensor:
+    """x + (silu(g) * u) D' as a formula."""
+    gate, up = reference_normed_linear(x, norm, gate_up, eps).chunk(2, -1)
+    return x + F.linear(F.silu(gate) * up, down)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -539,7 +539,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
 
 
-def target_size_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
+def target_shape_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
+    """Sizes must equal the target's, and the rotary embedding as far as positions come from it."""
     text = target.text
     yield from vocabulary_rules(config, target)
     width = config.get("target_hidden_size", config["hidden_size"])
@@ -549,11 +550,7 @@ def target_size_rules(config: Mapping[str, Any], target: Target) -> Iterator[Fin
     if target.architecture is not None and target.architecture not in SUPPORTED_BY_SGLANG:
         yield error("target-not-captured", f"SGLang {SGLANG_VERSION} cannot capture hidden states of "
                     f"{target.architecture}", "serve it with Eyrie's own engine, or use a supported target")
-
-
-def target_rope_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
-    """Rotary embedding. The drafter has its own keys, so another base only gets a warning; M-RoPE sections must
-    agree."""
+    # The drafter has keys of its own, so another rotary base only gets a warning; M-RoPE sections must agree.
     own, target_rope = _rope(config), _rope(target.text)
     if own.get("mrope_section") != target_rope.get("mrope_section"):
         yield error("rope-sections", f"mrope_section is {own.get('mrope_section')}, the target's "
@@ -639,7 +636,6 @@ def validate(request: ValidationRequest) -> Iterator[Finding]:
     yield from tensor_rules(shape_of(config), shares_head, request.tensors)
     yield from context_rules(config, target, request.context, card)
     if target is not None:
-        yield from target_size_rules(config, target)
-        yield from target_rope_rules(config, target)
+        yield from target_shape_rules(config, target)
         yield from target_rules(request, target)
         yield from embedding_rules(request.tensors, target)

@@ -66,10 +66,6 @@ class EndpointUrl:
         default_port = self.port == (443 if self.scheme == "https" else 80)
         return f"{self.scheme}://{host}{'' if default_port else f':{self.port}'}{self.path}"
 
-    @property
-    def host_header(self) -> str:
-        return self.url.split("//", 1)[1].split("/", 1)[0]
-
 
 def parse_url(url: str) -> EndpointUrl:
     """Parse an http(s) URL. Raises InvalidInput, whose message omits credentials."""
@@ -102,7 +98,7 @@ def proxy_for(url: EndpointUrl) -> EndpointUrl | None:
     except ValueError:
         is_loopback = url.host == "localhost"
     # Loopback addresses never use a proxy, whether or not NO_PROXY contains them.
-    if not named or proxy_bypass(url.host_header) or is_loopback:
+    if not named or proxy_bypass(urlsplit(url.url).netloc) or is_loopback:
         return None
     variable = f"{url.scheme.upper()}_PROXY"
     proxy = parse_url(named if "://" in named else f"http://{named}")

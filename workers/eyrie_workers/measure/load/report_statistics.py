@@ -127,7 +127,9 @@ def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) ->
     return LoadComparison(
         variant=variant.variant, baseline=baseline.variant, mode=variant.level.mode, level=variant.level.value,
         throughput_ratio=throughput,
-        throughput_interval=_interval(throughput, pairs, _tokens_and_seconds, spec.seed),
+        throughput_interval=_interval(throughput, pairs, lambda results: (
+            float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)),
+            spec.seed),
         user_ratio=user, user_interval=_interval(user, pairs, _rates, spec.seed),
         ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
         if ours.total.ttft_s is not None and theirs.total.ttft_s is not None and theirs.total.ttft_s.p99 > 0 else None,
@@ -177,10 +179,6 @@ def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
             first.ids_digest == second.ids_digest if first.ids_digest is not None and second.ids_digest is not None
             else first.digest == second.digest for first, second in matching)
     return compared, identical
-
-
-def _tokens_and_seconds(results: Sequence[RequestResult]) -> tuple[float, float]:
-    return float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)
 
 
 def _rates(results: Sequence[RequestResult]) -> tuple[float, float]:
