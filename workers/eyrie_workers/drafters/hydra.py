@@ -25,7 +25,7 @@ last heads that are correct):
     Medusa, at its best rate        3.23    .69 .41
 
 Reading the tokens gains .05 at the first head, which then knows x_{i+1}, and .33 at the last; more layers gained
-nothing in so short a training. The paper's Hydra++, whose heads read a decoder layer over all positions in place of h_i
+nothing in so short a run. The paper's Hydra++, whose heads read a decoder layer over all positions in place of h_i
 (prefix attention), is not implemented.
 
     B rows, N nodes, R roots, S heads, H hidden, D draft vocabulary, V vocabulary

@@ -144,7 +144,7 @@ class ShardedClient:
     def _answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         shard_rows = self.sharding.shard_rows or 1
         groups = _Groups(prompts, shard_rows)
-        news, warned = time.monotonic(), set[str]()
+        last_progress_s, warned = time.monotonic(), set[str]()
         while True:
             while len(self._open) < self.sharding.shard_window and (group := groups.take()):
                 pause()
@@ -170,13 +170,13 @@ class ShardedClient:
                     self.store.delete(self._order(shard).key(kind))
                 del self._open[shard]
             if finished:
-                news = time.monotonic()
+                last_progress_s = time.monotonic()
                 continue
             for stored in self.store.list(f"{self.order.prefix}/failed"):
                 if (name := Path(stored.key).stem) in self._open:
                     failure = ShardFailure.model_validate_json(self.store.read(stored.key))
                     raise Permanent(f"shard {name}: {failure.reason}: {failure.message}", failure.hint)
-            if time.monotonic() - news > self.resend_after_s:
+            if time.monotonic() - last_progress_s > self.resend_after_s:
                 # A message that waits in the queue, or whose shard a worker holds, is not lost.
                 lost = [] if self.queue.length() > 0 else [
                     order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
@@ -185,7 +185,7 @@ class ShardedClient:
                               "that no worker holds are sent again")
                 for order in lost:
                     self.queue.send(order)
-                news = time.monotonic()
+                last_progress_s = time.monotonic()
             sleep_in_slices(self.poll_s, pause)
 
     def _submit(self, number: int, prompts: list[GenerationRequest]) -> None:

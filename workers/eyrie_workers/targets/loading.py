@@ -249,7 +249,7 @@ def known_digest(path: Path) -> Digest:
     file = path.resolve()
     before, home = _identity(file), os.environ.get("HOME")
     caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
-    # A user without a home has none: a directory that others may write is none to believe.
+    # A user without a home has no record: one in a directory that others may write cannot be trusted.
     if before[2] < _LARGE or not caches:
         return digest_file(file)
     directory = Path(caches, "eyrie", "digests")

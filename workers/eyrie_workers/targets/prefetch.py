@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class Report(Protocol):
-    """What the program that fills does with news; `stage_program.Stage` is one."""
+    """Where `fill` reports its progress; `stage_program.Stage` is one."""
 
     def pause_point(self) -> None:
         """Raise where a stop was requested."""

@@ -9,7 +9,7 @@ accepts the same architecture and the same tensors. Where the two differ, one di
     sliding window            `sliding_window` and `layer_types` for vLLM; a launch flag for SGLang, one smaller
 
 A window of w includes the current position; SGLang's `--speculative-draft-window-size` counts the positions before it:
-w - 1. How exactly the window is applied depends on the draft attention backend (read in the wheel; intel_amx also run).
+w - 1. How exactly the window is applied depends on the draft attention backend (read in its code; intel_amx also run).
 fa3 with chains and intel_amx apply it at every step. fa3 with trees counts it from the last settled token instead of
 from the node: at depth d, d - 1 keys too many are visible. triton masks one key too many from the second step on.
 flashinfer applies it at the first step only, which differs from training.

@@ -17,7 +17,7 @@ each aux state before `fc`; `norm_before_fc` (NVIDIA's GPT-OSS drafters) all of 
 like `fc`, when the drafter reads its own state. `norm_output` (EAGLE-3.1) feeds back the state after `norm`; with a
 different setting in serving than in training, only the first draft step is good. `sliding_window` W lets position p
 attend to keys p-W+1 .. p, its own included; draft steps are positions like any other, so each step moves the window by
-one settled key. How the engines are told of it: `drafters.eagle3.directory`.
+one settled key. How the engines learn of it: `drafters.eagle3.directory`.
 
 **Training-time test.** The drafter is unrolled on its own outputs, as in decoding. Step 0 reads the target's fused
 states at every position. Step s reads, at each root still alive, the drafter's own state of step s-1 and the next known
